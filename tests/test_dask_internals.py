@@ -55,6 +55,17 @@ def test_plugins_are_removed(cluster):
     wait_until(lambda: not any("daskgpt-test" in worker.plugins for worker in workers_of(cluster).values()))
 
 
+def test_few_messages_are_kept(cluster):
+    found, client = cluster
+    for _ in range(2):
+        client.run_on_scheduler(internals.keep_fewer_messages, count=3)
+        logs = [sender.recent_message_log for sender in found.scheduler.stream_comms.values()]
+        assert [log.maxlen for log in logs] == [3, 3]
+        for number in range(10):
+            client.submit(abs, number, pure=False, workers=[min(workers_of(cluster))]).result()
+        assert max(map(len, logs)) == 3
+
+
 def test_task_stream_shows_a_call(cluster):
     def draw(dask_scheduler):
         plugin = TaskStreamPlugin(dask_scheduler)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from types import SimpleNamespace
@@ -192,11 +193,12 @@ def test_recovery_interval_follows_cost_and_losses(monkeypatch):
     monkeypatch.setattr("daskgpt.training.recovery.time.monotonic", lambda: 0.0)
     assert points.interval == 10  # sqrt(2 * 2 * 25)
     due = []
-    for points.soon, points.every, points.since in ((True, 0, 0), (False, -1, -9), (False, -1, -11), (False, 3, 0)):
+    for points.soon, points.every, points.since in ((True, 0, 0), (False, -1, -7), (False, -1, -8), (False, 3, 0)):
         due.append(points._due(8))
     for points.kept in (SimpleNamespace(step=6), SimpleNamespace(step=5)):
         due.append(points._due(8))
     assert due == [True, False, True, True, False, True]
+    assert points.interval == math.inf  # steps are counted
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ def test_concurrent_runs_keep_their_plugins(threads, client, small_text):
 
 @pytest.mark.parametrize("setting", ["20ms", "40ms"])
 def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
-    (tick, profile, disk), asked = connect.BETWEEN_TASKS, {}
+    (tick, profile, cycle, disk), asked = connect.BETWEEN_TASKS, {}
 
     def started(**options):
         asked.update(options, heap=dask.config.get(connect.SPAWN)["MALLOC_ARENA_MAX"])
@@ -259,7 +261,13 @@ def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
             assert f":{connect.DASHBOARD_PORT}/" not in scheduler.description
         assert dask.config.get(tick) == setting, "of this process"
     options = {"n_workers": 1, "threads_per_worker": 1, "processes": True, "host": "127.0.0.1"}
-    options |= {"dashboard_address": f"127.0.0.1:{connect.DASHBOARD_PORT}", "heap": "1", profile: "100ms", disk: False}
+    options |= {
+        "dashboard_address": f"127.0.0.1:{connect.DASHBOARD_PORT}",
+        "heap": "1",
+        profile: "100ms",
+        cycle: "10s",
+        disk: False,
+    }
     assert not [warned for warned in recwarn if "Port" in str(warned.message)]
     assert asked == options | {tick: "500ms" if setting == "20ms" else setting}
 

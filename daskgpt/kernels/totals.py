@@ -9,6 +9,7 @@ the binary form of g ends in ones. After the last part, the totals that are left
 """
 
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 
@@ -25,6 +26,7 @@ def subtrees(first: int, last: int) -> list[tuple[int, int]]:
     return found
 
 
+@cache
 def level(part: int, first: int = 0) -> int:
     """Return the number of totals in the list before a part is summed, which is the place of its own total.
 
@@ -33,6 +35,7 @@ def level(part: int, first: int = 0) -> int:
     return len(subtrees(first, part))
 
 
+@cache
 def additions(part: int, first: int = 0, parts: int = 0) -> int:
     """Return the number of additions of two totals after a part has been summed.
 

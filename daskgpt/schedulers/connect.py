@@ -24,7 +24,7 @@ from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.dask_internals import scheduler_identity
 from daskgpt.schedulers.local import ENVIRONMENT
-from daskgpt.schedulers.membership import RemovePlugins, check_versions, register, remove_run, running
+from daskgpt.schedulers.membership import SENT, Cleanup, check_versions, register, remove_run, running
 from daskgpt.schedulers.workers import PrepareWorker
 
 CONNECT_TIMEOUT = 10  # seconds
@@ -32,13 +32,14 @@ DASHBOARD_PORT = 8787
 HEARTBEATS_TIMEOUT = 3  # seconds; a worker that is starting need not be waited for
 PRELOAD, PAGE = "distributed.scheduler.preload", "daskgpt.profiling.dashboard"  # by name: it is in a layer above
 SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
-# Messages that a client keeps: Dask keeps a thousand for debugging, each with a step's batch.
-LOGGED, SENT = "distributed.admin.low-level-log-length", 20
+LOGGED = "distributed.admin.low-level-log-length"
 # Intervals of what Dask's processes do between tasks: (Dask's default, ours). With two workers on two cores, workers,
-# nannies, scheduler and client take 15 % of a core with the defaults, and 5 % with ours.
+# nannies, scheduler and client take 15 % of a core with the defaults, and 5 % with ours. With the default cycle, the
+# memory of workers grows by 5 MB a minute for an hour.
 BETWEEN_TASKS: dict[str, tuple[object, object]] = {
     "distributed.admin.tick.interval": ("20ms", "500ms"),  # every process checks that it responds, warns after 3 s
     "distributed.worker.profile.interval": ("10ms", "100ms"),  # samples of running tasks, for Dask's report
+    "distributed.worker.profile.cycle": ("1000ms", "10s"),  # of each such time a worker keeps a profile, for an hour
     "distributed.admin.system-monitor.disk": (True, False),
 }
 WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker forever
@@ -66,6 +67,7 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
         settings: dict[str, Any] = {
             PRELOAD: [*dask.config.get(PRELOAD), PAGE],
             SPAWN: {**dask.config.get(SPAWN), **ENVIRONMENT},
+            LOGGED: SENT,
         }
         settings |= {name: own for name, (usual, own) in BETWEEN_TASKS.items() if dask.config.get(name) == usual}
         with delayed_interrupts(), dask.config.set(settings), warnings.catch_warnings():
@@ -201,7 +203,7 @@ def _client(shown: str, **arguments: Any) -> Client:
 def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> ClusterScheduler:
     """ends_with_it   whether the cluster ends with its client: then no plugin has to be removed"""
     if not ends_with_it:
-        register(client, RemovePlugins(client))
+        register(client, Cleanup(client))
     check_versions(client, packed=False)  # before workers compile kernels
     register(client, PrepareWorker(client))
     deadline = time.monotonic() + HEARTBEATS_TIMEOUT  # for a heartbeat of every worker that says that it is prepared

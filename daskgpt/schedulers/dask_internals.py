@@ -6,6 +6,7 @@ Each was seen in distributed 2026.8.0; `tests/test_dask_internals.py` has a test
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -68,6 +69,12 @@ def forget_failures(dask_scheduler: Any) -> None:
     ended = [task for task in dask_scheduler.tasks.values() if task.state in ("erred", "released")]
     unwanted = {task.key: "forgotten" for task in ended if not task.who_wants and not task.dependents}
     dask_scheduler.transitions(unwanted, stimulus_id="daskgpt-gone")
+
+
+def keep_fewer_messages(dask_scheduler: Any, count: int) -> None:
+    """Let the scheduler remember only its last messages to each worker; Dask keeps a thousand for debugging."""
+    for sender in dask_scheduler.stream_comms.values():
+        sender.recent_message_log = deque(sender.recent_message_log, count)
 
 
 def add_to_task_stream(dask_scheduler: Any, worker: str, thread: int, name: str, span: Mapping[str, Any]) -> None:

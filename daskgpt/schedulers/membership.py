@@ -20,10 +20,17 @@ import daskgpt
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
-from daskgpt.schedulers.dask_internals import forget_failures, refuse_work, remove_plugins, scheduler_identity
+from daskgpt.schedulers.dask_internals import (
+    forget_failures,
+    keep_fewer_messages,
+    refuse_work,
+    remove_plugins,
+    scheduler_identity,
+)
 from daskgpt.schedulers.worker_metrics import METRIC
 
 PREFIX = "daskgpt-"  # of the names of plugins
+SENT = 20  # messages that scheduler and client keep
 TRIES, PAUSE = 10, 0.2  # seconds between two
 PACKAGES = ("dask", "distributed", "numpy", "numba")
 
@@ -64,12 +71,21 @@ async def remove_run(client: str, dask_scheduler: Any) -> None:
     forget_failures(dask_scheduler)
 
 
-class RemovePlugins(SchedulerPlugin):
-    """Removes a run's plugins and failed tasks when its client has gone, in whatever way; other runs' plugins stay."""
+class Cleanup(SchedulerPlugin):
+    """Removes a run's plugins and failed tasks when its client has gone, in whatever way; other runs' plugins stay.
+
+    Meanwhile the scheduler remembers few messages to workers: each window's message has all its tokens.
+    """
 
     def __init__(self, client: Any) -> None:
-        self.name, self.client = plugin_name(client, "remove-plugins"), client.id
+        self.name, self.client = plugin_name(client, "cleanup"), client.id
         self.removing: asyncio.Task[None] | None = None
+
+    async def start(self, scheduler: Any) -> None:
+        keep_fewer_messages(scheduler, SENT)
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        keep_fewer_messages(scheduler, SENT)
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         # This is called when the client disconnects, and when its connection ends.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from math import prod
 from typing import Any
 from uuid import uuid4
 
@@ -86,6 +86,7 @@ class RankSteps(Steps):
     heirs   for each rank that has left, the rank that has its rows
     local   the local steps of the job, if it has any
     parts   number of parts of the batch that ranks share: replicas, or groups of sequences
+    pace    seconds between two copies of the state; a window is not longer
     """
 
     ranks = True
@@ -107,6 +108,7 @@ class RankSteps(Steps):
         self.tasks, self.used_grain = 0, self.grain  # of the last steps: tasks of all ranks, and the grain of the first
         self.kept = False  # whether kernel calls are kept for a timeline
         self.seconds = WINDOW_SECONDS  # of one step; until the first one is made
+        self.pace = math.inf
         self.seen = self.workers = len(scheduler.addresses())
 
     @property
@@ -121,7 +123,7 @@ class RankSteps(Steps):
 
     def together(self, number: int) -> int:
         """Return how many steps from this one on are a window."""
-        most = max(1, round(WINDOW_SECONDS / max(self.seconds, 1e-6)))
+        most = max(1, round(min(WINDOW_SECONDS, self.pace) / max(self.seconds, 1e-6)))
         every = self.job.run.snapshot_every
         if self.job.optimizer.skip_outliers:
             most = 1
@@ -161,7 +163,6 @@ class RankSteps(Steps):
         if state is not self.live or self.heirs or changed:
             self._begin(state)
         first, length = state.step, self.job.horizon.at(state.step)
-        # Dask's scheduler remembers its last thousand messages to each worker: two small arrays are not many objects.
         ids = np.min_scalar_type(self.job.config.padded_vocabulary)
         tokens, targets, *others = (np.stack(part) for part in zip(*batches))
         parts = [tokens.astype(ids), targets.astype(ids), *others]
@@ -266,7 +267,7 @@ class RankSteps(Steps):
         workers = sorted(self.scheduler.addresses())
         if apart and len(workers) > 1:
             known = tensors(self.job.config)
-            sizes = [sum(prod(known[each.partition(".")[2]].shape) for each in names) for names in packs]
+            sizes = [sum(math.prod(known[each.partition(".")[2]].shape) for each in names) for names in packs]
             others = places_apart([(size, [place]) for size, place in zip(sizes, places)], workers)
             for copies, place, call in zip(found, others, joined):
                 copies.append(submit(place, name, *call, moves=True))
@@ -352,7 +353,7 @@ def _packs(job: Job) -> Iterator[tuple[str, ...]]:
     for _, names in groupby(state, lambda name: name.partition(".")[0]):
         pack, size = list[str](), 0
         for name in names:
-            nbytes = prod(state[name].shape) * job.precision.dtype.itemsize
+            nbytes = math.prod(state[name].shape) * job.precision.dtype.itemsize
             if pack and size + nbytes > PACK_BYTES:
                 yield tuple(pack)
                 pack, size = [], 0

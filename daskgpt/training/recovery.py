@@ -21,6 +21,7 @@ from daskgpt.training.step import State
 
 SHARE = 0.01  # of the run's time that copying may take
 LEAST_COST = 1e-3  # seconds
+NEARLY = 0.75  # of the interval, after which a point is due: points are made between windows
 HERE_BYTES = 2**26  # of a state that is copied to this process where there is only one worker
 
 
@@ -43,7 +44,8 @@ class Point:
 class RecoveryPoints:
     """Holds the newest recovery point of a run, and makes the next one while steps continue.
 
-    The first point, and the first one after a loss, are waited for and timed, which decides when the next one is due.
+    The first point, and the first one after a loss, are waited for and timed; the least time decides when the next one
+    is due.
 
     soon   whether a point is due at once: there is none, or it is not on two workers
     alone  whether there is only one worker
@@ -55,7 +57,7 @@ class RecoveryPoints:
         self.kept: Point | None = None
         self.making: Point | None = None
         self.soon, self.alone = True, False
-        self.cost, self.since, self.reported = 0.0, 0.0, set[str]()
+        self.cost, self.since, self.reported = math.inf, 0.0, set[str]()
         self.begin, self.losses = time.monotonic(), 0
 
     def after(self, state: LiveState) -> None:
@@ -90,16 +92,18 @@ class RecoveryPoints:
             return True
         if self.every > 0:
             return self.kept is None or step - self.kept.step >= self.every
-        return time.monotonic() - self.since >= self.interval
+        return time.monotonic() - self.since >= NEARLY * self.interval
 
     @property
     def interval(self) -> float:
-        """Seconds between two points.
+        """Seconds between two points; infinite where steps are counted.
 
         Copying takes its share of the time, or more where losses come so often that repeating steps would cost more.
 
         Source   Young 1974: with M seconds between losses, sqrt(2 cost M) minimizes the sum of both
         """
+        if self.every > 0:
+            return math.inf
         if not self.losses:
             return self.cost / SHARE
         between = (time.monotonic() - self.begin) / self.losses
@@ -111,14 +115,15 @@ class RecoveryPoints:
         alone, small = len(self.scheduler.addresses()) < 2, self._bytes() <= HERE_BYTES
         places = state.copied_apart() if small or not alone else []
         if self.alone != alone:  # the cost of copying differs from now on
-            self.alone, self.soon = alone, True
+            self.alone, self.soon, self.cost = alone, True, math.inf
         if alone:
             places = [[pack] for pack in self.scheduler.fetch([copy for copy, *_ in places])]
         if places:
             self.making = Point(state, places)
         if self.soon:
             self.scheduler.settle([] if alone else [own[-1] for own in places])
-            self.cost, self.soon = max(time.perf_counter() - start, LEAST_COST), False
+            cost = max(time.perf_counter() - start, LEAST_COST)
+            self.cost, self.soon = min(cost, self.cost), False  # the first one after a loss may wait for other things
             self._report()
 
     def _bytes(self) -> int:
@@ -182,6 +187,7 @@ class Recovery:
             self.metrics = {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
             self.again = 0
         self.points.after(cast(LiveState, state))
+        self.steps.pace = self.points.interval
         if time.monotonic() - self.looked > LOOKING:
             self._look()
 
