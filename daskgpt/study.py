@@ -5,7 +5,8 @@ figures, and report.md with the conclusions.
 
 Without any of the lists below, points differ from one base point (all cores, barrier step, grain block, half of the
 sequences in a chunk) in one dial: threads and barriers, slicing, grain, scheduler and engine. With lists, every
-combination of their values is run. Barrier layer always has grain kernel, and the scheduler sync one thread.
+combination of their values is run; with --threads alone, each barrier on so many threads: fork-join, phases, tasks, and
+barrier-free. Barrier layer always has grain kernel, and the scheduler sync one thread.
 --out FOLDER continues a study that was stopped; runs in its table are not repeated.
 --record FILE adds the measurements to a file when the study is complete: a line of JSON per point, with command, date,
 machine, versions, and the time of every run.
@@ -23,6 +24,7 @@ from daskgpt.config.flags import Parser, add_flags, add_model_flags, given_flags
 from daskgpt.config.model import GPT2Config, preset
 from daskgpt.profiling.records import append_records, check_records
 from daskgpt.profiling.study import (
+    BARRIERS,
     DIALS,
     ORDER,
     Rows,
@@ -72,6 +74,8 @@ def main(arguments: list[str]) -> int:
         check_records(values.record)
     cores = usable_cores()
     chosen = {dial: getattr(values, dial) for dial in DIALS if getattr(values, dial)}
+    if chosen.keys() == {"threads"}:
+        chosen["barrier"] = [*BARRIERS]
     grid = chosen_grid(study, cores, chosen) if chosen else (quick_grid if values.quick else default_grid)(study, cores)
     for point in grid:
         job_of_point(model, study, point)
