@@ -83,6 +83,29 @@ def steps() -> list[str]:
     return table("model, batch | precision | daskgpt, ms a step | PyTorch | ratio", map(row, records("steps")))
 
 
+def limits() -> list[str]:
+    """Kernels beside what the machine allows."""
+
+    def row(one: Record) -> tuple[str, ...]:
+        time, share, allowed, quotient = (one.figures[name] for name in ("time", "share", "allowed", "quotient"))
+        known = model(one), f"`{one.settings['what']}`", spread(time), percent(share), spread(allowed)
+        return *known, one.settings["by"], spread(quotient, digits=2)
+
+    return table("model, batch | calls | ms a step | share | allowed | by | quotient", map(row, records("limits")))
+
+
+def layers() -> list[str]:
+    """Attention and the head beside PyTorch's."""
+
+    def row(one: Record) -> tuple[str, ...]:
+        held = (spread(one.figures[name]) if name in one.figures else "" for name in ("peak", "peak_theirs"))
+        times = (spread(one.figures[name]) for name in ("ours", "theirs"))
+        return one.settings["what"], *times, spread(one.figures["ratio"], digits=2), *held
+
+    head = "what | daskgpt, ms | PyTorch, ms | ratio | daskgpt's peak, MB | PyTorch's, MB"
+    return table(head, map(row, records("layers")))
+
+
 def torch_ddp() -> list[str]:
     def row(one: Record) -> tuple[str, ...]:
         known = one.figures
@@ -247,6 +270,8 @@ def default_run() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "steps": steps,
+    "limits": limits,
+    "layers": layers,
     "torch-ddp": torch_ddp,
     "generation": generation,
     "generation compared": generation_compared,

@@ -133,7 +133,7 @@ class KernelCall(TaskCall):
     axes     of the task's grid, whose indices in its key are its place in the batch
     options  of the kernel
     outputs  axes of each result of the kernel
-    chunks   axis -> sizes of its chunks
+    chunks   axis of an argument or a result -> sizes of its chunks
     dtype    of all results
     """
 
@@ -354,12 +354,17 @@ class Exchange(TaskCall):
 
     returns   for memory: NOTHING; a MESSAGE, which is not counted; the size of its FIRST argument; or the PICK of one
               of several results
+    size      bytes that it sends, adds or copies
+    peer      the rank that it sends to or receives from, on a channel; -1 for none
     """
 
     function: Callable[..., Any]
     origin: Origin | None
     returns: str = NOTHING
     axes: str = ""
+    size: int = 0
+    peer: int = -1
+    channel: Hashable = None
 
     def __call__(self, *results: Any) -> Any:
         return self.function(*results)
@@ -445,8 +450,7 @@ def apply(
     dtype = next(array.dtype for array in arrays if array.dtype.kind == "f")
     summed = not any(axis in CUT for axis in "".join(outputs)) and any(axis in CUT for axis in "".join(inputs))
     grid = outputs[0] if len(outputs) == 1 else "".join(axis for axis in outputs[0] if axis in CUT)
-    made = {axis: chunks[axis] for axis in "".join(outputs)}
-    call, extra = KernelCall(kernel, inputs, grid, options or {}, outputs, made, dtype, origin), call_options.after
+    call, extra = KernelCall(kernel, inputs, grid, options or {}, outputs, chunks, dtype, origin), call_options.after
     if summed:
         groups = call_options.groups if "b" in chunks else ONE_GROUP
         order = SumOrder.of(chunks.get("b", (1,)), chunks.get("t", (1,)), call_options.at_once, groups)
