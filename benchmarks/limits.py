@@ -117,7 +117,7 @@ def operations_of(kind: str, sizes: Sizes) -> float:
         products = 2 if name.endswith("forward") else 5
         half = sizes["b"] * sizes["T"] ** 2 / 2
         return half * (2 * products * sizes["C"] + EXPONENTIAL * sizes["H"])
-    if len(letters - set("bt")) == 2 and name.partition(".")[0] != "embedding":
+    if "b" in letters and len(letters - set("bt")) == 2 and not name.startswith("embedding"):
         exponentials = EXPONENTIAL * sizes["b"] * sizes["t"] * sizes["V"] if outputs[-1] == "btV" else 0
         return 2 * pairs + exponentials
     return OPERATIONS.get(name, 1) * max(read, written) / (len(inputs) if "update" in kind else 1)
