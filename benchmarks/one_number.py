@@ -98,6 +98,7 @@ def outcomes_of_steps(model: Model, precision: str, dials: Dials, steps: int = S
         optimizer = OptimizerConfig(optimizer=model.optimizer, dropout=model.dropout, clip=model.clip)
         own = {name: getattr(dials, name) for name in ("grain", "barrier", "accumulate")} | {"groups": model.groups}
         own["in_place"] = scheduler.in_place if dials.in_place is None else dials.in_place
+        own["threads"] = scheduler.threads
         step = TrainingStep(
             model.config, model.batch, dials.chunk, optimizer, precision_of(precision), StepOptions(**own)
         )

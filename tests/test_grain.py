@@ -21,10 +21,14 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.graph import calls, update_in_place
 from daskgpt.graph.accumulate import MicroBatches
+from daskgpt.graph.barriers import memory_waits
+from daskgpt.graph.calls import origin_of
 from daskgpt.graph.fuse import GRAINS
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.graph.program import Call, Program, Span, calls_of, recorded_spans
+from daskgpt.model.layers import CROSSENTROPY
 from daskgpt.model.parameters import tensors
+from daskgpt.model.precision import precision_of
 from daskgpt.profiling.plan import predict
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import GrainChoice
@@ -42,13 +46,37 @@ def assert_same_bits(found, expected, what):
 def test_shared_update_tasks_give_the_same_bits(rows, monkeypatch):
     """Two ways to share the embedding: its two gradients in one task, or the first one on its own."""
     monkeypatch.setattr(calls, "ROWS_ELEMENTS", 1)  # 64 rows at a time
-    monkeypatch.setattr(update_in_place, "TASK_ELEMENTS", 1)  # each in a task of its own
+    for name in ("TASK_ELEMENTS", "LEAST_ELEMENTS"):
+        monkeypatch.setattr(update_in_place, name, 1)  # each in a task of its own
     config = replace(SMALL, vocabulary=200, padded_vocabulary=0, channels=rows * 2)
     model, dials = Model(config, (4, 12)), [Dials((2, 12), "step", "block", "threads", 2, own) for own in (False, True)]
     assert_same_bits(*(outcomes_of_steps(model, "float32", own) for own in dials), rows)
     step = TrainingStep(config, (4, 12), (2, 12), OptimizerConfig(), options=StepOptions(in_place=True))
     shares = [key for key in step.runnable.graph if key[0].startswith("adamw-wte.weight")]
     assert len(shares) == 4
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_more_threads_share_updates_and_heads_and_change_no_bit(precision, random, monkeypatch):
+    monkeypatch.setattr(update_in_place, "TASK_ELEMENTS", 1 << 13)
+    monkeypatch.setattr(update_in_place, "LEAST_ELEMENTS", 1)
+    config = replace(SMALL, vocabulary=300, padded_vocabulary=0)
+    parameters, batch, found = random_parameters(config, random), random_batch(config, random, (8, 12)), {}
+    for threads in (2, 3, 8):
+        options = StepOptions(in_place=True, threads=threads)
+        step = TrainingStep(config, (8, 12), (1, 12), OptimizerConfig(), precision_of(precision), options)
+        graph = step.recorded.unmerged
+        waits = memory_waits(graph, CROSSENTROPY.name, step.micro_batches, threads=threads)
+        heads = sum(origin_of(graph[key]).layer == CROSSENTROPY.name for key in waits)
+        updates = sum(key[0].startswith("adamw-wte.weight") for key in graph)
+        with open_scheduler("threads", threads) as scheduler:
+            state = step.initial({name: value.copy() for name, value in parameters.items()})
+            _, state = step.submit(scheduler, state, batch, 10)
+            found[threads] = heads, updates, daskgpt.digest(state.parameters(scheduler))
+    (heads, updates, bits), (few, _, same), (none, more, also) = found.values()
+    assert (heads, few, none) == (6, 5, 0)
+    assert more > updates
+    assert bits == same == also
 
 
 def test_updates_in_place_wait_for_every_reader_of_the_old_value():

@@ -10,7 +10,7 @@ from daskgpt.graph.calls import KernelCall, RowSum, origin_of, wait
 from daskgpt.graph.fuse import in_order, one_by_one
 from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
 
-LOOKAHEAD = 2  # number of blocks, and of chunks in the head, that may be in progress
+LOOKAHEAD = 2  # number of blocks, and with up to two threads of chunks in the head, that may be in progress
 
 
 def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, tokens: bool) -> Graph:
@@ -62,17 +62,20 @@ def stage_of(graph: Graph, barrier: str, micro_batches: MicroBatches) -> Callabl
     return stage
 
 
-def memory_waits(graph: Graph, head: str, micro_batches: MicroBatches, *, ranked: bool = False) -> dict[Key, list[Key]]:
+def memory_waits(
+    graph: Graph, head: str, micro_batches: MicroBatches, *, threads: int, ranked: bool = False
+) -> dict[Key, list[Key]]:
     """Return for tasks the tasks that must run before them, so that memory is released in time.
 
     head     the layer that makes the logits of a chunk, and their loss
+    threads  number of tasks that can run at once
     ranked   whether updates wait for other ranks: then tasks wait for the sums of a block instead
 
     Dask would take one chunk through the whole backward pass before the next one, and hold the inputs of the weight
     gradients of all blocks. So a block's backward waits for the updates of the blocks `LOOKAHEAD` above, or for the
-    sums of a micro-batch there; and the logits of a chunk wait until those of the chunk `LOOKAHEAD` before have been
-    added to the unembedding's gradient. There is no such edge if an update itself depends on that block (by the norm
-    of all gradients), since it would close a cycle.
+    sums of a micro-batch there; and the logits of a chunk wait until those of an earlier chunk have been added to the
+    unembedding's gradient, so that as many chunks have logits as there are threads, or `LOOKAHEAD`. There is no such
+    edge if an update itself depends on that block (by the norm of all gradients), since it would close a cycle.
     """
     lowest = _lowest_blocks(graph)
     # Micro-batch or None, and block -> the tasks that release its memory.
@@ -92,7 +95,9 @@ def memory_waits(graph: Graph, head: str, micro_batches: MicroBatches, *, ranked
     for key, (micro, block) in backward.items():
         updates = [update for update in done[None, block + LOOKAHEAD] if lowest[update] > block]
         edges[key] = updates if micro is None else done[micro, block + LOOKAHEAD] or updates
-    return {key: earlier for key, earlier in edges.items() if earlier} | _head_waits(graph, head)
+    return {key: earlier for key, earlier in edges.items() if earlier} | _head_waits(
+        graph, head, max(LOOKAHEAD, threads)
+    )
 
 
 def _lowest_blocks(graph: Graph) -> dict[Key, float]:
@@ -107,8 +112,8 @@ def _lowest_blocks(graph: Graph) -> dict[Key, float]:
     return lowest
 
 
-def _head_waits(graph: Graph, head: str) -> dict[Key, list[Key]]:
-    """Return for the logits of a chunk the sums that the logits of an earlier chunk have been added to."""
+def _head_waits(graph: Graph, head: str, ahead: int) -> dict[Key, list[Key]]:
+    """Return for the logits of a chunk the sums that the logits of the chunk `ahead` before it have been added to."""
     own = {key: node.func for key, node in graph.items() if (origin := origin_of(node)) and origin.layer == head}
     heads = [key for key, call in own.items() if call.origin.phase == "forward" and isinstance(call, KernelCall)]
     sums = {key: call for key, call in own.items() if call.origin.phase == "backward" and isinstance(call, RowSum)}
@@ -118,5 +123,5 @@ def _head_waits(graph: Graph, head: str) -> dict[Key, list[Key]]:
     piece_of = {chunk: number for number, piece in enumerate(order.pieces) for chunk in piece}
     done: dict[int, list[Key]] = defaultdict(list)
     for key, call in sums.items():
-        done[call.pieces.start + LOOKAHEAD].append(key)
+        done[call.pieces.start + ahead].append(key)
     return {key: done[piece] for key in heads if (piece := piece_of[key[1:]]) in done}

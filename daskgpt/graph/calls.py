@@ -14,6 +14,7 @@ that no pass has to derive these from a key or from the letters of a signature.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -240,13 +241,15 @@ class ChunkSum(KernelCall):
                 calls += [(cut.group, [_sequences(a, axes, cut) for a, axes in zip(p, self.inputs)]) for p in parts]
         return self.order.chains(calls, first + len(pieces))
 
-    def bands(self) -> list[tuple[int, int]]:
+    def bands(self, most: float = math.inf) -> list[tuple[int, int]]:
         """Return the bands of rows that are summed at a time, small enough for the cache. They do not affect the order
         of a sum, but BLAS rounds equally only if the bands are the same everywhere.
+
+        most   numbers of a band, if less than usual
         """
         if len(self.shape) < 2:
             return [(0, self.shape[0] if self.shape else 1)]
-        rows = max(ROWS_ELEMENTS // self.shape[1] // 64, 1) * 64
+        rows = max(int(min(most, ROWS_ELEMENTS)) // self.shape[1] // 64, 1) * 64
         return [(first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows)]
 
     def add(

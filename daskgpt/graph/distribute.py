@@ -36,7 +36,15 @@ from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exc
 from daskgpt.graph.messages import Peers, receive, send
 from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
 from daskgpt.graph.sum_order import SumOrder
-from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares
+from daskgpt.graph.update_in_place import (
+    TASK_ELEMENTS,
+    Rewritten,
+    RowUpdate,
+    UpdateRules,
+    chain_of,
+    row_sum,
+    shares,
+)
 from daskgpt.kernels.totals import subtrees, tree_sum
 
 BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together
@@ -202,7 +210,8 @@ class Distribution:
             # If all readers of the weight except its update multiply by it, rounded rows suffice.
             readers = self.dependents[only_key(self.graph[update].args[0])] - {update}
             rounded = all(self.graph[key].func.kernel in self.access.rounding for key in readers)
-            for number, bands in enumerate(shares(call, self.rules.rule_of(own.origin))):
+            # All ranks have the same shares, however many threads each has.
+            for number, bands in enumerate(shares(call, self.rules.rule_of(own.origin), TASK_ELEMENTS)):
                 every.append(Shard(update, own.origin.parameter, number, tuple(bands), 0, columns, rounded))
         for bucket in _buckets(every):
             for shard in sorted(bucket, key=lambda shard: -shard.bytes):

@@ -32,7 +32,9 @@ import numpy as np
 from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, Origin, RowSum, TaskCall, call_of
 from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
 
-TASK_ELEMENTS = 1 << 22  # most numbers of a tensor that one task updates: some 20 ms of sums and memory traffic
+# Most numbers of a tensor that one task updates on one or two threads: some 20 ms of sums and memory traffic. More
+# threads share them, down to the least number, since each task takes the interpreter's lock for some 0.1 ms.
+TASK_ELEMENTS, LEAST_ELEMENTS = 1 << 22, 1 << 18
 
 
 @dataclass(frozen=True)
@@ -172,11 +174,13 @@ class RowUpdate(TaskCall):
             del rows
 
 
-def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritten:
+def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool, threads: int = 2) -> Rewritten:
     """Rewrite the updates of a graph to work in place.
 
-    apart   whether sums and updates are separate tasks (with a barrier between backward and update)
+    apart    whether sums and updates are separate tasks (with a barrier between backward and update)
+    threads  number of tasks that can run at once; 2 where a product's sums depend on its shape
     """
+    most = max(2 * TASK_ELEMENTS // max(threads, 2), LEAST_ELEMENTS)
     dependents = dependents_of(graph)
     new, done, after = dict(graph), [], {}
     parts: dict[Key, list[Any]] = defaultdict(list)  # a call on a whole gradient -> those on its rows
@@ -204,7 +208,7 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
             gone += chain_of(graph, before)
         for key in gone:
             del new[key]
-        for number, bands in enumerate(shares(graph[last].func, rule)):
+        for number, bands in enumerate(shares(graph[last].func, rule, most)):
             given = []
             if before is not None:
                 given = [before if shared else row_sum(graph, new, before, number, bands, rules.summed)]
@@ -251,15 +255,17 @@ def chain_of(graph: Graph, key: Key, belongs: Callable[[Key], bool] = lambda key
     return [*(chain_of(graph, before, belongs) if before is not None and belongs(before) else ()), key]
 
 
-def shares(call: ChunkSum | RowSum, rule: InPlaceRule) -> list[list[Band]]:
-    """Return the bands of rows of a tensor in shares of at most TASK_ELEMENTS, if shares can be updated separately."""
+def shares(call: ChunkSum | RowSum, rule: InPlaceRule, most: int) -> list[list[Band]]:
+    """Return the bands of rows of a tensor in shares of at most so many numbers, or of 64 rows; in one share if they
+    cannot be updated separately.
+    """
     if isinstance(call, RowSum):
         call = call.call
-    bands = call.bands()
+    bands = call.bands(most)
     if rule.whole:
         return [bands]
     elements = math.prod(call.shape[1:]) * (bands[0][1] - bands[0][0])
-    per_task = max(1, TASK_ELEMENTS // elements)
+    per_task = max(1, most // elements)
     tasks = -(-len(bands) // per_task)
     ends = [len(bands) * number // tasks for number in range(tasks + 1)]
     return [bands[first:last] for first, last in pairwise(ends)]

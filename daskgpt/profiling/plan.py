@@ -170,7 +170,8 @@ def predict(job: Job, workers: int = 0) -> Plan:
 
 def assumed_step(job: Job) -> TrainingStep:
     """Return a step with the chunks and the grain that a plan counts with."""
-    return training_step(job, known_chunks(job)[0], known_grain(job)[0], in_place_of(job))
+    chunk, grain = known_chunks(job)[0], known_grain(job)[0]
+    return training_step(job, chunk, grain, in_place_of(job), threads=threads_of(job))
 
 
 def _predict_local(job: Job) -> Plan:

@@ -27,6 +27,7 @@ from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of, task
 from daskgpt.graph.recording import GraphRun, Layout, StepGraph
 from daskgpt.graph.update_in_place import InPlaceRule, Rewritten, UpdateRules, update_in_place
 from daskgpt.kernels.dropout import streams
+from daskgpt.kernels.float32.blas import one_order
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
 from daskgpt.model.gpt2 import mean_loss
 from daskgpt.model.layers import CROSSENTROPY, DROPOUT, EMBEDDING
@@ -208,6 +209,7 @@ class StepOptions:
     groups      number of groups of sequences into which sums over the batch are divided
     accumulate  number of consecutive micro-batches into which the sequences are divided
     seed        of dropout
+    threads     number of tasks that can run at once
     """
 
     grain: str = "block"
@@ -216,6 +218,7 @@ class StepOptions:
     groups: int = 1
     accumulate: int = 1
     seed: int = 0
+    threads: int = 2
 
 
 class TrainingStep:
@@ -285,7 +288,8 @@ class TrainingStep:
             return Rewritten(graph)
         rules = UpdateRules(self._rule, math.prod(self.batch_shape), (squares,))
         if self.rank is None:
-            return update_in_place(graph, rules, apart=self.apart)
+            threads = self.options.threads if one_order(self.precision.dtype) else 2
+            return update_in_place(graph, rules, apart=self.apart, threads=threads)
         access = RowAccess(read_rows, write_rows, self.precision.rounding)
         self.distribution = Distribution(graph, rules, self.rank, loss, access, token)
         return self.distribution.rewritten()
@@ -307,7 +311,8 @@ class TrainingStep:
         """
         graph, ranked, waits = self.recorded.unmerged, self.rank is not None, dict[Key, list[Key]]()
         if self.large and grain != "chunk" and self.in_place and not self.apart:
-            waits = memory_waits(graph, CROSSENTROPY.name, self.micro_batches, ranked=ranked)
+            threads = self.options.threads
+            waits = memory_waits(graph, CROSSENTROPY.name, self.micro_batches, threads=threads, ranked=ranked)
         runnable = self.recorded.merged(self.fusion(grain).groups(graph), waits)
         if self.apart:
             stage = stage_of(graph, self.barrier, self.micro_batches)
@@ -401,13 +406,15 @@ def state_leaves(
 
 
 def training_step(
-    job: Job, chunk: tuple[int, int], grain: str, in_place: bool, rank: Rank | None = None
+    job: Job, chunk: tuple[int, int], grain: str, in_place: bool, rank: Rank | None = None, threads: int = 2
 ) -> TrainingStep:
     """Record a job's step.
 
-    rank    the rank that makes it, where several processes share a batch
+    rank     the rank that makes it, where several processes share a batch
+    threads  number of tasks that can run at once
     """
-    options = StepOptions(grain, job.dataflow.barrier, in_place, job.groups, micro_batches_of(job, rank), job.run.seed)
+    parts = micro_batches_of(job, rank)
+    options = StepOptions(grain, job.dataflow.barrier, in_place, job.groups, parts, job.run.seed, threads)
     return TrainingStep(job.config, job.batch_shape, chunk, job.optimizer, job.precision, options, rank)
 
 
@@ -497,7 +504,8 @@ class JobSteps(Steps):
             dataflow = replace(dataflow, batch_chunk=gcd(dataflow.batch_chunk, shape[0]) if dataflow.batch_chunk else 0)
         self.chunks = ChunkChoice(job.config, shape, dataflow, job.precision, scheduler.threads)
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
-        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, rank)
+        threads = scheduler.threads
+        self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, rank, threads)
         if scheduler.in_place:
             window = dataflow.window if dataflow.barrier == "none" else 1
             if warning := self.chunks.fit(self.step, window, available_memory()):
