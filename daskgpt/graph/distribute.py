@@ -36,15 +36,7 @@ from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exc
 from daskgpt.graph.messages import Peers, receive, send
 from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
 from daskgpt.graph.sum_order import SumOrder
-from daskgpt.graph.update_in_place import (
-    TASK_ELEMENTS,
-    Rewritten,
-    RowUpdate,
-    UpdateRules,
-    chain_of,
-    row_sum,
-    shares,
-)
+from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares
 from daskgpt.kernels.totals import subtrees, tree_sum
 
 BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together
@@ -60,11 +52,13 @@ class Rank(Peers):
     groups      of the batch
     sequences   of the batch
     tokens      of a sequence
+    threads     of the rank with most of them: all ranks share a tensor's rows alike
     """
 
     groups: int
     sequences: int
     tokens: int
+    threads: int = 2
 
     def groups_of(self, rank: int) -> Groups:
         """Return the groups of a rank."""
@@ -210,8 +204,7 @@ class Distribution:
             # If all readers of the weight except its update multiply by it, rounded rows suffice.
             readers = self.dependents[only_key(self.graph[update].args[0])] - {update}
             rounded = all(self.graph[key].func.kernel in self.access.rounding for key in readers)
-            # All ranks have the same shares, however many threads each has.
-            for number, bands in enumerate(shares(call, self.rules.rule_of(own.origin), TASK_ELEMENTS)):
+            for number, bands in enumerate(shares(call, self.rules.rule_of(own.origin), self.rules.elements)):
                 every.append(Shard(update, own.origin.parameter, number, tuple(bands), 0, columns, rounded))
         for bucket in _buckets(every):
             for shard in sorted(bucket, key=lambda shard: -shard.bytes):

@@ -76,11 +76,13 @@ class UpdateRules:
 
     rule_of   origin of an update -> its rule
     summed    number of rows over which each gradient is summed, in all chunks together
+    elements  most numbers of a tensor that one task updates
     by_rows   kernels that other readers of a gradient may call on some rows at a time
     """
 
     rule_of: Callable[[Origin], InPlaceRule]
     summed: int
+    elements: int
     by_rows: Collection[Callable[..., Any]] = ()
 
     def updates(self, graph: Graph) -> list[Key]:
@@ -174,13 +176,16 @@ class RowUpdate(TaskCall):
             del rows
 
 
-def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool, threads: int = 2) -> Rewritten:
+def elements_of_task(threads: int) -> int:
+    """Return the most numbers of a tensor that one task updates if so many tasks can run at once."""
+    return max(2 * TASK_ELEMENTS // max(threads, 2), LEAST_ELEMENTS)
+
+
+def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritten:
     """Rewrite the updates of a graph to work in place.
 
-    apart    whether sums and updates are separate tasks (with a barrier between backward and update)
-    threads  number of tasks that can run at once; 2 where a product's sums depend on its shape
+    apart   whether sums and updates are separate tasks (with a barrier between backward and update)
     """
-    most = max(2 * TASK_ELEMENTS // max(threads, 2), LEAST_ELEMENTS)
     dependents = dependents_of(graph)
     new, done, after = dict(graph), [], {}
     parts: dict[Key, list[Any]] = defaultdict(list)  # a call on a whole gradient -> those on its rows
@@ -208,7 +213,7 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool, threads: i
             gone += chain_of(graph, before)
         for key in gone:
             del new[key]
-        for number, bands in enumerate(shares(graph[last].func, rule, most)):
+        for number, bands in enumerate(shares(graph[last].func, rule, rules.elements)):
             given = []
             if before is not None:
                 given = [before if shared else row_sum(graph, new, before, number, bands, rules.summed)]

@@ -54,7 +54,8 @@ class Window(NamedTuple):
 class RankProgram:
     """One rank of a job: its recorded step, the weights, and the moments of the rows that it owns."""
 
-    def __init__(self, job: Job, epoch: str, number: int, addresses: Sequence[str]) -> None:
+    def __init__(self, job: Job, epoch: str, number: int, addresses: Sequence[str], most_threads: int) -> None:
+        """most_threads   of a rank"""
         worker = get_worker()
         self.job, self.epoch, self.count = job, epoch, len(addresses)
         self.link = WorkerLink(worker, epoch, number, addresses)
@@ -66,10 +67,10 @@ class RankProgram:
         self.busy = Lock()  # held by a window
         self.inherited: dict[int, dict[str, list[np.ndarray]]] = {}  # rows of ranks that have left, by array
         self.first, self.kept = 0, list[Span]()  # step of the first run, and spans for a timeline
-        self.steps = self._steps(number)
+        self.steps = self._steps(number, most_threads)
 
-    def _steps(self, number: int) -> Any:
-        rank = Rank(number, self.count, self.link, self.job.groups, *self.job.batch_shape)
+    def _steps(self, number: int, most_threads: int) -> Any:
+        rank = Rank(number, self.count, self.link, self.job.groups, *self.job.batch_shape, most_threads)
         return JobSteps(self.job, self.scheduler, self.messages.append, rank=rank if self.count > 1 else None)
 
     def owned(self) -> Owned:
@@ -179,7 +180,7 @@ class RankProgram:
 class LocalRankProgram(RankProgram):
     """One rank of a job with local steps: some replicas, and the packs of the state that belong to them."""
 
-    def _steps(self, number: int) -> Any:
+    def _steps(self, number: int, most_threads: int) -> Any:
         return LocalSteps(self.job, self.scheduler, self.messages.append, Peers(number, self.count, self.link))
 
     def owned(self) -> Owned:
@@ -217,8 +218,10 @@ def rows_of(run: str, epoch: str, *arguments: Any) -> list[list[np.ndarray]] | N
     return None
 
 
-def begin(run: str, epoch: str, job: Job, number: int, addresses: Sequence[str]) -> Owned:
+def begin(run: str, epoch: str, job: Job, *place: Any) -> Owned:
     """Make this worker a rank, which records its step; return the rows that it owns.
+
+    place   the other arguments of `RankProgram`
 
     Errors   ValueError if the worker would train another model than the client wants
     """
@@ -227,7 +230,7 @@ def begin(run: str, epoch: str, job: Job, number: int, addresses: Sequence[str])
     require(replaced_rows() == job.replaced, "fit", rule, got, advice)
     end_programs(run, get_worker())
     kind = LocalRankProgram if job.local.local_steps else RankProgram
-    program = ranks_of(get_worker()).programs[run] = kind(job, epoch, number, addresses)
+    program = ranks_of(get_worker()).programs[run] = kind(job, epoch, *place)
     return program.owned()
 
 

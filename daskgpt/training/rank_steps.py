@@ -218,7 +218,10 @@ class RankSteps(Steps):
                 raise loss(self.scheduler.client, "a part of the state")
         count = len(self.addresses)
         self.heirs = {}
-        self.owned = self._each("begin", [(self.sent_job, rank, self.addresses) for rank in range(count)])
+        with losses_as_errors(self.scheduler.client):
+            threads = self.scheduler.client.nthreads()
+        most = max(threads.get(address, 1) for address in self.addresses)
+        self.owned = self._each("begin", [(self.sent_job, rank, self.addresses, most) for rank in range(count)])
         loads = []
         for rank in range(count):
             chosen = [(names, pack) for names, pack in zip(layout.packs, packs) if self._is_read(names, rank)]

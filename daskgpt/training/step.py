@@ -25,7 +25,7 @@ from daskgpt.graph.distribute import Distribution, Rank, RowAccess
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of, task
 from daskgpt.graph.recording import GraphRun, Layout, StepGraph
-from daskgpt.graph.update_in_place import InPlaceRule, Rewritten, UpdateRules, update_in_place
+from daskgpt.graph.update_in_place import InPlaceRule, Rewritten, UpdateRules, elements_of_task, update_in_place
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
@@ -286,10 +286,11 @@ class TrainingStep:
             graph = accumulate(graph, self.micro_batches, token, over=self.in_place, ranked=ranked)
         if not self.in_place:
             return Rewritten(graph)
-        rules = UpdateRules(self._rule, math.prod(self.batch_shape), (squares,))
+        threads = self.rank.threads if self.rank else self.options.threads
+        elements = elements_of_task(threads if one_order(self.precision.dtype) else 2)
+        rules = UpdateRules(self._rule, math.prod(self.batch_shape), elements, (squares,))
         if self.rank is None:
-            threads = self.options.threads if one_order(self.precision.dtype) else 2
-            return update_in_place(graph, rules, apart=self.apart, threads=threads)
+            return update_in_place(graph, rules, apart=self.apart)
         access = RowAccess(read_rows, write_rows, self.precision.rounding)
         self.distribution = Distribution(graph, rules, self.rank, loss, access, token)
         return self.distribution.rewritten()
