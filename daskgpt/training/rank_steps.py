@@ -341,11 +341,14 @@ class RankSteps(Steps):
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Let the tasks of ranks fail that wait for one that has failed."""
+        """Let the tasks of ranks fail that wait for one that has failed.
+
+        The workers stay needed until new ranks begin: a checkpoint's thread may wait for a copy that was on a lost one.
+        """
         try:
             yield
         except BaseException:
-            self.live, self.scheduler.needed = None, set()
+            self.live = None
             self.scheduler.client.run(rank_program.abort, self.run_name, self.epoch, wait=False, on_error="ignore")
             raise
 
