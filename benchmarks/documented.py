@@ -28,6 +28,7 @@ NOT_RUN = {
     r"cluster/start\.sh": "runs until it is stopped, or needs several hosts: tests of clusters run it on this one",
     r"cluster/certificates\.sh": "tests of security run it",
     r"export DASK_CONFIG=": "tests of security set it",
+    r"python -m daskgpt\.bench --calibrate": "takes a minute and writes to the user's cache: tests measure one model",
     r"python -m daskgpt\.\w+ .*--scheduler (tcp|tls|file):": "needs that cluster: tests of clusters have one",
     r"(sbatch|scancel) ": "needs Slurm: tests of Slurm run it where that is installed",
     r"(mpirun |kill %1)": "needs MPI: cluster/README.md says when it was tried",

@@ -15,6 +15,7 @@ memory      peak memory during the timed steps: this process, and the worker pro
 
 Speedup on more threads is measured by `python -m daskgpt.study --threads 1,2,4`; with --batch-chunk auto,
 --sequence-chunk auto and --grain auto, chunks and grain are chosen for each number of threads.
+--calibrate measures what `python -m daskgpt.train --plan` predicts the time of a step from.
 --record FILE appends the measurement to a file, as a line of JSON with command, date, machine, versions and every turn.
 In a checkout of the repository, `python benchmarks/against.py` compares with other programs, and
 `python benchmarks/generation.py` times text generation.
@@ -28,6 +29,7 @@ from contextlib import nullcontext, redirect_stdout
 from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
+from daskgpt.profiling.calibrate import calibrate
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
 from daskgpt.profiling.records import append_records, check_records, measured
 from daskgpt.schedulers import machine
@@ -39,6 +41,8 @@ def parser() -> Parser:
     """Return all flags."""
     flags = Parser(prog="daskgpt.bench", description=__doc__)
     add_model_flags(flags)
+    text = "measure kernels, tasks and messages for train --plan, in about a minute; no other flag counts"
+    flags.add_argument("--calibrate", action="store_true", help=text)
     flags.add_argument("--json", action="store_true", help="print only the line of JSON that --record writes")
     flags.add_argument("--record", metavar="FILE", help="append the measurement to a file, as a line of JSON")
     add_flags(flags, BenchConfig)
@@ -49,6 +53,10 @@ def parser() -> Parser:
 def main(arguments: list[str]) -> int:
     """Check everything, measure, print and record it."""
     values = parser().parse_args(arguments)
+    if values.calibrate:
+        calibration = calibrate()
+        print(f"{calibration.describe()}\nwritten to {calibration.save()}")
+        return 0
     options, config = from_flags(BenchConfig, values), preset(values.preset, **given_flags(GPT2Config, values))
     job = job_of(config, options, from_flags(DataflowConfig, values))
     if values.record:

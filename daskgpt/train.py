@@ -19,7 +19,7 @@ from daskgpt.data.text import STANDARD_LIBRARY
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.sampler import sampled
 from daskgpt.generation.sanitize import readable, shown
-from daskgpt.profiling.plan import check_workers, predict
+from daskgpt.profiling.plan import check_plan, predict
 from daskgpt.profiling.recorder import (
     DaskReportCallback,
     DaskReportConfig,
@@ -104,9 +104,10 @@ def main(arguments: list[str]) -> int:
         job = job_of(values, run, start)
     if shown.timeline:
         require_shared_steps(job)
-    check_workers(values.workers, plan=values.plan)
+    asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
+    check_plan(asked | {"explain": values.explain}, plan=values.plan)
     if values.plan:
-        print(predict(job, values.workers or 0))
+        print(predict(job, **asked, timed=True, explain=values.explain))
         return 0
     require_memory(job)
     first = resumed.initial if resumed else first_state(job, start)

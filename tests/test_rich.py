@@ -49,7 +49,7 @@ SHOWN = [
     (lambda _: MODEL, ("GPT2Config", "blocks", "1 *", "transformer blocks", "padded_vocabulary")),
     (lambda _: daskgpt.RunConfig(steps=5, out="<b>here</b>"), ("RunConfig", "steps", "5 *", "<b>here</b> *")),
     (lambda _: daskgpt.DataflowConfig(grain="block"), ("DataflowConfig", "grain", "block *", "batch_chunk auto")),
-    (lambda _: daskgpt.plan(MODEL, DATA), ("model", "parameters", "at the peak", "nothing was run")),
+    (lambda _: daskgpt.plan(MODEL, DATA), ("model", "parameters", "at the peak", "critical path", "no step was run")),
     (lambda _: RESULT, ("Result of 4 steps", "loss 5.500 -> 3.500 nats a token", "validation 3.250")),
     (lambda timeline: timeline, ("attention", "linear", "critical path")),
 ]

@@ -61,7 +61,7 @@ def test_memory_of_a_worker():
 
 
 def test_plan_table_for_workers(capsys, small_text):
-    flags = ["--data", str(small_text), "--groups", "2"]
+    flags = ["--data", str(small_text), "--groups", "2", "--blocks", "1", "--heads", "2", "--channels", "32"]
     assert train_command.main([*flags, "--plan", "--workers", "2"]) == 0
     for wrong, keyword in ((["--workers", "2"], "--plan"), (["--plan", "--workers", "0"], "workers=0")):
         with pytest.raises(ValueError, match=keyword):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from daskgpt.config.errors import nearest, refusal
 from daskgpt.config.model import PRESETS, GPT2Config
-from daskgpt.config.settings import help_of
+from daskgpt.config.settings import count, duration, help_of
 from daskgpt.config.stopping import STOPPED, CanGoOn
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -138,10 +138,16 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     """Add flags that describe a step instead of running it."""
-    text = "print tasks and memory of a step and whether it fits in memory, without running it"
+    text = "print tasks, memory and predicted time of a step, and whether it fits in memory, without running it"
     parser.add_argument("--plan", action="store_true", help=text)
-    text = "with --plan: number of workers that share the step; prints what each sends, runs and holds"
-    parser.add_argument("--workers", type=int, help=text)
+    text = "with --plan: number of workers of --threads threads (default 1) that share the step; prints what each "
+    parser.add_argument("--workers", type=int, help=f"{text}sends, runs and holds")
+    text = "with --workers: bits a second of the link of each worker, such as 10G (default: all are on this machine)"
+    parser.add_argument("--bandwidth", type=count, default=0, help=text)
+    text = "with --bandwidth: time of a message on a link, such as 50us (default: 0s)"
+    parser.add_argument("--latency", type=duration, default=0.0, help=text)
+    text = "with --plan: also predict what would be gained if a layer, Dask, memory or links were twice as fast"
+    parser.add_argument("--explain", action="store_true", help=text)
 
 
 def given_flags(config: type, values: argparse.Namespace) -> dict[str, Any]:

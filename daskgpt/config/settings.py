@@ -28,6 +28,7 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 KINDS = {int: ("a whole number", "an int", Integral), float: ("a number", "a float", Real)}
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _COUNT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:e(\d{1,2}))? ?([kmgb]?)", re.IGNORECASE)
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?(us|ms|s)")
 _SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?%")
 
 Config = TypeVar("Config", bound=type)
@@ -150,6 +151,17 @@ def count(text: str) -> int:
     return round(float(f"{number}e{exponent or 0}") * SUFFIXES[suffix.lower()])
 
 
+def duration(text: str) -> float:
+    """Return the seconds of a text such as 50us, 1.5ms or 2s.
+
+    Errors   ValueError for another text
+    """
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(text)
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+
+
 def count_or_share(text: str) -> int | str:
     """Return a whole number, or a share such as 5%, which stays a text.
 
@@ -167,4 +179,5 @@ def part_of(amount: int | str, whole: int) -> int:
 
 
 count.__name__ = "number such as 10M"  # shown by argparse for a text that is none
+duration.__name__ = "time such as 50us"
 count_or_share.__name__ = "number or share such as 5%"

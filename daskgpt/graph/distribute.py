@@ -125,6 +125,11 @@ class Shard:
         """Bytes of its totals, in float32."""
         return 4 * self.columns * (self.bands[-1][1] - self.bands[0][0])
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of its new rows as other ranks get them. Vectors are never held packed."""
+        return self.bytes // (2 if self.rounded and self.columns > 1 else 1)
+
 
 @dataclass(frozen=True)
 class RowAccess:
@@ -237,10 +242,11 @@ class Distribution:
         for number, bucket in enumerate(buckets):
             done = posted[-1:] + [partial_sums[shard] for shard in bucket if shard.owner == self.rank.number]
             for other in self.rank.others:
-                theirs = [loss] if number == 0 else []
-                theirs += [partial_sums[shard] for shard in bucket if shard.owner == other]
+                shards_of = [shard for shard in bucket if shard.owner == other]
+                theirs = [loss] * (number == 0) + [partial_sums[shard] for shard in shards_of]
                 if theirs:
-                    done.append(self._send(other, "totals", number, theirs, ("sent", number)))
+                    size = len(self.rank.subtrees_of(self.rank.number)) * sum(shard.bytes for shard in shards_of)
+                    done.append(self._send(other, "totals", number, theirs, ("sent", number), size=size))
             key = (f"posted-{number}_-{self.token}",)
             posted.append(self._add(key, Exchange(wait, _origin("posted", "backward", number)), done, ("sent", number)))
         for number, bucket in enumerate(buckets):
@@ -292,11 +298,12 @@ class Distribution:
         call: ChunkSum = self.graph[key].func
         count, joined = len(call.inputs), (f"{key[0]}.own", 0)
         self.gathered.append((call, self.shards[update][0].parameter))
-        join = Exchange(partial(inputs_in_one, call), _origin("gather", "backward", 0), MESSAGE)
+        size = sum(4 * prod(sum(call.chunks[axis]) for axis in axes) for axes in call.inputs)
+        join = Exchange(partial(inputs_in_one, call), _origin("gather", "backward", 0), MESSAGE, size=size)
         self._add(joined, join, self.graph[key].args[:count], ("sent", 0))
         owners = {shard.owner for shard in self.shards[update]}
         own = ("sent", 0)
-        sent = [self._send(q, "gather", place, [joined], own) for q in self.rank.others if q in owners]
+        sent = [self._send(q, "gather", place, [joined], own, size=size) for q in self.rank.others if q in owners]
         self.posted += [*sent, joined]
         if self.rank.number not in owners:
             return []
@@ -316,7 +323,8 @@ class Distribution:
             return totals.keys[0]
         own = (f"{key[0]}.total", shard.number)
         if own not in self.new:
-            whole = Exchange(totals.tree, _origin("totals", "update", totals.bucket), FIRST)
+            size = self.rank.count * shard.bytes
+            whole = Exchange(totals.tree, _origin("totals", "update", totals.bucket), FIRST, size=size)
             self._add(own, whole, totals.keys, READER)
         return own
 
@@ -374,7 +382,8 @@ class Distribution:
                 given += [done[shard.update, shard.number] for shard in own]
                 pick = partial(self.access.read_all, own)
                 to = ("update", number)
-                sent += [self._send(q, "weights", number, given, to, pick) for q in self.rank.others]
+                size = sum(shard.sent_bytes for shard in own)
+                sent += [self._send(q, "weights", number, given, to, pick, size) for q in self.rank.others]
         # The loss comes first: if steps overlap, messages on a channel must be received in the order of the steps.
         for number, bucket in enumerate(buckets):
             for other in self.rank.others:
@@ -383,7 +392,7 @@ class Distribution:
                 for place, shard in enumerate(theirs):
                     key = done[shard.update, shard.number] = (shard.update[0], shard.number)
                     origin = self.graph[shard.update].func.origin
-                    store = Exchange(partial(self.access.store, shard, place), origin)
+                    store = Exchange(partial(self.access.store, shard, place), origin, size=shard.bytes)
                     self._add(key, store, [message, only_key(self.graph[shard.update].args[0])], "store")
         after: dict[Key, list[Key]] = {}
         for update in self.updates:
@@ -408,8 +417,9 @@ class Distribution:
         values: Sequence[Key],
         bucket: Hashable = None,
         pick: Callable[..., Any] | None = None,
+        size: int = 0,
     ) -> Key:
-        call = send(self.rank.link, rank, (kind, number), _origin(f"send.{kind}", SENT_IN[kind], number), pick)
+        call = send(self.rank.link, rank, (kind, number), _origin(f"send.{kind}", SENT_IN[kind], number), pick, size)
         return self._add((f"send.{kind}-{number}_-{self.token}", rank), call, values, bucket)
 
     def _receive(self, rank: int, kind: str, number: int, after: Sequence[Key]) -> Key:

@@ -33,22 +33,28 @@ class Peers:
 
 
 def send(
-    link: Link, rank: int, channel: Channel, origin: Origin | None, pick: Callable[..., Any] | None = None
+    link: Link,
+    rank: int,
+    channel: Channel,
+    origin: Origin | None,
+    pick: Callable[..., Any] | None = None,
+    size: int = 0,
 ) -> Exchange:
     """Return a call that sends the results of other tasks to a rank.
 
     pick   makes the message from the results; None if they are sent unchanged, in a list
+    size   bytes of the message
     """
 
     def run(*values: Any) -> None:
         link.send(rank, channel, pick(*values) if pick else list(values))
 
-    return Exchange(run, origin)
+    return Exchange(run, origin, size=size, peer=rank, channel=channel)
 
 
 def receive(link: Link, rank: int, channel: Channel, origin: Origin | None) -> Exchange:
     """Return a call that waits in its thread for a message; tasks that must run before are its arguments."""
-    return Exchange(lambda *before: link.receive(rank, channel), origin, MESSAGE)
+    return Exchange(lambda *before: link.receive(rank, channel), origin, MESSAGE, peer=rank, channel=channel)
 
 
 def own_part(graph: Graph, ranks: Mapping[Key, int], own: Peers) -> tuple[Graph, Key]:

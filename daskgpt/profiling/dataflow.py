@@ -15,7 +15,8 @@ from daskgpt.config.rich import html_table
 from daskgpt.config.run import DataConfig, DataflowConfig
 from daskgpt.graph.calls import Origin
 from daskgpt.graph.program import calls_of
-from daskgpt.profiling.plan import assumed_step, job_from, predict
+from daskgpt.profiling.measure import job_from
+from daskgpt.profiling.plan import assumed_step, predict
 from daskgpt.profiling.timeline import TaskGraph, chunks_of, color_of
 from daskgpt.training.autotune import Trial
 

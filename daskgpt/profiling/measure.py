@@ -22,7 +22,6 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.graph.calls import PHASES
 from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
-from daskgpt.profiling.plan import job_from
 from daskgpt.profiling.recorder import recorder_of
 from daskgpt.profiling.records import Figure, Measurement, Spread
 from daskgpt.profiling.timeline import Summary, Timeline, is_message, summarise, svg_legend, svg_strips
@@ -31,6 +30,7 @@ from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.job import facts as job_facts
+from daskgpt.training.start import configurations
 from daskgpt.training.trainer import steps_of
 
 RANKS_WINDOW = 8  # steps that ranks make before anybody asks: a window costs some milliseconds
@@ -62,6 +62,12 @@ def job_of(config: GPT2Config, options: BatchConfig, dataflow: DataflowConfig) -
     """Return the checked job of a run on random tokens, with a constant learning rate."""
     data = DataConfig(batch_size=options.batch_size, sequence_length=options.sequence_length, groups=options.groups)
     return Job(config, data, OptimizerConfig(schedule="constant"), dataflow, RunConfig(seed=options.seed))
+
+
+def job_from(config: GPT2Config, **given: Any) -> Job:
+    """Return the job of some configurations (data, optimizer ...), each an object, its fields, or None."""
+    made = configurations("plan", {"model": config, **given})
+    return Job(made.pop("model"), **made)
 
 
 def random_batch(job: Job, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:

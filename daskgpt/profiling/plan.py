@@ -15,14 +15,16 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_text, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig
+from daskgpt.config.settings import count, duration
 from daskgpt.graph.distribute import Rank
 from daskgpt.model.parameters import tensors, value_count
+from daskgpt.profiling.measure import job_from
+from daskgpt.profiling.simulate import Forecast, forecast
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import local_scheduler, usable_cores
 from daskgpt.training.autotune import CLASSES, ChunkChoice, GrainChoice, Trial, described, rounded
 from daskgpt.training.diloco import SOME_STEPS
 from daskgpt.training.job import Job, facts
-from daskgpt.training.start import configurations
 from daskgpt.training.step import JobSteps, TrainingStep, replica_step, training_step
 
 ASSUMED = "block"  # the grain, while only a measured step can tell
@@ -51,6 +53,8 @@ class Plan:
     made       bytes of all arrays of a class that the step holds or makes
     at_peak    bytes of each class when most bytes are held
     loads      what each worker sends; empty without a number of workers
+    chunks     sequences and tokens of a chunk, where one process or worker makes a step
+    forecast   the predicted time; None if it is unknown, with the reason in `unknown`
     """
 
     job: Job
@@ -61,6 +65,9 @@ class Plan:
     largest_task: str
     largest_bytes: int
     loads: Sequence[Load] = ()
+    chunks: tuple[int, int] | None = None
+    forecast: Forecast | None = None
+    unknown: str = ""
 
     @property
     def peak(self) -> int:
@@ -75,10 +82,10 @@ class Plan:
             "model": known["model"],
             "batch": known["batch"],
             "replicas": known.get("replicas"),
-            "chunks": known_chunks(job)[1],
+            "chunks": self._settled("chunks", known_chunks(job)),
             "encoding": f"{data.encoding_name}, {data.vocabulary:,} ids" if data else None,
             "precision": known["precision"],
-            "grain": None if local else known_grain(job)[1],
+            "grain": None if local else self._settled("grain", known_grain(job)),
             "tasks": meetings if local else f"{self.tasks:,} a step{whose}",
         }
         memory = [["", "held or made", "at the peak"]]
@@ -90,18 +97,22 @@ class Plan:
             _line("largest task", f"{_mb(self.largest_bytes)} of results, {self.largest_task}"),
             _line("memory", fits(job, self.peak * max(len(self.loads), 1))),
             *([describe_loads(self.loads)] if self.loads else []),
-            "nothing was run",
+            *(_line(name, text) for name, text in (self.forecast.rows() if self.forecast else {}).items()),
+            *([_line("time", self.unknown)] if self.unknown else []),
+            "no step was run",
         ]
         return "\n".join(lines)
 
+    def _settled(self, name: str, known: tuple[Any, str]) -> str:
+        """Return the description of chunks or grain: that of a plan without times, unless they settle another."""
+        found = getattr(self, name)
+        if found in (None, known[0]) or self.loads:
+            return known[1]
+        text = described(self.job.micro_shape, found) if name == "chunks" else found
+        return f"{text} (auto: by predicted kernel times, as a run settles it by measured ones)"
+
     def _repr_html_(self) -> str:
         return html_text(repr(self))
-
-
-def job_from(config: GPT2Config, **given: Any) -> Job:
-    """Return the job of some configurations (data, optimizer ...), each an object, its fields, or None."""
-    made = configurations("plan", {"model": config, **given})
-    return Job(made.pop("model"), **made)
 
 
 def plan(
@@ -111,33 +122,66 @@ def plan(
     dataflow: DataflowConfig | Mapping[str, Any] | None = None,
     *,
     local: LocalConfig | Mapping[str, Any] | None = None,
+    threads: int = 0,
     workers: int = 0,
+    bandwidth: float | str = 0.0,
+    latency: float | str = 0.0,
+    explain: bool = False,
 ) -> Plan:
     """Return what a step will take, without running it, as `python -m daskgpt.train --plan` prints it.
 
-    workers   of a cluster that share the step, each of one thread; 0 for the scheduler that dataflow names
+    threads    of this process, or of each worker (0 = one); also more than there are here; 0 = as dataflow says
+    workers    of a cluster that share the step; 0 for the scheduler that dataflow names
+    bandwidth  bits a second of the link of each worker, such as "10G"; 0 if all are on this machine
+    latency    seconds of a message on a link, or a text such as "50us"
+    explain    whether to predict what would be gained if a layer, Dask, memory or links were twice as fast
+
+    Kernel times are those of `daskgpt bench --calibrate` on this machine. Without them, kernels are timed now, which
+    takes some seconds.
 
     Errors    ValueError where the configurations do not fit each other
 
     >>> import daskgpt
     >>> found = daskgpt.plan(daskgpt.preset("tiny"), {"batch_size": 4}, dataflow={"grain": "block"})
-    >>> found.grain, found.peak > 3 * 834_432 * 4
-    ('block', True)
+    >>> found.grain, found.peak > 3 * 834_432 * 4, found.forecast.seconds > 0
+    ('block', True, True)
     """
-    return predict(job_from(config, data=data, optimizer=optimizer, dataflow=dataflow, local=local), workers)
+    job = job_from(config, data=data, optimizer=optimizer, dataflow=dataflow, local=local)
+    job = replace(job, dataflow=replace(job.dataflow, threads=threads or job.dataflow.threads))
+    bits = count(bandwidth) if isinstance(bandwidth, str) else bandwidth
+    seconds = duration(latency) if isinstance(latency, str) else latency
+    check_plan({"workers": workers or None, "bandwidth": bits, "latency": seconds}, plan=True)
+    return predict(job, workers, bits, seconds, timed=True, explain=explain)
 
 
-def predict(job: Job, workers: int = 0) -> Plan:
+def predict(
+    job: Job,
+    workers: int | None = 0,
+    bandwidth: float = 0.0,
+    latency: float = 0.0,
+    *,
+    timed: bool = False,
+    explain: bool = False,
+) -> Plan:
     """Return tasks and memory of one step, in the order in which Dask runs its tasks one by one; no kernel is called.
 
     Counted are the arrays between kernels, the parameters and the optimizer's moments; not the batch, a kernel's
     scratch, the interpreter and its libraries. Chunks and grain that are auto stand for what `known_chunks` and
-    `known_grain` say.
+    `known_grain` say, or for what a run would settle by the predicted times.
 
-    workers   of a cluster, which share the batch: tasks and memory are then those of the first one
+    workers    of a cluster, which share the batch: tasks and memory are then those of the first one
+    bandwidth  bits a second of the link of each worker, and the latency of a message; 0 if all are on this machine
+    timed      whether to predict the time of a step
+    explain    whether to predict what would be gained if something were twice as fast
 
-    Errors    ValueError for workers of local steps
+    Errors     ValueError for workers of local steps
     """
+    workers, found, unknown = workers or 0, None, ""
+    if timed and not job.local.local_steps and in_place_of(job) and (workers or job.scheduler in ("sync", "threads")):
+        try:
+            found, step = forecast(job, workers, bandwidth / 8, latency, explain=explain)
+        except MemoryError as error:
+            unknown = str(error)
     if workers:
         rule, advice = "workers must come without local_steps", "Leave one out: replicas send what the weights take."
         require(not job.local.local_steps, "plan", rule, {"local_steps": job.local.local_steps}, advice)
@@ -145,8 +189,10 @@ def predict(job: Job, workers: int = 0) -> Plan:
     if job.local.local_steps:
         return _predict_local(job)
     ranks = min(workers, job.groups)
-    grain = known_grain(job)[0]
-    if ranks > 1:
+    grain = step.grain if found else known_grain(job)[0]
+    if found:
+        pass
+    elif ranks > 1:
         nobody: Any = None  # sends anything
         rank = Rank(0, ranks, nobody, job.groups, *job.batch_shape)
         step = JobSteps(job, local_scheduler("sync", 1), lambda line: None, rank).step
@@ -165,6 +211,9 @@ def predict(job: Job, workers: int = 0) -> Plan:
         largest_task=step.runnable.title(largest),
         largest_bytes=trial.results[largest],
         loads=loads(step) if ranks > 1 else (),
+        chunks=step.chunk,
+        forecast=found,
+        unknown=unknown,
     )
 
 
@@ -204,11 +253,16 @@ def _predict_local(job: Job) -> Plan:
     )
 
 
-def check_workers(workers: int | None, *, plan: bool) -> None:
-    """Errors   ValueError for workers without a plan, or fewer than one"""
+def check_plan(asked: Mapping[str, Any], *, plan: bool) -> None:
+    """Errors   ValueError for flags of a plan without one, links without workers, or values below what they can be"""
+    for name, value in asked.items():
+        require(plan or not value, "plan", f"--{name} must come with --plan", {name: value}, "Add --plan.")
+    workers, bandwidth, latency = (asked[name] for name in ("workers", "bandwidth", "latency"))
     if workers is not None:
-        require(plan, "plan", "--workers must come with --plan", {"workers": workers}, "Add --plan.")
         require(workers >= 1, "plan", "--workers must be at least 1", {"workers": workers}, "Give 1 or more.")
+    rule = "--bandwidth must come with --workers, and --latency with --bandwidth, and none may be negative"
+    fine = bandwidth >= 0 and latency >= 0 and bool(workers or not bandwidth) and bool(bandwidth or not latency)
+    require(fine, "plan", rule, {"bandwidth": bandwidth, "latency": latency}, "Add what is missing.")
 
 
 def in_place_of(job: Job) -> bool:
@@ -285,7 +339,7 @@ def loads(step: TrainingStep) -> list[Load]:
     distribution = step.distribution
     assert distribution is not None, "a step of one of several ranks"
     rank = distribution.rank
-    known, found = tensors(step.config), [Load() for _ in range(rank.count)]
+    found = [Load() for _ in range(rank.count)]
 
     def pass_on(sender: int, reader: int, kind: str, size: int) -> None:
         if sender != reader:
@@ -297,13 +351,11 @@ def loads(step: TrainingStep) -> list[Load]:
     owners: dict[str, set[int]] = {}
     for shard in (each for own in distribution.shards.values() for each in own):
         owners.setdefault(shard.parameter, set()).add(shard.owner)
-        half = shard.rounded and step.precision.packed and known[shard.parameter].row.multiplied
         for other in range(rank.count):
             pass_on(other, shard.owner, "totals", shard.bytes * len(rank.subtrees_of(other)))
-            pass_on(shard.owner, other, "weights", shard.bytes // (2 if half else 1))
+            pass_on(shard.owner, other, "weights", shard.sent_bytes)
     for call, parameter in distribution.gathered:
-        sizes = {"t": step.batch_shape[1]} | {axis: sum(chunks) for axis, chunks in call.chunks.items()}
-        sequence = sum(4 * prod(sizes.get(axis, step.config.channels) for axis in axes[1:]) for axes in call.inputs)
+        sequence = sum(4 * prod(sum(call.chunks[axis]) for axis in axes[1:]) for axes in call.inputs)
         for other in range(rank.count):
             first, last = rank.sequences_of(other)
             for owner in owners[parameter]:

@@ -24,6 +24,7 @@ from daskgpt.graph.calls import Origin
 from daskgpt.graph.distribute import Distribution, Rank, RowAccess
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of, task
+from daskgpt.graph.program import Span
 from daskgpt.graph.recording import GraphRun, Layout, StepGraph
 from daskgpt.graph.update_in_place import InPlaceRule, Rewritten, UpdateRules, elements_of_task, update_in_place
 from daskgpt.kernels.dropout import streams
@@ -541,18 +542,24 @@ class JobSteps(Steps):
     def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
         return self.step.initial(parameters, moments, step)
 
+    def settle(self, spans: Sequence[Span], steps: int) -> None:
+        """Choose chunks or grain by the kernel calls of a step.
+
+        steps   how many remain
+        """
+        found = self.chunks.settle(self.step, spans, steps) if self.chunks.open else ""
+        if found:
+            self.say(f"chunks     {found}")
+        elif self.choice.open:  # other chunks take another step to measure
+            self.say(f"grain      {self.choice.settle(self.step, spans, self.scheduler.threads)}")
+
     def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
         length = self.job.horizon.at(state.step)
         if self.open:
             with self.scheduler.record() as processes:
                 handles, state = self.step.submit(self.scheduler, state, batches[0], length, limits)
                 outcome = self.step.outcome(self.scheduler, handles)
-            spans = [span for process in processes for span in process.spans]
-            found = self.chunks.settle(self.step, spans, length - state.step) if self.chunks.open else ""
-            if found:
-                self.say(f"chunks     {found}")
-            elif self.choice.open:  # other chunks take another step to measure
-                self.say(f"grain      {self.choice.settle(self.step, spans, self.scheduler.threads)}")
+            self.settle([span for process in processes for span in process.spans], length - state.step)
             return [outcome], state
         if self.scheduler.in_place and len(batches) > 1:
             return self.step.window(self.scheduler, state, batches, length)

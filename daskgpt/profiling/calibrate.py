@@ -1,0 +1,430 @@
+"""Measure what steps are made of on this machine: kernel calls, Dask's tasks, and messages between workers.
+
+`python -m daskgpt.bench --calibrate` runs steps of small models on one thread and on all of them, and keeps the median
+time of each kernel call by its kind (layer, pass, precision) and sizes. The time of a call of other sizes is
+
+    a calls + b numbers read + c numbers written + d operations      a, b, c, d >= 0
+
+fitted to the samples of its kind, times the ratio between measured and fitted times of samples of similar sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from dask.local import start_state_from_dask
+from dask.order import order
+
+from daskgpt.config.errors import require
+from daskgpt.config.files import digest_of, replacing
+from daskgpt.config.flags import called
+from daskgpt.config.model import preset
+from daskgpt.config.run import DataflowConfig
+from daskgpt.graph.calls import ChunkSum, Exchange, KernelCall, RowSum, call_of, wait
+from daskgpt.graph.nodes import Graph, Key, task
+from daskgpt.graph.program import Call, Program
+from daskgpt.graph.recording import GraphRun
+from daskgpt.graph.update_in_place import RowUpdate
+from daskgpt.model.parameters import value_count
+from daskgpt.profiling.measure import BatchConfig, Steps, job_of
+from daskgpt.schedulers import machine
+from daskgpt.schedulers.local import usable_cores
+from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.job import Job, compile_kernels
+
+Sizes = dict[str, int]
+Samples = dict[str, list[tuple[Sizes, float]]]  # kind of a call -> sizes of its axes, and seconds
+SITUATIONS = ("alone", "beside")  # a call on one thread, and while all others run calls as well
+# Blocks, heads, channels, and the vocabulary of the models of a calibration: more weights than caches hold, or few.
+MODELS = {"tiny": preset("tiny"), "384": preset("tiny", blocks=6, heads=6, channels=384, positions=256)}
+MODELS["gpt2"] = preset("gpt2", blocks=2)
+# Chunks, sequences of each, tokens of a sequence and of each in a chunk, and the barrier. With barrier phase, sums and
+# updates are apart, as on ranks.
+POINTS: dict[str, Sequence[tuple[int, int, int, int, str]]] = {
+    "tiny": [
+        (2, 6, 64, 64, "step"),
+        (2, 2, 64, 64, "step"),
+        (2, 3, 64, 16, "step"),
+        (2, 6, 64, 64, "phase"),
+        (8, 1, 64, 64, "phase"),
+    ],
+    "384": [
+        (2, 4, 64, 64, "step"),
+        (2, 1, 256, 256, "step"),
+        (2, 2, 64, 32, "step"),
+        (2, 4, 64, 64, "phase"),
+        (8, 1, 64, 64, "phase"),
+    ],
+    "gpt2": [(2, 2, 64, 64, "step"), (2, 1, 256, 256, "step"), (4, 1, 256, 256, "phase")],
+}
+WARMUP, RECORDED = 1, 2  # steps
+OPERATIONS = 3  # their place among the features of a call
+QUICK_TOKENS = 512  # of a chunk
+FEW, MANY = 20, 220  # tasks of graphs without work
+SMALL_MESSAGES, LARGE_MESSAGES, LARGE = 50, 8, 1 << 23  # numbers of messages, and bytes of a large one
+
+
+def work_of(graph: Graph, key: Key, precision: str) -> tuple[str, Sizes] | None:
+    """Return the kind of a kernel call, which ends with its signature, and the sizes of its axes; n counts how often
+    the kernel is called. Return None for tasks that call no kernel.
+    """
+    call: Any = call_of(graph[key])
+    if call.origin is None or isinstance(call, Exchange):
+        return None
+    name = f"{precision} {call.origin.kind}"
+    if isinstance(call, ChunkSum):
+        call = RowSum(call, call.bands(), range(len(call.order.pieces)))
+    if isinstance(call, RowSum):
+        return _summed(f"{name} sum", [call.call], call.bands, call.pieces)
+    if isinstance(call, RowUpdate) and call.sums:
+        return _summed(f"{name} update", call.sums, call.bands, range(len(call.sums[0].order.pieces)))
+    if isinstance(call, RowUpdate):
+        axes, rows = "OC"[: 1 + len(call.columns)], call.rows.stop - call.rows.start
+        return f"{name} update {axes}->{axes}", dict(zip("OC", (rows, *call.columns))) | {"n": len(call.bands)}
+    if call.by_rows:
+        (rows_of,) = (call_of(graph[needed]) for needed in graph[key].dependencies)
+        return f"{name} rows O->O", {"O": math.prod(rows_of.shape), "n": 1}
+    assert isinstance(call, KernelCall)
+    index = dict(zip(call.axes, key[1:]))
+    sizes = {axis: own[index[axis]] if axis in index else sum(own) for axis, own in call.chunks.items()}
+    inputs = ",".join(filter(None, call.inputs))  # without numbers, of which some calls have one for each tensor
+    return f"{name} {inputs}->{','.join(call.outputs)}", sizes | {"n": 1}
+
+
+def _summed(name: str, sums: Sequence[ChunkSum], bands: Sequence[tuple[int, int]], pieces: range) -> tuple[str, Sizes]:
+    """Return kind and sizes of some rows of sums over some pieces; their tokens are those of axis b."""
+    sizes = {axis: sum(own) for call in sums for axis, own in call.chunks.items()}
+    order, calls = sums[0].order, 0
+    cuts = 1 + max(t for piece in order.pieces for _, t in piece)  # of the tokens of a sequence
+    sequences = sum(order.sequences[b] for number in pieces for b, _ in order.pieces[number])
+    for call in sums:
+        for number in pieces:
+            calls += len(call.order.cuts(number)) * (1 if call.order.together else len(call.order.pieces[number]))
+    sizes |= {"b": sequences * sizes.get("t", 1) // cuts, "t": 1, "n": calls * len(bands)}
+    if sums[0].outputs[0]:
+        sizes[sums[0].outputs[0][0]] = bands[-1][1] - bands[0][0]
+    inputs = ",".join(axes for call in sums for axes in call.inputs)
+    return f"{name} {inputs}->{sums[0].outputs[0]}", sizes
+
+
+def features(kind: str, sizes: Mapping[str, int]) -> list[float]:
+    """Return the calls, numbers read, numbers written and operations of a call."""
+    inputs, outputs = (side.split(",") for side in kind.rpartition(" ")[2].split("->"))
+
+    def numbers(arrays: Iterable[str]) -> int:
+        return sum(math.prod(sizes[axis] for axis in axes) for axes in arrays)
+
+    letters = set("".join([*inputs, *outputs]))
+    # A layer of whole sequences reads each token for each other one; others multiply along all their axes.
+    operations = sizes["T"] * numbers(inputs[:1]) if "T" in letters else numbers(["".join(letters)])
+    return [sizes["n"], numbers(inputs), numbers(outputs), operations]
+
+
+class Times:
+    """Seconds of the calls of one kind, from samples."""
+
+    def __init__(self, kind: str, samples: Sequence[tuple[Sizes, float]]) -> None:
+        self.kind, self.axes = kind, sorted(samples[0][0])
+        seconds = np.array([own for _, own in samples])
+        known = np.array([features(kind, sizes) for sizes, _ in samples], float)
+        best = np.inf
+        for count in range(1, min(known.shape[1], len(samples)) + 1):
+            for columns in combinations(reversed(range(known.shape[1])), count):
+                some = known[:, columns] / seconds[:, None]
+                scale = some.max(axis=0)
+                found = np.linalg.lstsq(some / scale, np.ones(len(seconds)), rcond=None)[0]
+                # Samples that leave it open are explained by operations, and nothing by noise.
+                error = float(np.mean((some / scale @ found - 1) ** 2)) + 1e-3 * (count - (OPERATIONS in columns))
+                if found.min() >= 0 and error < best:
+                    best, self.rates = error, np.zeros(known.shape[1])
+                    self.rates[list(columns)] = found / scale
+        self.places = np.log([[sizes[axis] for axis in self.axes] for sizes, _ in samples])
+        self.ratios = np.log(seconds / (known @ self.rates))
+
+    def __call__(self, sizes: Sizes) -> float:
+        distances = ((np.log([sizes[axis] for axis in self.axes]) - self.places) ** 2).sum(axis=1)
+        weights = 1 / (distances + 1e-6)
+        ratio = np.exp(weights @ self.ratios / weights.sum())
+        return float(np.dot(features(self.kind, sizes), self.rates) * ratio)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What steps are made of on a machine.
+
+    cores      that ran calls at once in the samples called beside
+    samples    of kernel calls, by situation
+    graph      seconds to begin the run of a graph, and for each of its nodes
+    sync       seconds of a task of Dask's synchronous scheduler
+    lock       seconds in which a task of the threaded scheduler holds the interpreter's lock
+    handover   further seconds until a thread has such a task
+    call       seconds between two calls of a task, with the lock
+    copy       bytes a second that a thread reads and writes
+    message    seconds for which a message keeps the interpreter of its sender busy, and that of its receiver
+    rate       bytes a second of messages between two workers
+    measured   whether message and rate were; otherwise they are those of two cores of an EPYC (Zen 3)
+    """
+
+    cores: int
+    samples: dict[str, Samples]
+    graph: tuple[float, float]
+    sync: float
+    lock: float
+    handover: float
+    call: float
+    copy: float
+    message: float = 0.4e-3
+    rate: float = 1e9
+    measured: bool = False
+    machine: dict[str, Any] = field(default_factory=lambda: known_machine())
+
+    @cached_property
+    def _times(self) -> dict[tuple[str, str], Times]:
+        return {(name, kind): Times(kind, own) for name in SITUATIONS for kind, own in self.samples[name].items()}
+
+    def knows(self, kind: str) -> bool:
+        """Return whether calls of a kind were measured."""
+        return all(kind in self.samples[name] for name in SITUATIONS)
+
+    def seconds(self, kind: str, sizes: Sizes) -> tuple[float, float]:
+        """Return the seconds of a call on one thread, and beside calls of all other threads; as if it only read and
+        wrote, if its kind is unknown.
+        """
+        if not self.knows(kind):
+            _, read, written, _ = features(kind, sizes)
+            return (4 * (read + written) / self.copy,) * 2
+        alone, beside = (self._times[name, kind](sizes) for name in SITUATIONS)
+        return alone, max(alone, beside)
+
+    def with_samples(self, more: Mapping[str, Samples]) -> Calibration:
+        """Return the calibration with samples of further kinds."""
+        return replace(self, samples={name: {**more[name], **self.samples[name]} for name in SITUATIONS})
+
+    def describe(self) -> str:
+        """Return what tasks, memory and messages cost, for people."""
+        own, us = self.samples["alone"], 1e6
+        return (
+            f"{sum(map(len, own.values()))} calls of {len(own)} kinds; a task {us * self.lock:.0f} us with the "
+            f"interpreter's lock and {us * self.handover:.0f} us without, one after the other {us * self.sync:.0f} us, "
+            f"each of its calls {us * self.call:.1f} us; a thread copies {self.copy / 1e9:.1f} GB/s; a message "
+            f"{1e3 * self.message:.2f} ms at each end, {self.rate / 1e9:.2f} GB/s"
+        )
+
+    def save(self) -> Path:
+        """Write the calibration to this user's cache; return the path. Errors   as of `replacing`"""
+        path = cache_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, "bench") as file:
+            file.write(json.dumps(asdict(self)).encode())
+        return path
+
+
+def load() -> Calibration | None:
+    """Return this machine's calibration from this user's cache; None without a readable one."""
+    try:
+        found = Calibration(**json.loads(cache_path().read_bytes()))
+        return found if found.machine == known_machine() and found.samples.keys() == set(SITUATIONS) else None
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def known_machine() -> dict[str, Any]:
+    """Return what a calibration depends on."""
+    own = machine.versions("numpy", "numba", "dask", "distributed")
+    return {"processor": machine.processor(), "cores": usable_cores(), **own}
+
+
+def cache_path() -> Path:
+    """Return the file of this machine's calibration."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "daskgpt" / f"calibration-{digest_of(known_machine())[:12]}.json"
+
+
+def calibrate(say: Callable[[str], None] = print) -> Calibration:
+    """Measure everything, in about a minute; the machine should have nothing else to do."""
+    cores, samples, start = usable_cores(), {name: Samples() for name in SITUATIONS}, perf_counter()
+    for model, points in POINTS.items():
+        config = MODELS[model]
+        for precision in ("float32", "auto"):
+            for chunks, sequences, length, tokens, barrier in points:
+                shape = BatchConfig(batch_size=sequences * max(cores, chunks), sequence_length=length)
+                cuts: dict[str, Any] = {"batch_chunk": sequences, "sequence_chunk": tokens}
+                job = job_of(config, shape, DataflowConfig(**cuts, barrier=barrier, precision=precision, grain="block"))
+                if precision == "auto" and job.precision.name == "float32":
+                    continue
+                compile_kernels(job.precision)
+                _extend(samples, sample(job, cores))
+        say(f"calibrate  kernels of {model}: {perf_counter() - start:.0f} s")
+    return replace(overheads(samples, cores), **messages())
+
+
+def of_job(job: Job, chunk: tuple[int, int], known: Calibration | None) -> Calibration:
+    """Return a calibration from a few steps of the job's model with few blocks, without messages.
+
+    known   the calibration that lacks kinds of calls of this job, if there is one
+
+    Errors   MemoryError if that might take more than half of the free memory
+    """
+    cores, length = usable_cores(), job.batch_shape[1]
+    sequences = max(1, min(chunk[0], QUICK_TOKENS // length))
+    dials: dict[str, Any] = {"batch_chunk": sequences, "sequence_chunk": chunk[1], "grain": "block"}
+    own = replace(
+        job,
+        config=replace(job.config, blocks=min(job.config.blocks, 2)),
+        data=replace(job.data, batch_size=sequences * max(cores, 2), accumulate=1, groups=0),
+        dataflow=replace(job.dataflow, scheduler="threads", **dials),
+        dataset=None,
+    )
+    rows, half = math.prod(own.batch_shape), machine.available_memory() / 2
+    needed = 16 * value_count(own.config) + 8 * rows * own.config.padded_vocabulary
+    rule, advice = "kernels must be timed to predict a step", f"Run {called('bench')} --calibrate, or free memory."
+    got = f"{needed / 1e9:,.1f} GB for a trial of {half / 1e9:,.1f} GB"
+    require(needed <= half, "plan", rule, got, advice, MemoryError)
+    if not own.precision.is_compiled(own.uses):
+        compile_kernels(own.precision, own.uses)
+    shapes = [own]
+    if job.dataflow.barrier in ("step", "none"):  # ranks sum and update apart
+        shapes.append(replace(own, dataflow=replace(own.dataflow, barrier="phase")))
+    samples = {name: Samples() for name in SITUATIONS}
+    for each in shapes:
+        _extend(samples, sample(each, cores))
+    return known.with_samples(samples) if known else overheads(samples, cores)
+
+
+def _extend(samples: dict[str, Samples], more: Mapping[str, Samples]) -> None:
+    for name, kinds in more.items():
+        for kind, own in kinds.items():
+            samples[name].setdefault(kind, []).extend(own)
+
+
+def sample(job: Job, cores: int) -> dict[str, Samples]:
+    """Return the median seconds of each kind of kernel call of a job's steps, on one thread and on all."""
+    found = dict[str, Samples]()
+    for name, threads in zip(SITUATIONS, (1, cores)):
+        if name == "beside" and cores == 1:
+            found[name] = found["alone"]
+            continue
+        with open_scheduler("sync" if threads == 1 else "threads", threads) as scheduler:
+            steps = Steps(job, scheduler, 0)
+            steps.run(WARMUP)
+            with scheduler.record() as processes:
+                steps.run(RECORDED)
+        graph, seconds = steps.steps.recorded.unmerged, defaultdict[Any, list[float]](list)
+        for span in (span for process in processes for span in process.spans):
+            if work := work_of(graph, span.key, job.precision.name):
+                seconds[work[0], tuple(sorted(work[1].items()))].append(span.end - span.start)
+        found[name] = Samples()
+        for (kind, sizes), own in seconds.items():
+            found[name].setdefault(kind, []).append((dict(sizes), median(own)))
+    return found
+
+
+def overheads(samples: dict[str, Samples], cores: int) -> Calibration:
+    """Return a calibration with these samples and the measured cost of tasks."""
+    with open_scheduler("sync", 1) as scheduler:
+        sync = _slope(scheduler, chain=True)
+    with open_scheduler("threads", max(cores, 2)) as scheduler:
+        chained, free = _slope(scheduler, chain=True), _slope(scheduler, chain=False)
+    begin, node = _beginning()
+    count, key = 1000, ("nothing",)
+    program = Program([Call(key, wait, [], number, ()) for number in range(count)], [], [0])
+    return Calibration(
+        cores=cores,
+        samples=samples,
+        graph=(begin, node),
+        sync=max(sync - node, 0.0),
+        lock=max(free - node, 0.0),
+        handover=max(chained - free, 0.0),
+        call=_seconds(program) / count,
+        copy=machine.copy_rate(1),
+    )
+
+
+def _without_work(count: int, chain: bool) -> Graph:
+    """Return a graph of tasks that do nothing, one after the other or independent."""
+    keys: list[Key] = [("nothing", number) for number in range(count)]
+    return {
+        key: task(key, wait, keys[number - 1 : number] if chain and number else []) for number, key in enumerate(keys)
+    }
+
+
+def _slope(scheduler: Scheduler, chain: bool) -> float:
+    """Return the seconds of a further task in a graph."""
+    seconds = []
+    for count in (FEW, MANY):
+        run = GraphRun(_without_work(count, chain), {}, [("nothing", number) for number in range(count)])
+        seconds.append(_seconds(partial(scheduler.run, run)))
+    return (seconds[1] - seconds[0]) / (MANY - FEW)
+
+
+def _begin(graph: Graph) -> None:
+    start_state_from_dask(graph, {}, order(graph).get)
+
+
+def _beginning() -> tuple[float, float]:
+    """Return the seconds that Dask takes before the first task of a graph: for any graph, and for each of its nodes."""
+    seconds = []
+    for count in (FEW, MANY):
+        graph = _without_work(count, chain=True)
+        seconds.append(_seconds(partial(_begin, graph)))
+    node = (seconds[1] - seconds[0]) / (MANY - FEW)
+    return max(seconds[0] - FEW * node, 0.0), node
+
+
+def _seconds(work: Callable[[], Any], times: int = 5) -> float:
+    found = []
+    for _ in range(times):
+        start = perf_counter()
+        work()
+        found.append(perf_counter() - start)
+    return median(found)
+
+
+def messages() -> dict[str, Any]:
+    """Return the cost of messages between two workers of this machine, as fields of a calibration."""
+    with open_scheduler("local", 2) as scheduler:
+        own: Any = scheduler
+        addresses, epoch = sorted(own.addresses()), uuid4().hex
+
+        def both(*arguments: Any) -> float:
+            calls = [
+                own.submit_to(address, "calibrate", _talk, epoch, number, addresses, *arguments)
+                for number, address in enumerate(addresses)
+            ]
+            return float(own.fetch_together(calls)[0])
+
+        both(0, 0)  # opens the links
+        both(1, SMALL_MESSAGES)
+        small, large = both(1, SMALL_MESSAGES), both(LARGE, LARGE_MESSAGES)
+    return {"message": small / 2, "rate": LARGE / max(large - small, 1e-6), "measured": True}
+
+
+def _talk(epoch: str, number: int, addresses: Sequence[str], size: int, count: int) -> float:
+    """Send messages to the other worker and back; return the mean seconds of one. Without messages, open the link."""
+    from distributed import get_worker
+
+    from daskgpt.schedulers.links import WorkerLink, ranks_of
+
+    links = ranks_of(get_worker()).links
+    link = links.get(epoch) or WorkerLink(get_worker(), epoch, number, addresses)
+    value, start = np.ones(size, np.uint8), perf_counter()
+    for turn in range(2 * count):
+        if turn % 2 == number:
+            link.send(1 - number, "calibrate", value)
+        else:
+            link.receive(1 - number, "calibrate")
+    return (perf_counter() - start) / max(2 * count, 1)

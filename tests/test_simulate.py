@@ -1,0 +1,145 @@
+"""Tests of the simulation of steps: hand-made graphs with known times, and plans."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+import daskgpt
+from daskgpt.graph.calls import wait
+from daskgpt.graph.nodes import task
+from daskgpt.profiling import calibrate
+from daskgpt.profiling.calibrate import Calibration, Times
+from daskgpt.profiling.measure import job_from
+from daskgpt.profiling.simulate import Demand, Platform, Process, Simulation, critical_path
+
+FREE = Calibration(2, {"alone": {}, "beside": {}}, (0.0, 0.0), 0.0, 0.0, 0.0, 0.0, 1e9, 0.0, 100.0)
+TWO_CORES = Platform(2)
+
+
+def seconds(alone, beside=None, **others):
+    kinds = Counter({("linear", "forward"): alone}), Counter({("linear", "forward"): beside or alone})
+    return Demand(*kinds, calls=1, **others)
+
+
+def process(needs, demands, threads=1):
+    graph = {(name, 0): task((name, 0), wait, [(other, 0) for other in others]) for name, others in needs.items()}
+    return Process(graph, list(graph), {(name, 0): own for name, own in demands.items()}, threads, threads > 1)
+
+
+CHAIN = {"a": "", "b": "a", "c": "b"}
+TWO_CHAINS = {"a": "", "b": "a", "c": "", "d": "c"}
+
+
+@pytest.mark.parametrize(
+    ("needs", "threads", "expected"), [(CHAIN, 1, 3), (CHAIN, 2, 3), (TWO_CHAINS, 1, 4), (TWO_CHAINS, 2, 2)]
+)
+def test_time_of_chains(needs, threads, expected):
+    own = process(needs, dict.fromkeys(needs, seconds(1.0)), threads)
+    found = Simulation([own], FREE, TWO_CORES)
+    assert found.seconds == pytest.approx(expected)
+    assert found.busy[("linear", "forward")] == pytest.approx(len(needs))
+    assert critical_path([own], FREE, TWO_CORES) == {("linear", "forward"): 3 if needs is CHAIN else 2}
+
+
+def test_cores_share_memory_and_are_shared():
+    own = process({"a": "", "b": ""}, {"a": seconds(1.0, 2.0), "b": seconds(2.0, 3.0)}, 2)
+    # Together until a has ended after 2 s, when a third of b is left, which takes a third of its time alone.
+    assert Simulation([own], FREE, TWO_CORES).seconds == pytest.approx(2 + 2 / 3)
+    many = process(dict.fromkeys("abcd", ""), {name: seconds(1.0) for name in "abcd"}, 4)
+    assert Simulation([many], FREE, Platform(4)).seconds == pytest.approx(1)
+    assert Simulation([many], FREE, TWO_CORES).seconds == pytest.approx(2)
+
+
+def test_the_lock_limits_short_tasks():
+    costs = replace(FREE, lock=0.1, call=0.02, handover=0.05, graph=(0.3, 0.01))
+    own = process({str(number): "" for number in range(50)}, {str(number): seconds(0.01) for number in range(50)}, 4)
+    found = Simulation([own], costs, Platform(4))
+    assert found.locked[0] == pytest.approx(0.3 + 50 * (0.01 + 0.1 + 0.02))
+    assert found.locked[0] < found.seconds < found.locked[0] + 0.2
+    alone = Simulation([replace(own, threads=1)], costs, Platform(4))
+    assert alone.seconds == pytest.approx(found.locked[0] + 50 * (0.05 + 0.01))
+
+
+def sender_and_receivers():
+    sent = seconds(1.0, sends=[(1, "x", 100), (2, "x", 100)])
+    receivers = [process({"a": ""}, {"a": seconds(1.0, receives=[(0, "x")])}) for _ in range(2)]
+    return [process({"a": ""}, {"a": sent}), *receivers]
+
+
+def test_messages_share_a_link():
+    costs, place = replace(FREE, message=0.1), Platform(2, 50.0, 0.5)
+    processes = sender_and_receivers()
+    found = Simulation(processes, costs, place)
+    # The second message begins 0.1 s after the first and ends as much later, since both have half of the link.
+    assert [own[-1] for own in found.ends] == pytest.approx(
+        [1, 1 + 0.1 + 0.5 + 3.9 + 0.1 + 1, 1 + 0.2 + 0.5 + 3.9 + 0.1 + 1]
+    )
+    assert found.sent == [200, 0, 0]
+    path = critical_path(processes, costs, place)
+    assert path == {("linear", "forward"): pytest.approx(2), ("messages", "update"): pytest.approx(0.2 + 0.5 + 2)}
+    again = Simulation(sender_and_receivers(), costs, place)
+    assert again.ends == found.ends
+
+
+def test_a_process_without_its_message_is_reported():
+    with pytest.raises(RuntimeError, match="waiting"):
+        Simulation(sender_and_receivers()[1:], FREE, TWO_CORES)
+
+
+def test_times_follow_operations_and_measured_ratios():
+    kind = "float32 linear.forward btC,OC->btO"
+    sizes = product((64, 128, 512), (64, 256))
+    shapes = [{"b": 2, "t": 64, "C": channels, "O": outputs, "n": 1} for channels, outputs in sizes]
+    operations = [own["b"] * own["t"] * own["C"] * own["O"] for own in shapes]
+    exact = Times(kind, [(own, 1e-5 + count / 1e10) for own, count in zip(shapes, operations)])
+    larger = {"b": 4, "t": 64, "C": 1024, "O": 1024, "n": 1}
+    assert exact(larger) == pytest.approx(1e-5 + 4 * 64 * 1024 * 1024 / 1e10, rel=1e-3)
+    slow = [(own, 2e-10 * count if own["C"] == 512 else 1e-10 * count) for own, count in zip(shapes, operations)]
+    uneven = Times(kind, slow)
+    assert all(uneven(own) == pytest.approx(found, rel=0.01) for own, found in slow)
+
+
+MODEL = daskgpt.preset("tiny", blocks=1, channels=32)
+DIALS = {"batch_chunk": 2, "sequence_chunk": 16, "grain": "block", "scheduler": "threads"}
+
+
+def predicted(groups=4, **options):
+    data = {"batch_size": 8, "sequence_length": 16, "groups": groups}
+    return daskgpt.plan(MODEL, data, dataflow=DIALS, **options).forecast
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """A calibration of this machine for a small model, in a cache of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        job = job_from(MODEL, data={"batch_size": 8, "sequence_length": 16}, dataflow=DIALS)
+        found = calibrate.of_job(job, (2, 16), None)
+        assert found.save() == calibrate.cache_path()
+        assert calibrate.load().samples == json.loads(json.dumps(found.samples))
+        yield found
+
+
+def test_plans_of_threads_and_workers(calibrated):
+    one, two, many = (predicted(threads=threads) for threads in (1, 2, 64))
+    assert one.work == pytest.approx(two.work) == pytest.approx(many.work)
+    for found in (one, two, many):
+        assert sum(found.path.values()) <= found.seconds
+        assert sum(found.busy.values()) <= found.seconds * found.threads
+    assert repr(two) == repr(predicted(threads=2))
+    assert not any("just now" in note for note in two.notes)
+    fast, slow = (predicted(workers=2, bandwidth=rate, latency="50us", explain=True) for rate in ("10G", "10M"))
+    assert fast.sent == slow.sent > 0
+    assert slow.seconds - fast.seconds > slow.sent / 10e6 * 8 / 2
+    assert slow.gains["messages"] > 0.2
+    assert predicted(workers=4, threads=2).threads == 8
+
+
+def test_a_damaged_calibration_is_made_again(calibrated):
+    calibrate.cache_path().write_text('{"cores": 1')
+    assert calibrate.load() is None
+    assert any("just now" in note for note in predicted(threads=2).notes)
+    calibrated.save()
