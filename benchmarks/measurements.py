@@ -167,6 +167,17 @@ def fork_join() -> list[str]:
     return table(head, map(row, records("fork_join")))
 
 
+def predictions() -> list[str]:
+    """Predicted and measured times of a step."""
+
+    def row(one: Record) -> tuple[str, ...]:
+        predicted, measured = (one.figures[name] for name in ("predicted", "measured"))
+        error = (predicted.median or 0) / (measured.median or 1) - 1
+        return one.settings["what"], spread(predicted), spread(measured), f"{100 * error:+.0f} %"
+
+    return table("dials | predicted, ms a step | measured | error", map(row, records("predictions")))
+
+
 def bandwidths() -> list[str]:
     """Steps on hosts whose links are limited."""
 
@@ -277,6 +288,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "generation compared": generation_compared,
     "fork-join": fork_join,
     "default run": default_run,
+    "predictions": predictions,
     "bandwidths": bandwidths,
     "local steps": local_steps,
 }

@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import combinations
@@ -33,20 +33,19 @@ from daskgpt.config.files import digest_of, replacing
 from daskgpt.config.flags import called
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataflowConfig
-from daskgpt.graph.calls import ChunkSum, Exchange, KernelCall, RowSum, call_of, wait
+from daskgpt.graph.calls import wait
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.program import Call, Program
 from daskgpt.graph.recording import GraphRun
-from daskgpt.graph.update_in_place import RowUpdate
 from daskgpt.model.parameters import value_count
 from daskgpt.profiling.measure import BatchConfig, Steps, job_of
+from daskgpt.profiling.work import Sizes, features, work_of
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import usable_cores
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job, compile_kernels
 
-Sizes = dict[str, int]
 Samples = dict[str, list[tuple[Sizes, float]]]  # kind of a call -> sizes of its axes, and seconds
 SITUATIONS = ("alone", "beside")  # a call on one thread, and while all others run calls as well
 # Blocks, heads, channels, and the vocabulary of the models of a calibration: more weights than caches hold, or few.
@@ -76,62 +75,6 @@ OPERATIONS = 3  # their place among the features of a call
 QUICK_TOKENS = 512  # of a chunk
 FEW, MANY = 20, 220  # tasks of graphs without work
 SMALL_MESSAGES, LARGE_MESSAGES, LARGE = 50, 8, 1 << 23  # numbers of messages, and bytes of a large one
-
-
-def work_of(graph: Graph, key: Key, precision: str) -> tuple[str, Sizes] | None:
-    """Return the kind of a kernel call, which ends with its signature, and the sizes of its axes; n counts how often
-    the kernel is called. Return None for tasks that call no kernel.
-    """
-    call: Any = call_of(graph[key])
-    if call.origin is None or isinstance(call, Exchange):
-        return None
-    name = f"{precision} {call.origin.kind}"
-    if isinstance(call, ChunkSum):
-        call = RowSum(call, call.bands(), range(len(call.order.pieces)))
-    if isinstance(call, RowSum):
-        return _summed(f"{name} sum", [call.call], call.bands, call.pieces)
-    if isinstance(call, RowUpdate) and call.sums:
-        return _summed(f"{name} update", call.sums, call.bands, range(len(call.sums[0].order.pieces)))
-    if isinstance(call, RowUpdate):
-        axes, rows = "OC"[: 1 + len(call.columns)], call.rows.stop - call.rows.start
-        return f"{name} update {axes}->{axes}", dict(zip("OC", (rows, *call.columns))) | {"n": len(call.bands)}
-    if call.by_rows:
-        (rows_of,) = (call_of(graph[needed]) for needed in graph[key].dependencies)
-        return f"{name} rows O->O", {"O": math.prod(rows_of.shape), "n": 1}
-    assert isinstance(call, KernelCall)
-    index = dict(zip(call.axes, key[1:]))
-    sizes = {axis: own[index[axis]] if axis in index else sum(own) for axis, own in call.chunks.items()}
-    inputs = ",".join(filter(None, call.inputs))  # without numbers, of which some calls have one for each tensor
-    return f"{name} {inputs}->{','.join(call.outputs)}", sizes | {"n": 1}
-
-
-def _summed(name: str, sums: Sequence[ChunkSum], bands: Sequence[tuple[int, int]], pieces: range) -> tuple[str, Sizes]:
-    """Return kind and sizes of some rows of sums over some pieces; their tokens are those of axis b."""
-    sizes = {axis: sum(own) for call in sums for axis, own in call.chunks.items()}
-    order, calls = sums[0].order, 0
-    cuts = 1 + max(t for piece in order.pieces for _, t in piece)  # of the tokens of a sequence
-    sequences = sum(order.sequences[b] for number in pieces for b, _ in order.pieces[number])
-    for call in sums:
-        for number in pieces:
-            calls += len(call.order.cuts(number)) * (1 if call.order.together else len(call.order.pieces[number]))
-    sizes |= {"b": sequences * sizes.get("t", 1) // cuts, "t": 1, "n": calls * len(bands)}
-    if sums[0].outputs[0]:
-        sizes[sums[0].outputs[0][0]] = bands[-1][1] - bands[0][0]
-    inputs = ",".join(axes for call in sums for axes in call.inputs)
-    return f"{name} {inputs}->{sums[0].outputs[0]}", sizes
-
-
-def features(kind: str, sizes: Mapping[str, int]) -> list[float]:
-    """Return the calls, numbers read, numbers written and operations of a call."""
-    inputs, outputs = (side.split(",") for side in kind.rpartition(" ")[2].split("->"))
-
-    def numbers(arrays: Iterable[str]) -> int:
-        return sum(math.prod(sizes[axis] for axis in axes) for axes in arrays)
-
-    letters = set("".join([*inputs, *outputs]))
-    # A layer of whole sequences reads each token for each other one; others multiply along all their axes.
-    operations = sizes["T"] * numbers(inputs[:1]) if "T" in letters else numbers(["".join(letters)])
-    return [sizes["n"], numbers(inputs), numbers(outputs), operations]
 
 
 class Times:
@@ -325,8 +268,9 @@ def sample(job: Job, cores: int) -> dict[str, Samples]:
                 steps.run(RECORDED)
         graph, seconds = steps.steps.recorded.unmerged, defaultdict[Any, list[float]](list)
         for span in (span for process in processes for span in process.spans):
-            if work := work_of(graph, span.key, job.precision.name):
-                seconds[work[0], tuple(sorted(work[1].items()))].append(span.end - span.start)
+            if work := work_of(graph, span.key):
+                kind = f"{job.precision.name} {work[0]}"
+                seconds[kind, tuple(sorted(work[1].items()))].append(span.end - span.start)
         found[name] = Samples()
         for (kind, sizes), own in seconds.items():
             found[name].setdefault(kind, []).append((dict(sizes), median(own)))

@@ -31,7 +31,8 @@ from daskgpt.graph.distribute import Rank
 from daskgpt.graph.nodes import Graph, Key, is_leaf, renamed, with_leaves
 from daskgpt.graph.program import Span, calls_of
 from daskgpt.graph.update_in_place import RowUpdate
-from daskgpt.profiling.calibrate import Calibration, load, of_job, work_of
+from daskgpt.profiling.calibrate import Calibration, load, of_job
+from daskgpt.profiling.work import work_of
 from daskgpt.schedulers.local import local_scheduler, usable_cores
 from daskgpt.training.job import Job
 from daskgpt.training.step import JobSteps, TrainingStep
@@ -39,6 +40,7 @@ from daskgpt.training.step import JobSteps, TrainingStep
 Kind = tuple[str, str]  # layer and phase
 Seconds = dict[Kind, float]
 ON_LINKS = ("messages", "update")
+LEAST_GAIN = 0.005  # of the time of a step, to be shown
 RUNS = 3  # of several processes, one after the other; the first one only fills their pipeline
 TASKS = 10**9  # more than there are: their numbers have equally many digits
 
@@ -123,8 +125,8 @@ def call_demands(step: TrainingStep, calibration: Calibration) -> dict[Key, Dema
         elif isinstance(call, RowUpdate) and call.tree:
             rows = call.rows.stop - call.rows.start
             copied = (len(node.args) - call.tensors) * rows * prod(call.columns) * call.dtype.itemsize
-        if work := work_of(graph, key, step.precision.name):
-            seconds = calibration.seconds(*work)
+        if work := work_of(graph, key):
+            seconds = calibration.seconds(f"{step.precision.name} {work[0]}", work[1])
         kind = call.origin.layer, call.origin.phase
         alone, beside = ({kind: each + 2 * copied / calibration.copy} for each in seconds)
         found[key] = replace(own, alone=alone, beside=beside)
@@ -500,7 +502,7 @@ class Forecast:
             "threads' time": f"{', '.join(shares)}, idle {idle:.0%}",
             "critical path": f"{ms * length:,.1f} of {ms * self.work:,.1f} ms of work: {', '.join(on_path)}",
             "limit": f"{most[0]}: {ms * most[1]:,.1f} ms ({', '.join(f'{a} {ms * b:,.1f}' for a, b in others)})",
-            "explained": ", ".join(f"{name} {-gain:+.1%}" for name, gain in self.gains.items()),
+            "if twice": ", ".join(f"{name} {-gain:+.1%}" for name, gain in self.gains.items() if gain >= LEAST_GAIN),
             "from": "; ".join(self.notes),
         }
         return {name: text for name, text in found.items() if text}
@@ -535,7 +537,7 @@ def forecast(
     threads = (job.dataflow.threads or (usable_cores() if pooled else 1)) if pooled or workers else 1
     pooled = pooled or threads > 1
     scheduler = local_scheduler("threads" if pooled else "sync", threads)
-    steps = [JobSteps(job, scheduler, lambda line: None, rank) for rank in _ranks(job, ranks)]
+    steps = [JobSteps(job, scheduler, lambda line: None, rank) for rank in _ranks(job, ranks, threads)]
     costs = costs or _calibration(job, steps[0].step, notes)
     for own in steps:
         while own.open:
@@ -575,10 +577,11 @@ def forecast(
     return told, steps[0].step
 
 
-def _ranks(job: Job, count: int) -> list[Rank | None]:
+def _ranks(job: Job, count: int, threads: int) -> list[Rank | None]:
     """Return the ranks that share a job's batch, without links; None for a process that is alone."""
     nobody: Any = None
-    return [Rank(own, count, nobody, job.groups, *job.batch_shape) if count > 1 else None for own in range(count)]
+    given = count, nobody, job.groups, *job.batch_shape, threads
+    return [Rank(own, *given) if count > 1 else None for own in range(count)]
 
 
 def _calibration(job: Job, step: TrainingStep, notes: list[str]) -> Calibration:
@@ -587,8 +590,8 @@ def _calibration(job: Job, step: TrainingStep, notes: list[str]) -> Calibration:
     Errors   MemoryError if those steps might not fit
     """
     graph, known, advice = step.recorded.unmerged, load(), f"better: {called('bench')} --calibrate"
-    works = [work for key in graph if (work := work_of(graph, key, step.precision.name))]
-    if known and all(known.knows(kind) for kind, _ in works):
+    works = [work for key in graph if (work := work_of(graph, key))]
+    if known and all(known.knows(f"{step.precision.name} {kind}") for kind, _ in works):
         return known
     start = perf_counter()
     found = of_job(job, step.chunk, known)
