@@ -198,7 +198,7 @@ def cache_path() -> Path:
 
 
 def calibrate(say: Callable[[str], None] = print) -> Calibration:
-    """Measure everything, in about a minute; the machine should have nothing else to do."""
+    """Measure everything, in one or two minutes; the machine should have nothing else to do."""
     cores, samples, start = usable_cores(), {name: Samples() for name in SITUATIONS}, perf_counter()
     for model, points in POINTS.items():
         config = MODELS[model]
