@@ -119,7 +119,11 @@ class RankSteps(Steps):
     @property
     def described_chunks(self) -> str:
         """Description of the chunks; each rank chooses its own."""
-        return self.local.described_chunks if self.local else "chosen by each worker for its share of the batch"
+        if self.local:
+            return self.local.described_chunks
+        idle = self.parts < self.workers
+        groups = f" ({self.parts} of {self.workers} have one: --groups decides how many)" if idle else ""
+        return f"chosen by each worker for its share of the batch{groups}"
 
     def together(self, number: int) -> int:
         """Return how many steps from this one on are a window."""
