@@ -107,7 +107,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What steps are made of on a machine.
+    """The measured cost of the parts of a step on a machine.
 
     cores      that ran calls at once in the samples called beside
     samples    of kernel calls, by situation

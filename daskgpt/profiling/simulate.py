@@ -61,7 +61,7 @@ class Platform:
 
 @dataclass
 class Demand:
-    """What a task needs.
+    """The needs of a task.
 
     alone     seconds of its kernels on one thread, by layer and phase; beside: while all cores run kernels
     calls     that it makes
@@ -198,7 +198,7 @@ class Events:
 
 @dataclass
 class Activity:
-    """What takes place beside others at some speed (parts of it a second), since a time at which a part was left."""
+    """Work beside other work, at some speed (parts of it a second); `left` of it remained at `since`."""
 
     ended: Callable[[], None]
     left: float = 1.0
