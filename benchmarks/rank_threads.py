@@ -85,8 +85,8 @@ def train(
     messages, shape = Messages(), batches[0][0].shape
 
     def program(number: int) -> Trained:
-        rank = Rank(number, count, messages.link(number), options["groups"], *shape)
-        step = TrainingStep(*arguments, StepOptions(**options, in_place=True), rank)
+        rank = Rank(number, count, messages.link(number), options["groups"], *shape, threads)
+        step = TrainingStep(*arguments, StepOptions(**options, in_place=True, threads=threads), rank)
         scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
         own = {name: value.copy() for name, value in initial.items()}  # it is written over
         state, outcomes, rows = step.initial(own), list[Outcome](), step.sequences

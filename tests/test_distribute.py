@@ -11,7 +11,7 @@ from conftest import SMALL
 from one_number import MODELS, SEED, VARIANTS, Dials, outcomes_of_steps, raw_numbers, seed, start_values
 
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.graph import distribute
+from daskgpt.graph import distribute, update_in_place
 from daskgpt.graph.distribute import Rank
 from daskgpt.graph.fuse import GRAINS
 from daskgpt.model.precision import precision_of
@@ -43,7 +43,10 @@ def test_ranks_train_to_the_bits_of_one_process(name, count, monkeypatch):
     choose = random.Random(f"{number} {name} {count}").choice
     monkeypatch.setattr(distribute, "BUCKET_BYTES", choose([1, 4000, 1 << 23]))
     precision, barrier = choose(["float32", "bfloat16"]), choose(["layer", "phase", "step", "none"])
-    dials = {"threads": choose([1, 2]), "grain": choose(["kernel", "segment", "block", "chunk"]), "barrier": barrier}
+    monkeypatch.setattr(update_in_place, "TASK_ELEMENTS", choose([1 << 8, 1 << 22]))
+    for constant in ("LEAST_ELEMENTS", "THREADS_OF_PIECE"):
+        monkeypatch.setattr(update_in_place, constant, 1)
+    dials = {"threads": choose([1, 2, 5]), "grain": choose(["kernel", "segment", "block", "chunk"]), "barrier": barrier}
     if count == 3:
         dials["accumulate"] = choose([1, 2])
     print(dials, precision)

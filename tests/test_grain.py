@@ -56,8 +56,10 @@ def test_shared_update_tasks_give_the_same_bits(rows, monkeypatch):
     assert len(shares) == 4
 
 
+@pytest.mark.parametrize("of_piece", [8, 1])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_more_threads_share_updates_and_heads_and_change_no_bit(precision, random, monkeypatch):
+def test_more_threads_share_updates_and_heads_and_change_no_bit(precision, of_piece, random, monkeypatch):
+    monkeypatch.setattr(update_in_place, "THREADS_OF_PIECE", of_piece)
     monkeypatch.setattr(update_in_place, "TASK_ELEMENTS", 1 << 13)
     monkeypatch.setattr(update_in_place, "LEAST_ELEMENTS", 1)
     config = replace(SMALL, vocabulary=300, padded_vocabulary=0)
@@ -126,13 +128,25 @@ def test_a_segment_stays_in_its_chunk():
     assert {len({chunk_of_call(call) for call in program.calls}) for program in programs} == {1}
 
 
-@pytest.mark.parametrize(("seconds", "threads", "grain"), [(1.0, 2, "segment"), (1e-6, 2, "chunk"), (1e-6, 4, "block")])
-def test_auto_grain_is_the_finest_with_long_tasks(seconds, threads, grain):
-    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), options=StepOptions(grain="segment", in_place=True))
+@pytest.mark.parametrize(
+    ("seconds", "chunks", "threads", "grain"),
+    [
+        (1.0, 2, 2, "segment"),
+        (1e-6, 2, 2, "chunk"),
+        (1e-6, 2, 4, "block"),
+        (1.0, 4, 4, "chunk"),
+        (1.0, 4, 3, "segment"),
+    ],
+)
+def test_auto_grain_is_the_finest_with_long_tasks(seconds, chunks, threads, grain):
+    options = StepOptions(grain="segment", in_place=True, threads=threads)
+    step = TrainingStep(SMALL, (4, 12), (4 // chunks, 12), OptimizerConfig(), options=options)
     calls = [call.key for node in step.runnable.graph.values() for call in calls_of(node)]
     choice = GrainChoice("auto", "step", in_place=True)
     assert (choice.first, choice.open) == ("segment", True)
-    assert choice.settle(step, [Span(key, 1, 0.0, seconds) for key in calls], threads).startswith(f"{grain}, tasks of")
+    assert choice.settle(step, [Span(key, 1, 0.0, seconds) for key in calls], threads, 1e9).startswith(
+        f"{grain}, tasks of"
+    )
     assert (step.grain, choice.open) == (grain, False)
 
 

@@ -15,7 +15,7 @@ from daskgpt.profiling.calibrate import Calibration, Times
 from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.simulate import Demand, Platform, Process, Simulation, critical_path
 
-FREE = Calibration(2, {"alone": {}, "beside": {}}, (0.0, 0.0), 0.0, 0.0, 0.0, 0.0, 1e9, 0.0, 100.0)
+FREE = Calibration(2, {"alone": {}, "beside": {}}, (0.0, 0.0), [(1.0, 0.0, 0.0)], 0.0, 0.0, 1.0, 1e9, 0.0, 100.0)
 TWO_CORES = Platform(2)
 
 
@@ -51,10 +51,12 @@ def test_cores_share_memory_and_are_shared():
     many = process(dict.fromkeys("abcd", ""), {name: seconds(1.0) for name in "abcd"}, 4)
     assert Simulation([many], FREE, Platform(4)).seconds == pytest.approx(1)
     assert Simulation([many], FREE, TWO_CORES).seconds == pytest.approx(2)
+    assert Simulation([many], replace(FREE, crowd=1.2), TWO_CORES).seconds == pytest.approx(2.4)
+    assert Simulation([many], replace(FREE, crowd=1.2), Platform(4)).seconds == pytest.approx(1)
 
 
 def test_the_lock_limits_short_tasks():
-    costs = replace(FREE, lock=0.1, call=0.02, handover=0.05, graph=(0.3, 0.01))
+    costs = replace(FREE, lock=0.1, call=0.02, tasks=[(1.0, 0.1, 0.15)], graph=(0.3, 0.01))
     own = process({str(number): "" for number in range(50)}, {str(number): seconds(0.01) for number in range(50)}, 4)
     found = Simulation([own], costs, Platform(4))
     assert found.locked[0] == pytest.approx(0.3 + 50 * (0.01 + 0.1 + 0.02))

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from daskgpt.graph.accumulate import MicroBatches
 from daskgpt.graph.calls import KernelCall, RowSum, origin_of, wait
-from daskgpt.graph.fuse import in_order, one_by_one
+from daskgpt.graph.fuse import one_by_one, sources_first
 from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
 
 LOOKAHEAD = 2  # number of blocks, and with up to two threads of chunks in the head, that may be in progress
+THREADS_OF_BLOCK = 8  # more threads leave each other behind, and may be in a block more for each so many
 
 
 def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, tokens: bool) -> Graph:
@@ -72,12 +73,13 @@ def memory_waits(
     ranked   whether updates wait for other ranks: then tasks wait for the sums of a block instead
 
     Dask would take one chunk through the whole backward pass before the next one, and hold the inputs of the weight
-    gradients of all blocks. So a block's backward waits for the updates of the blocks `LOOKAHEAD` above, or for the
-    sums of a micro-batch there; and the logits of a chunk wait until those of an earlier chunk have been added to the
-    unembedding's gradient, so that as many chunks have logits as there are threads, or `LOOKAHEAD`. There is no such
-    edge if an update itself depends on that block (by the norm of all gradients), since it would close a cycle.
+    gradients of all blocks. So a block's backward waits for the updates of the block `LOOKAHEAD` above it (or more, of
+    many threads), or for the sums of a micro-batch there; and the logits of a chunk wait until those of an earlier
+    chunk have been added to the unembedding's gradient, so that as many chunks have logits as there are threads, or
+    `LOOKAHEAD`. There is no such edge if an update itself depends on that block (by the norm of all gradients), since
+    it would close a cycle.
     """
-    lowest = _lowest_blocks(graph)
+    lowest, ahead = _lowest_blocks(graph), max(LOOKAHEAD, threads // THREADS_OF_BLOCK)
     # Micro-batch or None, and block -> the tasks that release its memory.
     done = defaultdict[tuple[int | None, int], list[Key]](list)
     backward: dict[Key, tuple[int | None, int]] = {}
@@ -93,8 +95,8 @@ def memory_waits(
             backward[key] = micro, origin.block
     edges = {}
     for key, (micro, block) in backward.items():
-        updates = [update for update in done[None, block + LOOKAHEAD] if lowest[update] > block]
-        edges[key] = updates if micro is None else done[micro, block + LOOKAHEAD] or updates
+        updates = [update for update in done[None, block + ahead] if lowest[update] > block]
+        edges[key] = updates if micro is None else done[micro, block + ahead] or updates
     return {key: earlier for key, earlier in edges.items() if earlier} | _head_waits(
         graph, head, max(LOOKAHEAD, threads)
     )
@@ -103,7 +105,7 @@ def memory_waits(
 def _lowest_blocks(graph: Graph) -> dict[Key, float]:
     """Return for each task the lowest block whose backward pass it needs."""
     lowest: dict[Key, float] = {}
-    for key in in_order(graph):
+    for key in sources_first(graph):
         origin = origin_of(graph[key])
         own = float("inf")
         if origin is not None and origin.phase == "backward" and origin.block is not None:
@@ -118,10 +120,11 @@ def _head_waits(graph: Graph, head: str, ahead: int) -> dict[Key, list[Key]]:
     heads = [key for key, call in own.items() if call.origin.phase == "forward" and isinstance(call, KernelCall)]
     sums = {key: call for key, call in own.items() if call.origin.phase == "backward" and isinstance(call, RowSum)}
     order = next((call.call.order for call in sums.values()), None)
-    if order is None or len({call.pieces.start for call in sums.values()}) != len(order.pieces):
-        return {}  # all chunks together are smaller than the gradient
+    if order is None or any(len(call.pieces) == len(order.pieces) for call in sums.values()):
+        return {}  # all chunks are added at once
     piece_of = {chunk: number for number, piece in enumerate(order.pieces) for chunk in piece}
     done: dict[int, list[Key]] = defaultdict(list)
     for key, call in sums.items():
-        done[call.pieces.start + ahead].append(key)
+        for piece in call.pieces:
+            done[piece + ahead].append(key)
     return {key: done[piece] for key in heads if (piece := piece_of[key[1:]]) in done}

@@ -271,7 +271,7 @@ class Distribution:
             own, origin = (f"{key[0]}.of", shard.number), self.graph[key].func.origin
             rows = Exchange(lambda totals: [total[shard.rows] for total in several(totals)], origin, FIRST)
             return self._add(own, rows, [key])
-        own = row_sum(self.graph, self.new, key, shard.number, shard.bands, self.rules.summed)
+        own = row_sum(self.graph, self.new, key, shard.number, shard.bands, self.rules)
         self.new[own].func.bucket = bucket
         return own
 

@@ -33,8 +33,11 @@ from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, Origin, RowS
 from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
 
 # Most numbers of a tensor that one task updates on one or two threads: some 20 ms of sums and memory traffic. More
-# threads share them, down to the least number, since each task takes the interpreter's lock for some 0.1 ms.
-TASK_ELEMENTS, LEAST_ELEMENTS = 1 << 22, 1 << 18
+# threads share them, down to the least number: each task packs all chunks' inputs, and takes the interpreter's lock for
+# some 0.1 ms.
+TASK_ELEMENTS, LEAST_ELEMENTS = 1 << 22, 1 << 20
+# Of so many threads, one can wait for another's logits before both are added to the gradient of the table.
+THREADS_OF_PIECE = 4
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,14 @@ class UpdateRules:
     rule_of   origin of an update -> its rule
     summed    number of rows over which each gradient is summed, in all chunks together
     elements  most numbers of a tensor that one task updates
+    pieces    of the batch that one task adds where all of them are larger than the gradient
     by_rows   kernels that other readers of a gradient may call on some rows at a time
     """
 
     rule_of: Callable[[Origin], InPlaceRule]
     summed: int
     elements: int
+    pieces: int = 1
     by_rows: Collection[Callable[..., Any]] = ()
 
     def updates(self, graph: Graph) -> list[Key]:
@@ -176,9 +181,16 @@ class RowUpdate(TaskCall):
             del rows
 
 
-def elements_of_task(threads: int) -> int:
-    """Return the most numbers of a tensor that one task updates if so many tasks can run at once."""
-    return max(2 * TASK_ELEMENTS // max(threads, 2), LEAST_ELEMENTS)
+def elements_of_task(threads: int, ranked: bool = False) -> int:
+    """Return the most numbers of a tensor that one task updates if so many tasks can run at once. On ranks the least is
+    a quarter: messages wait for the last of the sums.
+    """
+    return max(2 * TASK_ELEMENTS // max(threads, 2), LEAST_ELEMENTS // (4 if ranked else 1))
+
+
+def pieces_of_task(threads: int) -> int:
+    """Return how many pieces of the batch one task adds to a large gradient if so many tasks can run at once."""
+    return max(threads // THREADS_OF_PIECE, 1)
 
 
 def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritten:
@@ -216,7 +228,7 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
         for number, bands in enumerate(shares(graph[last].func, rule, rules.elements)):
             given = []
             if before is not None:
-                given = [before if shared else row_sum(graph, new, before, number, bands, rules.summed)]
+                given = [before if shared else row_sum(graph, new, before, number, bands, rules)]
             for reader in of_rows:
                 key = (f"{reader[0]}.rows", number)
                 new[key] = task(key, graph[reader].func.on_rows(), given)
@@ -230,19 +242,19 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
     return Rewritten(new, done, after)
 
 
-def row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Band], summed: int) -> Key:
+def row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Band], rules: UpdateRules) -> Key:
     """Add the tasks that sum some rows of a gradient, and the ones they continue from; return the last one's key.
 
-    If the parts of all pieces are larger than the total, each piece has its own task, which adds its parts and drops
-    them.
+    If the parts of all pieces are larger than the total, a task adds those of one or a few pieces, and drops them.
     """
     call, before = graph[key].func, start_of(graph, key)
     pieces, *_ = call.arrange(key_trees(graph[key]))
-    start = [] if before is None else [row_sum(graph, new, before, number, bands, summed)]
-    together = len(pieces) if summed < call.shape[-1] else 1
+    start = [] if before is None else [row_sum(graph, new, before, number, bands, rules)]
+    together = len(pieces) if rules.summed < call.shape[-1] else rules.pieces
     for first in range(0, len(pieces), together):
         task_key = (f"{key[0]}.rows", number, first)
-        program = RowSum(call, bands, range(first, first + together), started=before is not None)
+        some = range(first, min(first + together, len(pieces)))
+        program = RowSum(call, bands, some, started=before is not None)
         new[task_key] = task(task_key, program, [*all_keys(pieces[first : first + together]), *start])
         start = [task_key]
     return task_key

@@ -15,11 +15,12 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import combinations
+from itertools import combinations, pairwise, product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 from uuid import uuid4
@@ -35,7 +36,7 @@ from daskgpt.config.model import preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import wait
 from daskgpt.graph.nodes import Graph, Key, task
-from daskgpt.graph.program import Call, Program
+from daskgpt.graph.program import calls_of
 from daskgpt.graph.recording import GraphRun
 from daskgpt.model.parameters import value_count
 from daskgpt.profiling.measure import BatchConfig, Steps, job_of
@@ -70,11 +71,16 @@ POINTS: dict[str, Sequence[tuple[int, int, int, int, str]]] = {
     ],
     "gpt2": [(2, 2, 64, 64, "step"), (2, 1, 256, 256, "step"), (4, 1, 256, 256, "phase")],
 }
-WARMUP, RECORDED = 1, 2  # steps
+WARMUP, QUICK_TURNS, TASK_TURNS = 1, 2, 11  # steps
+TURNS = {"tiny": 9, "384": 3, "gpt2": 3}
+# Sequences of a chunk, grain, and barrier of steps that show the cost of tasks: of some tenths of a ms up to some ms.
+TASK_POINTS = [(2, "kernel", "layer"), (6, "kernel", "step"), (6, "segment", "phase"), (2, "block", "step")]
+TASK_POINTS.append((6, "block", "step"))
 OPERATIONS = 3  # their place among the features of a call
 QUICK_TOKENS = 512  # of a chunk
 FEW, MANY = 20, 220  # tasks of graphs without work
 SMALL_MESSAGES, LARGE_MESSAGES, LARGE = 50, 8, 1 << 23  # numbers of messages, and bytes of a large one
+CACHE = 1 << 22  # bytes
 
 
 class Times:
@@ -112,10 +118,10 @@ class Calibration:
     cores      that ran calls at once in the samples called beside
     samples    of kernel calls, by situation
     graph      seconds to begin the run of a graph, and for each of its nodes
-    sync       seconds of a task of Dask's synchronous scheduler
-    lock       seconds in which a task of the threaded scheduler holds the interpreter's lock
-    handover   further seconds until a thread has such a task
+    tasks      seconds of a task's kernels, and seconds that the synchronous scheduler and the threaded one add to it
+    lock       seconds of the latter in which a thread holds the interpreter's lock
     call       seconds between two calls of a task, with the lock
+    crowd      how many times as long kernels take with twice as many threads as cores, beside having half of a core
     copy       bytes a second that a thread reads and writes
     message    seconds for which a message keeps the interpreter of its sender busy, and that of its receiver
     rate       bytes a second of messages between two workers
@@ -125,10 +131,10 @@ class Calibration:
     cores: int
     samples: dict[str, Samples]
     graph: tuple[float, float]
-    sync: float
+    tasks: Sequence[tuple[float, float, float]]
     lock: float
-    handover: float
     call: float
+    crowd: float
     copy: float
     message: float = 0.4e-3
     rate: float = 1e9
@@ -153,6 +159,15 @@ class Calibration:
         alone, beside = (self._times[name, kind](sizes) for name in SITUATIONS)
         return alone, max(alone, beside)
 
+    def of_task(self, kernels: float, pooled: bool) -> tuple[float, float]:
+        """Return for how long the scheduler holds the lock for a task with so many seconds of kernels, and how long it
+        takes besides.
+        """
+        lengths, sync, threaded = zip(*self.tasks)
+        seconds = float(np.interp(kernels, lengths, threaded if pooled else sync))
+        lock = min(self.lock, seconds) if pooled else seconds
+        return lock, seconds - lock
+
     def with_samples(self, more: Mapping[str, Samples]) -> Calibration:
         """Return the calibration with samples of further kinds."""
         return replace(self, samples={name: {**more[name], **self.samples[name]} for name in SITUATIONS})
@@ -160,11 +175,12 @@ class Calibration:
     def describe(self) -> str:
         """Return what tasks, memory and messages cost, for people."""
         own, us = self.samples["alone"], 1e6
+        sync, threaded = (f"{us * min(some):.0f} to {us * max(some):.0f}" for some in [*zip(*self.tasks)][1:])
         return (
-            f"{sum(map(len, own.values()))} calls of {len(own)} kinds; a task {us * self.lock:.0f} us with the "
-            f"interpreter's lock and {us * self.handover:.0f} us without, one after the other {us * self.sync:.0f} us, "
-            f"each of its calls {us * self.call:.1f} us; a thread copies {self.copy / 1e9:.1f} GB/s; a message "
-            f"{1e3 * self.message:.2f} ms at each end, {self.rate / 1e9:.2f} GB/s"
+            f"{sum(map(len, own.values()))} calls of {len(own)} kinds; beside its kernels, a task takes {sync} us of "
+            f"the synchronous scheduler and {threaded} us of the threaded one, {us * self.lock:.0f} us of them with "
+            f"the interpreter's lock, and each of its calls {us * self.call:.1f} us; a thread copies "
+            f"{self.copy / 1e9:.1f} GB/s; a message {1e3 * self.message:.2f} ms at each end, {self.rate / 1e9:.2f} GB/s"
         )
 
     def save(self) -> Path:
@@ -198,19 +214,20 @@ def cache_path() -> Path:
 
 
 def calibrate(say: Callable[[str], None] = print) -> Calibration:
-    """Measure everything, in one or two minutes; the machine should have nothing else to do."""
+    """Measure everything, in some minutes; the machine should have nothing else to do."""
     cores, samples, start = usable_cores(), {name: Samples() for name in SITUATIONS}, perf_counter()
     for model, points in POINTS.items():
-        config = MODELS[model]
-        for precision in ("float32", "auto"):
+        config, jobs = MODELS[model], list[Job]()
+        for precision in ("float32",) if model == "384" else ("float32", "auto"):
             for chunks, sequences, length, tokens, barrier in points:
                 shape = BatchConfig(batch_size=sequences * max(cores, chunks), sequence_length=length)
                 cuts: dict[str, Any] = {"batch_chunk": sequences, "sequence_chunk": tokens}
                 job = job_of(config, shape, DataflowConfig(**cuts, barrier=barrier, precision=precision, grain="block"))
-                if precision == "auto" and job.precision.name == "float32":
-                    continue
-                compile_kernels(job.precision)
-                _extend(samples, sample(job, cores))
+                if precision == "float32" or job.precision.name != "float32":
+                    jobs.append(job)
+        for job in jobs:
+            compile_kernels(job.precision)
+        _extend(samples, sample(jobs, cores, TURNS[model]))
         say(f"calibrate  kernels of {model}: {perf_counter() - start:.0f} s")
     return replace(overheads(samples, cores), **messages())
 
@@ -242,10 +259,8 @@ def of_job(job: Job, chunk: tuple[int, int], known: Calibration | None) -> Calib
     shapes = [own]
     if job.dataflow.barrier in ("step", "none"):  # ranks sum and update apart
         shapes.append(replace(own, dataflow=replace(own.dataflow, barrier="phase")))
-    samples = {name: Samples() for name in SITUATIONS}
-    for each in shapes:
-        _extend(samples, sample(each, cores))
-    return known.with_samples(samples) if known else overheads(samples, cores)
+    samples = sample(shapes, cores, QUICK_TURNS)
+    return known.with_samples(samples) if known else overheads(samples, cores, QUICK_TURNS)
 
 
 def _extend(samples: dict[str, Samples], more: Mapping[str, Samples]) -> None:
@@ -254,79 +269,118 @@ def _extend(samples: dict[str, Samples], more: Mapping[str, Samples]) -> None:
             samples[name].setdefault(kind, []).extend(own)
 
 
-def sample(job: Job, cores: int) -> dict[str, Samples]:
-    """Return the median seconds of each kind of kernel call of a job's steps, on one thread and on all."""
-    found = dict[str, Samples]()
-    for name, threads in zip(SITUATIONS, (1, cores)):
-        if name == "beside" and cores == 1:
-            found[name] = found["alone"]
-            continue
-        with open_scheduler("sync" if threads == 1 else "threads", threads) as scheduler:
-            steps = Steps(job, scheduler, 0)
-            steps.run(WARMUP)
-            with scheduler.record() as processes:
-                steps.run(RECORDED)
-        graph, seconds = steps.steps.recorded.unmerged, defaultdict[Any, list[float]](list)
-        for span in (span for process in processes for span in process.spans):
-            if work := work_of(graph, span.key):
-                kind = f"{job.precision.name} {work[0]}"
-                seconds[kind, tuple(sorted(work[1].items()))].append(span.end - span.start)
-        found[name] = Samples()
-        for (kind, sizes), own in seconds.items():
-            found[name].setdefault(kind, []).append((dict(sizes), median(own)))
-    return found
+def sample(jobs: Sequence[Job], cores: int, turns: int) -> dict[str, Samples]:
+    """Return the median seconds of each kind of kernel call of the steps of some jobs of one model, on one thread and
+    on all.
+
+    They take turns, so that noise hits all alike, and share one state.
+    """
+    seconds, shared = defaultdict[Any, list[float]](list), dict[str, Any]()
+    with ExitStack() as stack:
+        runs = list[tuple[str, Steps]]()
+        for name, threads in zip(SITUATIONS, (1, cores)):
+            if cores > 1 or name == "alone":
+                scheduler = stack.enter_context(open_scheduler("sync" if threads == 1 else "threads", threads))
+                for job in jobs:
+                    steps = Steps(job, scheduler, 0, shared.get(job.precision.name))
+                    shared[job.precision.name] = steps.state
+                    steps.run(WARMUP)
+                    runs.append((name, steps))
+        for _, (name, steps) in product(range(turns), runs):
+            with steps.scheduler.record() as processes:
+                steps.run(1)
+            graph, precision = steps.steps.recorded.unmerged, steps.job.precision.name
+            for span in (span for process in processes for span in process.spans):
+                if work := work_of(graph, span.key):
+                    kind, sizes = f"{precision} {work[0]}", tuple(sorted(work[1].items()))
+                    seconds[name, kind, sizes].append(span.end - span.start)
+    found = {name: Samples() for name in SITUATIONS}
+    for (name, kind, sizes), own in seconds.items():
+        found[name].setdefault(kind, []).append((dict(sizes), median(own)))
+    return found if cores > 1 else dict.fromkeys(SITUATIONS, found["alone"])
 
 
-def overheads(samples: dict[str, Samples], cores: int) -> Calibration:
-    """Return a calibration with these samples and the measured cost of tasks."""
-    with open_scheduler("sync", 1) as scheduler:
-        sync = _slope(scheduler, chain=True)
+def overheads(samples: dict[str, Samples], cores: int, turns: int = TASK_TURNS) -> Calibration:
+    """Return a calibration with these samples and the measured cost of tasks.
+
+    Dask's code takes longer the longer the kernels before it, which leave no other code in the caches, and let other
+    threads and cores fall asleep; tasks that do nothing cost a third. So the cost is what remains of steps beside their
+    kernels. Many threads keep Dask's code in the caches of the core that has the lock, so the time with the lock is
+    that of tasks that do nothing.
+    """
     with open_scheduler("threads", max(cores, 2)) as scheduler:
-        chained, free = _slope(scheduler, chain=True), _slope(scheduler, chain=False)
-    begin, node = _beginning()
-    count, key = 1000, ("nothing",)
-    program = Program([Call(key, wait, [], number, ()) for number in range(count)], [], [0])
+        lock = _slope(partial(_run, scheduler)) - _slope(_begin)
+    shape = BatchConfig(batch_size=12, sequence_length=64)
+    ends, calls, tasks = list[tuple[float, float]](), list[float](), list[tuple[float, float, float]]()
+    with open_scheduler("sync", 1) as alone, open_scheduler("threads", 1) as pooled:
+        for chunk, grain, barrier in TASK_POINTS:
+            dials: dict[str, Any] = {"batch_chunk": chunk, "sequence_chunk": 64, "grain": grain, "barrier": barrier}
+            job = job_of(MODELS["tiny"], shape, DataflowConfig(**dials))
+            compile_kernels(job.precision)
+            one = Steps(job, alone, 0)
+            other = Steps(job, pooled, 0, one.state)
+            one.run(WARMUP)
+            other.run(WARMUP)
+            rows = [(*_parts(one), other.run(1)[0] - one.run(1)[0]) for _ in range(turns)]
+            end, kernels, inside, between, further = np.median(rows, axis=0).tolist()
+            ends.append((len(one.steps.step.runnable.graph), end))
+            calls.append(inside)
+            tasks.append((kernels / one.tasks, between, between + max(further, 0.0) / one.tasks))
+    nodes, seconds = zip(*ends)
+    node, begin = np.polyfit(nodes, seconds, 1)
     return Calibration(
         cores=cores,
         samples=samples,
-        graph=(begin, node),
-        sync=max(sync - node, 0.0),
-        lock=max(free - node, 0.0),
-        handover=max(chained - free, 0.0),
-        call=_seconds(program) / count,
+        graph=(max(float(begin), 0.0), max(float(node), 0.0)),
+        tasks=sorted(tasks),
+        lock=max(lock, 0.0),
+        call=median(calls),
+        crowd=_crowd(shape, cores, turns),
         copy=machine.copy_rate(1),
     )
 
 
-def _without_work(count: int, chain: bool) -> Graph:
-    """Return a graph of tasks that do nothing, one after the other or independent."""
-    keys: list[Key] = [("nothing", number) for number in range(count)]
-    return {
-        key: task(key, wait, keys[number - 1 : number] if chain and number else []) for number, key in enumerate(keys)
-    }
+def _crowd(shape: BatchConfig, cores: int, turns: int) -> float:
+    """Return how many times as long a step of four chunks takes with twice as many threads as cores."""
+    job = job_of(MODELS["tiny"], shape, DataflowConfig(batch_chunk=3, sequence_chunk=64, grain="block"))
+    with open_scheduler("threads", cores) as few, open_scheduler("threads", 2 * cores) as many:
+        one = Steps(job, few, 0)
+        other = Steps(job, many, 0, one.state)
+        one.run(WARMUP)
+        other.run(WARMUP)
+        return max(1.0, median(other.run(1)[0] / one.run(1)[0] for _ in range(turns)))
 
 
-def _slope(scheduler: Scheduler, chain: bool) -> float:
-    """Return the seconds of a further task in a graph."""
+def _parts(steps: Steps) -> tuple[float, float, float, float]:
+    """Return the seconds of a step on one thread before its first call and after the last one, those of its calls,
+    those between two calls of a task, and those from the last call of a task to the first one of the next.
+    """
+    task_of = {call.key: key for key, node in steps.steps.step.runnable.graph.items() for call in calls_of(node)}
+    with steps.scheduler.record() as processes:
+        (seconds,) = steps.run(1)
+    spans = processes[0].spans
+    gaps = defaultdict[bool, list[float]](list)
+    for span, following in pairwise(spans):
+        gaps[task_of[span.key] == task_of[following.key]].append(following.start - span.end)
+    calls = sum(span.end - span.start for span in spans)
+    return seconds - spans[-1].end + spans[0].start, calls, fmean(gaps[True]), fmean(gaps[False])
+
+
+def _slope(work: Callable[[Graph], object]) -> float:
+    """Return the seconds that a further task which does nothing adds to the work on a graph of such tasks."""
     seconds = []
     for count in (FEW, MANY):
-        run = GraphRun(_without_work(count, chain), {}, [("nothing", number) for number in range(count)])
-        seconds.append(_seconds(partial(scheduler.run, run)))
+        keys: list[Key] = [("nothing", number) for number in range(count)]
+        seconds.append(_seconds(partial(work, {key: task(key, wait, []) for key in keys})))
     return (seconds[1] - seconds[0]) / (MANY - FEW)
+
+
+def _run(scheduler: Scheduler, graph: Graph) -> None:
+    scheduler.run(GraphRun(graph, {}, list(graph)))
 
 
 def _begin(graph: Graph) -> None:
     start_state_from_dask(graph, {}, order(graph).get)
-
-
-def _beginning() -> tuple[float, float]:
-    """Return the seconds that Dask takes before the first task of a graph: for any graph, and for each of its nodes."""
-    seconds = []
-    for count in (FEW, MANY):
-        graph = _without_work(count, chain=True)
-        seconds.append(_seconds(partial(_begin, graph)))
-    node = (seconds[1] - seconds[0]) / (MANY - FEW)
-    return max(seconds[0] - FEW * node, 0.0), node
 
 
 def _seconds(work: Callable[[], Any], times: int = 5) -> float:
@@ -365,10 +419,14 @@ def _talk(epoch: str, number: int, addresses: Sequence[str], size: int, count: i
 
     links = ranks_of(get_worker()).links
     link = links.get(epoch) or WorkerLink(get_worker(), epoch, number, addresses)
-    value, start = np.ones(size, np.uint8), perf_counter()
+    value, cache, besides = np.ones(size, np.uint8), np.ones(CACHE, np.uint8), 0.0
+    start = perf_counter()
     for turn in range(2 * count):
         if turn % 2 == number:
+            before = perf_counter()
+            cache += 1  # as kernels do, which leave no other code in the caches
+            besides += perf_counter() - before
             link.send(1 - number, "calibrate", value)
         else:
             link.receive(1 - number, "calibrate")
-    return (perf_counter() - start) / max(2 * count, 1)
+    return (perf_counter() - start - 2 * besides) / max(2 * count, 1)

@@ -80,11 +80,12 @@ def random_batch(job: Job, seed: int, step: int) -> tuple[np.ndarray, np.ndarray
 class Steps:
     """Training steps of a job on random tokens, ready to be run and timed."""
 
-    def __init__(self, job: Job, scheduler: Scheduler, seed: int) -> None:
+    def __init__(self, job: Job, scheduler: Scheduler, seed: int, state: Any = None) -> None:
+        """state   that others use as well, for steps that write over it; None for an own one"""
         self.job, self.scheduler, self.seed = job, scheduler, seed
         self.steps: Any = steps_of(job, scheduler, lambda line: None)
         self.ranks = self.steps.ranks  # whether workers share a batch
-        self.state = self.steps.initial(RandomParameters(job.config, seed))
+        self.state = state or self.steps.initial(RandomParameters(job.config, seed))
         self.losses: list[float] = []
 
     @property
@@ -294,7 +295,8 @@ def measure(
 ) -> Executions:
     """Time training steps on random tokens under several dataflows, and record some further ones of each.
 
-    They take turns, so that noise hits all alike.
+    They take turns, so that noise hits all alike. Each turn begins with a step or a window of steps that is not
+    counted, since the caches hold what the others used.
 
     dataflows  by name, the first one being what the others are compared with
     turns      how often each has its turn
@@ -324,8 +326,10 @@ def measure(
             runs[name] = Steps(job, scheduler, seed)
             runs[name].run(WARMUP)
         seconds: dict[str, list[float]] = {name: [] for name in runs}
+        cold = max(1 if own.ranks else own.window for own in runs.values())  # alike, as the losses are compared
         for _ in range(turns):
             for name, own in runs.items():
+                own.run(cold)
                 seconds[name].append(fmean(own.run(steps)))
         found = {
             name: Execution(run.scheduler.threads, Spread.of(seconds[name]), tuple(run.losses), run.timeline(steps))

@@ -9,6 +9,7 @@ equally. Messages share the links of their machines equally, and those from one 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -311,8 +312,8 @@ class Simulation(Events):
         while state["ready"] and len(state["running"]) < process.threads:
             key = state["ready"].pop()
             state["running"].add(key)
-            lock, handover = (self.costs.lock, self.costs.handover) if process.pooled else (self.costs.sync, 0.0)
-            self._locked(rank, lock, self.later, handover, self._receive, rank, key)
+            lock, besides = self.costs.of_task(process.demands[key].seconds[0], process.pooled)
+            self._locked(rank, lock, self.later, besides, self._receive, rank, key)
 
     def _receive(self, rank: int, key: Key) -> None:
         """Let a task wait in its thread for its messages."""
@@ -362,7 +363,8 @@ class Simulation(Events):
         """Return the share of a core that each activity of a machine has; a message is one at both of its ends."""
         apart = len(self.hosts) > 1
         messages = self.using["from", host] + self.using["to", host] if apart else 2 * len(self.links.all)
-        return min(1.0, self.platform.cores / max(len(self.hosts[host].all) + messages, 1))
+        active = len(self.hosts[host].all) + messages
+        return 1.0 if active <= self.platform.cores else self.platform.cores / active / self.costs.crowd
 
     def _message_speed(self, activity: tuple[int, int, Hashable, int]) -> float:
         sender, receiver, _, size = activity
@@ -537,7 +539,8 @@ def forecast(
     threads = (job.dataflow.threads or (usable_cores() if pooled else 1)) if pooled or workers else 1
     pooled = pooled or threads > 1
     scheduler = local_scheduler("threads" if pooled else "sync", threads)
-    steps = [JobSteps(job, scheduler, lambda line: None, rank) for rank in _ranks(job, ranks, threads)]
+    memory = math.inf if bandwidth or threads > usable_cores() else None  # of a machine that is not this one
+    steps = [JobSteps(job, scheduler, lambda line: None, rank, memory) for rank in _ranks(job, ranks, threads)]
     costs = costs or _calibration(job, steps[0].step, notes)
     for own in steps:
         while own.open:
@@ -614,8 +617,9 @@ def _what_ifs(
         ]
         yield layer, (faster, costs, place)
     begin, node = costs.graph
-    light = {name: getattr(costs, name) / 2 for name in ("sync", "lock", "handover", "call")}
-    yield "Dask and Python", (processes, replace(costs, **light, graph=(begin / 2, node / 2)), place)
+    tasks = [(kernels, sync / 2, threaded / 2) for kernels, sync, threaded in costs.tasks]
+    light = replace(costs, graph=(begin / 2, node / 2), tasks=tasks, lock=costs.lock / 2, call=costs.call / 2)
+    yield "Dask and Python", (processes, light, place)
     if processes[0].threads > 1 or len(processes) > 1:
         roomy = [replace(own, demands={key: d.with_memory() for key, d in own.demands.items()}) for own in processes]
         yield "shared memory", (roomy, costs, place)

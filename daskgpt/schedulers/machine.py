@@ -133,10 +133,12 @@ def busy_seconds() -> float:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of Python, of daskgpt and of some packages."""
-    return {"python": platform.python_version(), "daskgpt": daskgpt.__version__} | {
-        name: version(name) for name in packages
-    }
+    """Return the versions of Python, such as 3.14.7 or 3.14.7t without the interpreter's lock, of daskgpt and of some
+    packages.
+    """
+    locked = getattr(sys, "_is_gil_enabled", lambda: True)()
+    python = platform.python_version() + ("" if locked else "t")
+    return {"python": python, "daskgpt": daskgpt.__version__} | {name: version(name) for name in packages}
 
 
 SIZE, PRODUCTS, ROUNDS = 1024, 8, 5  # 17 GFLOP a thread and round

@@ -158,7 +158,7 @@ class ChunkChoice:
                 # With measured times or free memory, two runs of one command could differ in bits.
                 self.reason += "; with this matrix product, other chunks change bits"
 
-    def fit(self, step: TrainingStep, window: int, available: int) -> str:
+    def fit(self, step: TrainingStep, window: int, available: float) -> str:
         """Change the chunks of a recorded step that needs more memory than there is; return a warning if that fails.
 
         window      how many steps overlap
@@ -220,6 +220,7 @@ def described(batch_shape: Chunk, chunk: Chunk) -> str:
 # most are shorter than the mean, and a thread may wait for the last one. (gpt2, 4 x 64 tokens, on two cores: 6 % of
 # the threads' time with tasks of 18 ms, 2.5 % with 100 ms.)
 LONG_ENOUGH = 25e-3
+FEW_THREADS = 2
 # Tasks of single kernels are for inspection: merging those of one chunk costs no parallelism, and separate ones are
 # ordered so that about a quarter more memory is held.
 MERGED_GRAINS = GRAINS[GRAINS.index("segment") :]
@@ -242,22 +243,30 @@ class GrainChoice:
             # Out of place the packs of the state follow the grain, which must be known from the start.
             self.first, self.open = (MERGED_GRAINS[0], True) if in_place else (SCHEDULED, False)
 
-    def settle(self, step: TrainingStep, spans: Iterable[Span], threads: int) -> str:
+    def settle(self, step: TrainingStep, spans: Iterable[Span], threads: int, available: float) -> str:
         """Give the step the finest merged grain whose tasks last long enough; return a line on it.
 
-        spans   of the kernel calls of one step
+        spans      of the kernel calls of one step
+        available  bytes
 
-        With more threads than chunks, updates must run beside the backward pass: then no chunk is one task.
+        With more threads than chunks, updates must run beside the backward pass: then no chunk is one task. Many
+        threads that all have as many chunks wait least if each chunk is one task, where the memory suffices; but not on
+        ranks, whose sums would be few tasks.
         """
         self.open = False
         seconds: dict[Key, float] = defaultdict(float)
         for span in spans:
             seconds[span.key] += span.end - span.start
         means: dict[str, float] = {}
-        for grain in MERGED_GRAINS if step.chunks >= threads else MERGED_GRAINS[:-1]:
+        whole = step.chunks >= threads and not (step.rank and threads > FEW_THREADS)
+        for grain in MERGED_GRAINS if whole else MERGED_GRAINS[:-1]:
             group_of = step.fusion(grain).groups(step.recorded.unmerged)
             means[grain] = sum(seconds.values(), 0.0) / len({group_of(key) or key for key in seconds})
-        step.set_grain(next((grain for grain, mean in means.items() if mean >= LONG_ENOUGH), list(means)[-1]))
+        found = next((grain for grain, mean in means.items() if mean >= LONG_ENOUGH), list(means)[-1])
+        alike = threads > FEW_THREADS and whole and step.chunks % threads == 0
+        step.set_grain(MERGED_GRAINS[-1] if alike else found)
+        if alike and step.in_place and Trial(step).peak > available:
+            step.set_grain(found)
         others = ", ".join(f"{grain} {mean * 1e3:.1f}" for grain, mean in means.items())
         return f"{step.grain}, tasks of {means[step.grain] * 1e3:.1f} ms ({others})"
 
@@ -394,6 +403,6 @@ def _stand_ins(values: Any) -> list[Any]:
     return [] if values is None else [values]
 
 
-def rounded(size: int) -> str:
+def rounded(size: float) -> str:
     """Return bytes as text, in MB or GB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"

@@ -26,7 +26,14 @@ from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import Graph, Key, array_of, from_numpy, keys_of, task
 from daskgpt.graph.program import Span
 from daskgpt.graph.recording import GraphRun, Layout, StepGraph
-from daskgpt.graph.update_in_place import InPlaceRule, Rewritten, UpdateRules, elements_of_task, update_in_place
+from daskgpt.graph.update_in_place import (
+    InPlaceRule,
+    Rewritten,
+    UpdateRules,
+    elements_of_task,
+    pieces_of_task,
+    update_in_place,
+)
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
@@ -38,7 +45,7 @@ from daskgpt.model.precision import FLOAT32, Precision, read_rows, values_of, wr
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.autotune import ChunkChoice, GrainChoice
+from daskgpt.training.autotune import FEW_THREADS, ChunkChoice, GrainChoice
 from daskgpt.training.job import Arrays, Job, Say
 
 EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # layers outside the blocks that belong to the first block
@@ -288,8 +295,8 @@ class TrainingStep:
         if not self.in_place:
             return Rewritten(graph)
         threads = self.rank.threads if self.rank else self.options.threads
-        elements = elements_of_task(threads if one_order(self.precision.dtype) else 2)
-        rules = UpdateRules(self._rule, math.prod(self.batch_shape), elements, (squares,))
+        elements = elements_of_task(threads if one_order(self.precision.dtype) else 2, self.rank is not None)
+        rules = UpdateRules(self._rule, math.prod(self.batch_shape), elements, pieces_of_task(threads), (squares,))
         if self.rank is None:
             return update_in_place(graph, rules, apart=self.apart)
         access = RowAccess(read_rows, write_rows, self.precision.rounding)
@@ -304,7 +311,8 @@ class TrainingStep:
 
     def fusion(self, grain: str) -> Fusion:
         """Return the fusion of tasks at a grain."""
-        return Fusion(grain, EARLY_LAYERS, SQUARES, apart=self.apart, ranked=self.rank is not None)
+        spread = self.options.threads > FEW_THREADS
+        return Fusion(grain, EARLY_LAYERS, SQUARES, apart=self.apart, ranked=self.rank is not None, spread=spread)
 
     def set_grain(self, grain: str) -> None:
         """Fuse the step's tasks to another size; the state and every bit of the results stay the same.
@@ -493,11 +501,14 @@ class JobSteps(Steps):
     choice   the choice of its grain
     """
 
-    def __init__(self, job: Job, scheduler: Scheduler, say: Say = print, rank: Rank | None = None) -> None:
-        """say   prints a line on what was chosen
-        rank  see `training_step`
+    def __init__(
+        self, job: Job, scheduler: Scheduler, say: Say = print, rank: Rank | None = None, memory: float | None = None
+    ) -> None:
+        """say     prints a line on what was chosen
+        rank    see `training_step`
+        memory  bytes that a step may take; None for what is available
         """
-        self.job, self.scheduler, self.say = job, scheduler, say
+        self.job, self.scheduler, self.say, self.memory = job, scheduler, say, memory
         dataflow, shape = job.dataflow, job.micro_shape
         if rank:
             first, last = rank.sequences_of(rank.number)
@@ -510,8 +521,13 @@ class JobSteps(Steps):
         self.step = training_step(job, self.chunks.first, self.choice.first, scheduler.in_place, rank, threads)
         if scheduler.in_place:
             window = dataflow.window if dataflow.barrier == "none" else 1
-            if warning := self.chunks.fit(self.step, window, available_memory()):
+            if warning := self.chunks.fit(self.step, window, self.available):
                 say(f"memory     {warning}")
+
+    @property
+    def available(self) -> float:
+        """Bytes that a step may take."""
+        return available_memory() if self.memory is None else self.memory
 
     @property
     def recorded(self) -> StepGraph:  # type: ignore[override]
@@ -551,7 +567,7 @@ class JobSteps(Steps):
         if found:
             self.say(f"chunks     {found}")
         elif self.choice.open:  # other chunks take another step to measure
-            self.say(f"grain      {self.choice.settle(self.step, spans, self.scheduler.threads)}")
+            self.say(f"grain      {self.choice.settle(self.step, spans, self.scheduler.threads, self.available)}")
 
     def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
         length = self.job.horizon.at(state.step)
