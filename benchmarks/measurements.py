@@ -168,14 +168,51 @@ def fork_join() -> list[str]:
 
 
 def predictions() -> list[str]:
-    """Predicted and measured times of a step."""
+    """Predicted and measured times of a step, and how far they are apart."""
+    summary, *found = records("predictions")
+
+    def row(one: Record) -> tuple[str, ...]:
+        known = one.figures
+        errors = (f"{known[name].median:+.1f} %" if name in known else "" for name in ("error", "error of the ratio"))
+        return one.settings["what"], spread(known["predicted"]), spread(known["measured"]), *errors
+
+    told = ", ".join(f"{name} {figure.text(2)}" for name, figure in summary.figures.items())
+    head = "model, batch, dials | predicted, ms a step | measured | error | error of the ratio"
+    return [f"{len(found)} configurations: {told}.", "", *table(head, map(row, found))]
+
+
+def delays() -> list[str]:
+    """What was predicted to be gained, and what was when delays were taken away."""
 
     def row(one: Record) -> tuple[str, ...]:
         predicted, measured = (one.figures[name] for name in ("predicted", "measured"))
-        error = (predicted.median or 0) / (measured.median or 1) - 1
-        return one.settings["what"], spread(predicted), spread(measured), f"{100 * error:+.0f} %"
+        error = (predicted.median or 0) - (measured.median or 0)
+        return one.settings["what"], f"{predicted.text(1)}", spread(measured, digits=1), f"{error:+.1f} %"
 
-    return table("dials | predicted, ms a step | measured | error", map(row, records("predictions")))
+    head = "twice as fast | predicted gain, of a step | measured, % | difference, of a step"
+    return table(head, map(row, records("delays")))
+
+
+def scaling() -> list[str]:
+    """Predicted speedups on threads, over one thread, and efficiencies on nodes, over one node."""
+    found = {one.settings["what"]: one.figures for one in records("scaling_predicted")}
+    threads, nodes = (16, 64, 128), (4, 16)
+
+    def ratio(name: str, base: str, factor: float = 1) -> str:
+        if name not in found:
+            return ""
+        first, own = found[base]["step"].median or 0.0, found[name]["step"]
+        low, middle, high = (factor * first / (value or 1.0) for value in (own.largest, own.median, own.least))
+        return f"{number(middle)} ({number(low)} .. {number(high)})"
+
+    rows = []
+    for model, kind in dict.fromkeys((name.split(", ")[0], name.split(", ")[1]) for name in found):
+        own = f"{model}, {kind}"
+        speedups = (ratio(f"{own}, {n} threads", f"{model}, tasks, 1 threads") for n in threads)
+        efficiencies = (ratio(f"{own}, {n} nodes of 16 threads", f"{own}, 1 nodes of 16 threads", 100) for n in nodes)
+        rows.append((own, *speedups, *efficiencies))
+    head = " | ".join(["", *(f"{n} threads" for n in threads), *(f"{n} nodes, %" for n in nodes)])
+    return table(head, rows)
 
 
 def bandwidths() -> list[str]:
@@ -289,6 +326,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "fork-join": fork_join,
     "default run": default_run,
     "predictions": predictions,
+    "delays": delays,
+    "scaling": scaling,
     "bandwidths": bandwidths,
     "local steps": local_steps,
 }

@@ -6,7 +6,8 @@ figures, and report.md with the conclusions.
 Without any of the lists below, points differ from one base point (all cores, barrier step, grain block, half of the
 sequences in a chunk) in one dial: threads and barriers, slicing, grain, scheduler and engine. With lists, every
 combination of their values is run; with --threads alone, each barrier on so many threads: fork-join, phases, tasks, and
-barrier-free. Barrier layer always has grain kernel, and the scheduler sync one thread.
+barrier-free. Barrier layer always has grain kernel, and the scheduler sync one thread. Unless it is --quick, a study
+predicts the times first, as --plan does, and calibrates a machine that is not yet calibrated.
 --out FOLDER continues a study that was stopped; runs in its table are not repeated.
 --record FILE adds the measurements to a file when the study is complete: a line of JSON per point, with command, date,
 machine, versions, and the time of every run.
@@ -33,6 +34,7 @@ from daskgpt.profiling.study import (
     chosen_grid,
     default_grid,
     job_of_point,
+    predicted_times,
     quick_grid,
     run_all,
     write_timelines,
@@ -89,7 +91,8 @@ def main(arguments: list[str]) -> int:
     table = Table(folder / "results.csv", model, study)
     folder.mkdir(parents=True, exist_ok=True)
     compile_kernels()
-    failed = run_all(model, study, grid, table, lambda: write_report(folder, table.rows, values.quick))
+    predicted = {} if values.quick else predicted_times(model, study, grid)
+    failed = run_all(model, study, grid, table, lambda: write_report(folder, table.rows, values.quick), predicted)
     if values.record:
         append_records(values.record, Rows(table.rows).records(arguments))
     print(f"study written to {folder / 'report.md'}")

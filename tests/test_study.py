@@ -137,7 +137,7 @@ def test_runs_that_fail_are_told_and_repetitions_end_with_the_time(tmp_path, mon
     for minutes, repetitions in ((0.0, 1), (9.0, 3)):
         table = Table(tmp_path / f"{minutes}.csv", MODEL, STUDY)
         own = replace(STUDY, repetitions=3, minutes=minutes)
-        failed = study.run_all(MODEL, own, points, table, lambda table=table: said.append(len(table.rows)))
+        failed = study.run_all(MODEL, own, points, table, lambda table=table: said.append(len(table.rows)), {})
         assert (len(failed), len(table.rows)) == (repetitions, repetitions)
     assert said == [1, 1, 2, 3]
 
@@ -184,7 +184,7 @@ def row(point, repetition, value, **found):
     numbers |= {"step_ms": value, "recording_cost": 0.0, "critical_path_ms": value / 2, "date": "2020", "cpu": "a cpu"}
     numbers |= {"batch_chunk_used": point.batch_chunk, "sequence_chunk_used": point.sequence_chunk}
     numbers |= {"forward_ms": value / 4, "backward_ms": value / 2, "update_ms": value / 4}
-    return numbers | {"loss": "1.5", "tasks": 10, "others_cores": 0.0} | found
+    return numbers | {"predicted_ms": None, "loss": "1.5", "tasks": 10, "others_cores": 0.0} | found
 
 
 def figures(view):
@@ -345,9 +345,15 @@ def test_a_table_of_another_study_is_refused(tmp_path):
 
 
 def test_numbers_of_threads_alone_have_speedups_too(report):
-    rows = [row(replace(BASE, threads=n, batch_chunk=0, grain="auto"), 0, 40.0 / n) for n in (1, 2)]
-    assert "| step (tasks) | 40.00 | 20.00 | 2.00 | 100% |\n" in report(rows)
-    assert [len(line.get_xdata()) for line in figures(Rows(rows))["barriers"].axes[1].lines] == [2, 2]
+    points = {n: replace(BASE, threads=n, batch_chunk=0, grain="auto") for n in (1, 2)}
+    rows = [row(point, 0, 40.0 / n, predicted_ms=[36.0, 22.0][n - 1]) for n, point in points.items()]
+    text = report(rows)
+    assert "| step (tasks) | 40.00 | 20.00 | 2.00 | 100% |\n" in text
+    assert "half of the times to within 10%, all to within 10%." in text
+    measured, predicted, ideal = (line.get_ydata() for line in figures(Rows(rows))["barriers"].axes[1].lines)
+    assert [[*measured], [*predicted], [*ideal]] == [[1, 2], [1, 36 / 22], [1, 2]]
+    without = [own | {"predicted_ms": None} for own in rows]
+    assert len(figures(Rows(without))["barriers"].axes[1].lines) == 2
 
 
 def test_without_a_run_on_one_thread_there_is_no_speedup(report):

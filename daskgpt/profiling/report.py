@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +41,19 @@ show medians over runs, quartiles and every run; bold are differences of which t
 times of their own only where a barrier stands between them. docs/metrics.md of daskgpt defines all numbers.
 """
 Times = Mapping[Any, Spread]
-Series = dict[str, tuple[Times, str, Spread | None]]  # name -> times by number, color, base of the speedup
+
+
+class Curve(NamedTuple):
+    """Times by a number (of threads, chunks), predicted ones as well, each with its base of the speedup."""
+
+    times: Times
+    color: str
+    base: Spread | None = None
+    predicted: Times = MappingProxyType({})
+    predicted_base: Spread | None = None
+
+
+Series = dict[str, Curve]
 
 
 class Section(NamedTuple):
@@ -92,11 +106,12 @@ def threads_section(view: Rows) -> Section:
     for barrier in ("layer", "phase"):
         found, name = view.along("threads", barrier=barrier), f"barrier {BARRIERS[barrier]}"
         series: Series = {
-            phase: (spreads(found, column), color, view.sequential(column)) for column, (phase, color) in PHASES.items()
+            phase: Curve(spreads(found, column), color, view.sequential(column))
+            for column, (phase, color) in PHASES.items()
         }
-        if not all(times for times, _, _ in series.values()):  # phases were not apart
+        if not all(curve.times for curve in series.values()):  # phases were not apart
             continue
-        panels[name], (total, _, _) = series, series["total"]
+        panels[name], total = series, series["total"].times
         least, most = min(total), max(total)
         if most > least:
             text = sentence(count(most, "thread"), total[most], count(least, "thread"), total[least])
@@ -117,8 +132,22 @@ def barriers_section(view: Rows) -> Section:
     names["tasks of one kernel (barrier step, grain kernel)"] = view.at(barrier="step", grain="kernel", threads=most)
     pairs = [(step, layer), (none, step), (none, layer), (step, phase), ([*names][-1], layer)]
     conclusions = compare(names, pairs, f"On {count(most, 'thread')}, ")
-    series: Series = {BARRIERS[name]: (times, BARRIER_COLORS[name], base) for name, times in found.items()}
-    return _numbered({"a step": series}, "thread", conclusions)
+    guesses = {barrier: spreads(view.along("threads", barrier=barrier), "predicted_ms") for barrier in found}
+    guess = view.sequential("predicted_ms")
+    series: Series = {
+        BARRIERS[name]: Curve(times, BARRIER_COLORS[name], base, guesses[name], guess) for name, times in found.items()
+    }
+    section = _numbered({"a step": series}, "thread", conclusions)
+    errors = [
+        abs(guesses[name][threads].median / own.median - 1)
+        for name, times in found.items()
+        for threads, own in times.items()
+        if threads in guesses[name]
+    ]
+    if not errors:
+        return section
+    note = f"Thin lines were predicted before the runs; half of the times to within {statistics.median(errors):.0%}, "
+    return section._replace(lines=[*section.lines, f"{note}all to within {max(errors):.0%}.", ""])
 
 
 def slicing_section(view: Rows) -> Section:
@@ -143,7 +172,7 @@ def slicing_section(view: Rows) -> Section:
         f"{rounded(least)} ms a step."
     )
     series: Series = {
-        f"{b} of {size} sequences a chunk" + ": by tokens only" * (b == size): (times, color, None)
+        f"{b} of {size} sequences a chunk" + ": by tokens only" * (b == size): Curve(times, color)
         for (b, times), (_, color) in zip(times_of.items(), PHASES.values())
     }
     return _numbered({"a step": series}, "chunk", conclusions)
@@ -156,11 +185,11 @@ def _numbered(panels: Mapping[str, Series], what: str, conclusions: list[str]) -
     """
     lines = []
     for name, series in panels.items():
-        numbers, rows = sorted({n for times, _, _ in series.values() for n in times}), []
-        for label, (times, _, base) in series.items():
-            rows.append([label, *(_cell(times.get(n)) for n in numbers)])
-            if base:
-                most, speedup = max(speedups(times, base).items())
+        numbers, rows = sorted({n for curve in series.values() for n in curve.times}), []
+        for label, curve in series.items():
+            rows.append([label, *(_cell(curve.times.get(n)) for n in numbers)])
+            if curve.base:
+                most, speedup = max(speedups(curve.times, curve.base).items())
                 rows[-1] += [rounded(speedup, 2), f"{speedup / most:.0%}"]
         head = [f"{name} (ms)", *(count(n, what) for n in numbers), "speedup", "efficiency"]
         lines += [*_table([head[: max(map(len, rows))], *rows]), ""]
@@ -321,18 +350,22 @@ def _table(lines: Iterable[Sequence[Any]]) -> list[str]:
 
 def _against(panels: Mapping[str, Series], what: str) -> Figure:
     """Draw a row for each panel: times against the number of threads or chunks; with a base, speedup and efficiency."""
-    numbers = sorted({n for series in panels.values() for times, _, _ in series.values() for n in times})
+    curves = [curve for series in panels.values() for curve in series.values()]
+    numbers = sorted({n for curve in curves for n in curve.times})
     places = {n: place for place, n in enumerate(numbers)}  # equally far apart: 1, 2 and 64 threads are all legible
-    based = len(numbers) > 1 and any(base for series in panels.values() for _, _, base in series.values())
+    based = len(numbers) > 1 and any(curve.base for curve in curves)
     figure = Figure(figsize=(11 if based else 8.5, 1.2 + 3.2 * len(panels)))
     for axes, (name, series) in zip(figure.subplots(len(panels), 3 if based else 1, squeeze=False), panels.items()):
-        for number, (label, (times, color, base)) in enumerate(series.items()):
+        for number, (label, curve) in enumerate(series.items()):
             # Side by side, so that the quartiles of one series do not hide another's.
             shift = 0.012 * (len(places) - 1) * (number - (len(series) - 1) / 2)
-            _line(axes[0], {places[n] + shift: own for n, own in times.items()}, color, label, MARKERS[number])
-            found = {places[n]: (value, 100 * value / n) for n, value in speedups(times, base).items()}
-            for own, values in zip(axes[1:], zip(*found.values())):
-                own.plot([*found], values, MARKERS[number] + "-", color=color)
+            color, marker = curve.color, MARKERS[number]
+            _line(axes[0], {places[n] + shift: own for n, own in curve.times.items()}, color, label, marker)
+            thin = {"color": color, "lw": 0.7}
+            guesses = {places[n]: own.median for n, own in curve.predicted.items()}
+            axes[0].plot([*guesses], [*guesses.values()], **thin)
+            _over_base(axes[1:], places, curve.times, curve.base, marker=marker, color=color)
+            _over_base(axes[1:], places, curve.predicted, curve.predicted_base, **thin)
         axes[0].set(title=name, ylabel="time (ms)")
         if based:
             axes[1].plot([*places.values()], numbers, ":", color="#888888")
@@ -343,9 +376,18 @@ def _against(panels: Mapping[str, Series], what: str) -> Figure:
             own.margins(x=0.12, y=0.08)
             own.set(xlabel=what, ylim=(0, None))
             own.set_xticks([*places.values()], [*map(str, numbers)])
+    if any(curve.predicted for curve in curves):
+        figure.axes[0].plot([], [], color="#303030", lw=0.7, label="predicted")
     handles = figure.axes[0].get_legend_handles_labels()
     figure.legend(*handles, frameon=False, loc="outside lower center", ncols=5, fontsize=9)
     return figure
+
+
+def _over_base(both: Sequence[Any], places: Mapping[int, int], times: Times, base: Spread | None, **line: Any) -> None:
+    """Draw speedup and efficiency, where there are such figures and a base."""
+    found = {places[n]: (value, 100 * value / n) for n, value in speedups(times, base).items()}
+    for axes, values in zip(both, zip(*found.values())):
+        axes.plot([*found], values, **line)
 
 
 def _line(axes: Any, times: Times, color: str, label: str, marker: str) -> None:

@@ -33,8 +33,10 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import documented, setting
 from daskgpt.graph.calls import PHASES
 from daskgpt.model.parameters import parameter_count
+from daskgpt.profiling import calibrate
 from daskgpt.profiling.measure import BatchConfig, Steps, job_of
 from daskgpt.profiling.records import PACKAGES, Figure, Record, Spread, measured, significant
+from daskgpt.profiling.simulate import forecast
 from daskgpt.profiling.timeline import Timeline, describe_summary, summarise
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import usable_cores
@@ -173,13 +175,27 @@ SHARES = ("overlap", "steps_overlap", "kernel_share", "inside_share", "schedulin
 TEXT = ("date", "loss", "machine", "cpu", "python", "daskgpt", *PACKAGES)
 FOUND = (
     *("batch_chunk_used", "sequence_chunk_used", "grain_used", "tasks", "steps"),
-    *("step_ms", "step_ms_q1", "step_ms_q3", "tokens_per_s", *PHASES_MS, "recording_cost", "critical_path_ms"),
+    *(
+        "predicted_ms",
+        "step_ms",
+        "step_ms_q1",
+        "step_ms_q3",
+        "tokens_per_s",
+        *PHASES_MS,
+        "recording_cost",
+        "critical_path_ms",
+    ),
     *(*SHARES, "peak_gb", "others_cores", "cores", *TEXT),
 )
 COLUMNS = (*MODEL, *SHARED, *DIALS, "repetition", *FOUND)
 # Column -> figure and unit of a record.
 FIGURES = {
-    **{"step_ms": ("step", "ms"), "critical_path_ms": ("critical_path", "ms"), "peak_gb": ("peak", "GB")},
+    **{
+        "step_ms": ("step", "ms"),
+        "predicted_ms": ("predicted", "ms"),
+        "critical_path_ms": ("critical_path", "ms"),
+        "peak_gb": ("peak", "GB"),
+    },
     **{name: (name, "") for name in SHARES},
 }
 
@@ -332,11 +348,17 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUM
 
 
 def run_all(
-    model: GPT2Config, study: StudyConfig, points: Sequence[DataflowConfig], table: Table, after: Callable[[], None]
+    model: GPT2Config,
+    study: StudyConfig,
+    points: Sequence[DataflowConfig],
+    table: Table,
+    after: Callable[[], None],
+    predicted: Mapping[DataflowConfig, float],
 ) -> list[str]:
     """Run every point that the table lacks, repetition by repetition; return a line for each failure.
 
-    after   called after each repetition that leaves rows in the table; once, if nothing was left to run
+    predicted   ms a step of points
+    after       called after each repetition that leaves rows in the table; once, if nothing was left to run
     """
     failed: list[str] = []
     # Each repetition has another order, so that no point always follows the same one.
@@ -352,7 +374,8 @@ def run_all(
         for point in own:
             bar.set_postfix_str(f"repetition {repetition + 1}: {described(point)}")
             try:
-                table.add(point, repetition, run_one(model, study, point))
+                found = run_one(model, study, point)
+                table.add(point, repetition, found | {"predicted_ms": predicted.get(point)})
             except RuntimeError as error:
                 failed.append(f"{described(point)}: {error}")
                 bar.write(failed[-1])
@@ -364,6 +387,21 @@ def run_all(
     if not bar.total:
         after()
     return failed
+
+
+def predicted_times(
+    model: GPT2Config, study: StudyConfig, points: Sequence[DataflowConfig]
+) -> dict[DataflowConfig, float]:
+    """Return the predicted ms a step of those points that are one process, each on as many cores as it has threads; a
+    machine that is not calibrated is calibrated first.
+    """
+    costs = calibrate.load()
+    if costs is None:
+        costs = calibrate.calibrate()
+        print(f"calibrate  written to {costs.save()}")
+    alone = [point for point in points if point.scheduler != "local"]
+    jobs = {point: job_of_point(model, study, point) for point in alone}
+    return {point: 1e3 * forecast(job, cores=point.threads, costs=costs)[0].seconds for point, job in jobs.items()}
 
 
 def run_one(model: GPT2Config, study: StudyConfig, point: DataflowConfig) -> dict[str, Any]:
