@@ -100,8 +100,10 @@ def draw(found: Mapping[Place, Seconds], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, rows = pyplot.subplots(2, len(MODELS), figsize=(11, 6.4), sharey="row", constrained_layout=True)
-    for column, model in enumerate(MODELS):
+    models = [model for model in MODELS if Place(model, "step", 1) in found]
+    size = 1.5 + 3.2 * len(models), 6.4
+    figure, rows = pyplot.subplots(2, len(models), figsize=size, sharey="row", squeeze=False, constrained_layout=True)
+    for column, model in enumerate(models):
         base = found[Place(model, "step", 1)]
         for barrier, name in BARRIERS.items():
             own = [(place, seconds) for place, seconds in found.items() if place[:2] == (model, barrier)]

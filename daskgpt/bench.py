@@ -41,7 +41,7 @@ def parser() -> Parser:
     """Return all flags."""
     flags = Parser(prog="daskgpt.bench", description=__doc__)
     add_model_flags(flags)
-    text = "measure kernels, tasks and messages for train --plan, in one or two minutes; no other flag counts"
+    text = "measure kernels, tasks and messages for train --plan, in two to three minutes; no other flag counts"
     flags.add_argument("--calibrate", action="store_true", help=text)
     flags.add_argument("--json", action="store_true", help="print only the line of JSON that --record writes")
     flags.add_argument("--record", metavar="FILE", help="append the measurement to a file, as a line of JSON")

@@ -39,7 +39,7 @@ from daskgpt.graph.sum_order import SumOrder
 from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares
 from daskgpt.kernels.totals import subtrees, tree_sum
 
-BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together
+BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together, by two or three ranks; more have more others to tell
 SHARD_COST = 1 << 15  # fixed cost of an update, as a number of elements
 AHEAD = 1  # number of buckets that are sent before waiting for the totals of one
 SENT_IN = {"totals": "backward", "gather": "backward", "squares": "update", "weights": "update"}  # kind -> phase
@@ -211,7 +211,7 @@ class Distribution:
             rounded = all(self.graph[key].func.kernel in self.access.rounding for key in readers)
             for number, bands in enumerate(shares(call, self.rules.rule_of(own.origin), self.rules.elements)):
                 every.append(Shard(update, own.origin.parameter, number, tuple(bands), 0, columns, rounded))
-        for bucket in _buckets(every):
+        for bucket in _buckets(every, self.rank.count):
             for shard in sorted(bucket, key=lambda shard: -shard.bytes):
                 owner = held.index(min(held))
                 held[owner] += shard.bytes // 4 + SHARD_COST
@@ -229,7 +229,7 @@ class Distribution:
         shards   in the order in which they are sent
         first    update -> the sum over chunks with which its gradient begins
         """
-        buckets = _buckets(shards)
+        buckets = _buckets(shards, self.rank.count)
         partial_sums = {
             shard: self._partial(first[shard.update], shard, ("sent", number))
             for number, bucket in enumerate(buckets)
@@ -367,7 +367,7 @@ class Distribution:
         """Update the shards of this rank, send them to the others, and write theirs into the weights."""
         done, sent = dict[tuple[Key, int], Key](), list[Key]()
         every = [shard for update in self.updates for shard in self.shards[update]]
-        buckets = _buckets(every)
+        buckets = _buckets(every, self.rank.count)
         for number, bucket in enumerate(buckets):
             own = [shard for shard in bucket if shard.owner == self.rank.number]
             for shard in own:
@@ -451,11 +451,12 @@ def inputs_in_one(call: ChunkSum, *inputs: Any) -> list[np.ndarray]:
     return [in_one(call.chunk_at(given, axes, {}), cut) for given, axes, cut in zip(inputs, call.inputs, cut_axes)]
 
 
-def _buckets(shards: Sequence[Shard]) -> list[list[Shard]]:
+def _buckets(shards: Sequence[Shard], ranks: int) -> list[list[Shard]]:
     """Return shards in order, grouped until a group has the bytes of a bucket."""
-    buckets, size = list[list[Shard]](), BUCKET_BYTES
+    most = BUCKET_BYTES * (ranks // 2)
+    buckets, size = list[list[Shard]](), most
     for shard in shards:
-        if size >= BUCKET_BYTES:
+        if size >= most:
             buckets.append([])
             size = 0
         buckets[-1].append(shard)

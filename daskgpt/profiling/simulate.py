@@ -363,8 +363,8 @@ class Simulation(Events):
         """Return the share of a core that each activity of a machine has; a message is one at both of its ends."""
         apart = len(self.hosts) > 1
         messages = self.using["from", host] + self.using["to", host] if apart else 2 * len(self.links.all)
-        active = len(self.hosts[host].all) + messages
-        return 1.0 if active <= self.platform.cores else self.platform.cores / active / self.costs.crowd
+        active = (len(self.hosts[host].all) + messages) / self.platform.cores
+        return 1.0 if active <= 1 else 1 / active / (1 + (self.costs.crowd - 1) * min(active - 1, 1))
 
     def _message_speed(self, activity: tuple[int, int, Hashable, int]) -> float:
         sender, receiver, _, size = activity

@@ -11,6 +11,7 @@ from daskgpt.graph.nodes import Graph, Key
 from daskgpt.graph.update_in_place import RowUpdate
 
 Sizes = dict[str, int]
+SAME = {"gather": "embedding.backward"}  # what an owner sums for all ranks
 
 
 def work_of(graph: Graph, key: Key) -> tuple[str, Sizes] | None:
@@ -20,7 +21,7 @@ def work_of(graph: Graph, key: Key) -> tuple[str, Sizes] | None:
     call: Any = call_of(graph[key])
     if call.origin is None or isinstance(call, Exchange):
         return None
-    name = call.origin.kind
+    name = SAME.get(call.origin.kind, call.origin.kind)
     if isinstance(call, ChunkSum):
         call = RowSum(call, call.bands(), range(len(call.order.pieces)))
     if isinstance(call, RowSum):
