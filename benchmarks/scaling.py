@@ -113,6 +113,7 @@ def draw(found: Mapping[Place, Seconds], path: Path) -> None:
             if nodes:
                 _band(rows[1][column], nodes, nodes[1], COLORS[barrier], name, efficiency=True)
         rows[0][column].plot(THREADS, THREADS, ":", color="#888888")
+        rows[1][column].set_visible(bool(rows[1][column].lines))
         rows[0][column].set(title=model, xlabel="threads", xscale="log", yscale="log")
         rows[1][column].set(xlabel=f"nodes of {OF_NODE} threads", xscale="log", ylim=(0, 105))
         for axes, numbers in zip((rows[0][column], rows[1][column]), (THREADS, NODES)):
@@ -157,13 +158,14 @@ def main(arguments: list[str]) -> None:
         if place == tasks:
             slower[place] = max(predicted(place, slow) / middle, 1.0)
         found[place] = own = Seconds(middle, middle * (1 - values.error), middle * slower[tasks] * (1 + values.error))
-        first = compared(place)
-        gain = found[first].middle / middle if first in found else 0.0
-        efficiency = gain if place.nodes else gain / place.threads  # nodes have as much work each, however many
-        print(
-            f"{place.name}: {middle:.3f} s ({own.least:.3f} .. {own.most:.3f}), efficiency {efficiency:.0%}", flush=True
-        )
-        figures = {"step": Figure("s", middle, own.least, own.most), "efficiency": Figure.single(100 * efficiency, "%")}
+        figures = {"step": Figure("s", middle, own.least, own.most)}
+        told = f"{middle:.3f} s ({own.least:.3f} .. {own.most:.3f})"
+        if base := found.get(compared(place)):
+            # Nodes have as much work each, however many there are.
+            efficiency = base.middle / middle / (1 if place.nodes else place.threads)
+            figures["efficiency"] = Figure.single(100 * efficiency, "%")
+            told += f", efficiency {efficiency:.0%}"
+        print(f"{place.name}: {told}", flush=True)
         record(values.record, "benchmarks/scaling.py", arguments, figures, place.name)
     if values.figure:
         draw(found, values.figure)

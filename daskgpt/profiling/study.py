@@ -400,6 +400,7 @@ def predicted_times(
         costs = calibrate.calibrate()
         print(f"calibrate  written to {costs.save()}")
     alone = [point for point in points if point.scheduler != "local"]
+    print(f"predict    {count(len(alone), 'point')}")
     jobs = {point: job_of_point(model, study, point) for point in alone}
     return {point: 1e3 * forecast(job, cores=point.threads, costs=costs)[0].seconds for point, job in jobs.items()}
 
