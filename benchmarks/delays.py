@@ -22,14 +22,13 @@ from typing import Any
 
 import numba
 import numpy as np
-from predictions import MODELS
+from predictions import MODELS, stored_calibration
 from tool_records import add_record_flag, check_record, record
 
-from daskgpt.config.errors import require
 from daskgpt.config.rich import text_table
 from daskgpt.graph.nodes import task
 from daskgpt.graph.program import calls_of
-from daskgpt.profiling.calibrate import Calibration, load
+from daskgpt.profiling.calibrate import Calibration
 from daskgpt.profiling.measure import Steps, job_from
 from daskgpt.profiling.records import Figure, Spread
 from daskgpt.profiling.simulate import Demand, call_demands, forecast
@@ -49,10 +48,6 @@ def _spin(turns: int) -> float:
 
 
 spin: Callable[[int], float] = numba.njit(nogil=True)(_spin)
-
-
-def turns_of(rate: float, seconds: float) -> int:
-    return int(rate * seconds)
 
 
 def spin_rate() -> float:
@@ -124,7 +119,7 @@ def waiting(function: Callable[..., Any], seconds: float, rate: float, locked: f
 
     def call(*arguments: Any) -> Any:
         hold(locked)
-        spin(turns_of(rate, seconds))
+        spin(int(rate * seconds))
         return function(*arguments)
 
     return call
@@ -167,9 +162,7 @@ def main(arguments: list[str]) -> None:
     add_record_flag(parser)
     values = parser.parse_args(arguments)
     check_record(values.record)
-    costs = load()
-    require(costs is not None, "delays", "the machine must be calibrated", "no calibration", "Run bench --calibrate.")
-    assert costs is not None
+    costs = stored_calibration("delays")
     data: Mapping[str, int] = {"batch_size": values.batch_size, "sequence_length": 64}
     dials = {"scheduler": "threads", "threads": values.threads, "grain": "block", "batch_chunk": values.batch_size // 4}
     job = job_from(MODELS[values.model], data=data, optimizer={"schedule": "constant"}, dataflow=dials)

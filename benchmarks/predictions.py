@@ -24,9 +24,11 @@ import numpy as np
 from tool_records import add_record_flag, check_record, record
 
 import daskgpt
+from daskgpt.config.errors import require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import text_table
 from daskgpt.profiling import calibrate
+from daskgpt.profiling.calibrate import Calibration
 from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.records import Figure, Spread
 from daskgpt.profiling.simulate import forecast
@@ -89,11 +91,20 @@ def cases() -> Iterator[Case]:
             yield Case(model, next(iter(batches)), dials)
 
 
-def predicted(case: Case) -> float:
+def stored_calibration(tool: str) -> Calibration:
+    """Return this machine's calibration. Errors   ValueError without one"""
+    found = calibrate.load()
+    rule, advice = "the machine must be calibrated", "Run python -m daskgpt.bench --calibrate."
+    require(found is not None, tool, rule, "no calibration", advice)
+    assert found is not None
+    return found
+
+
+def predicted(case: Case, costs: Calibration) -> float:
     """Return the predicted seconds of a step on this machine."""
     own = dict(case.dataflow) | ({"threads": 1} if case.workers else {})
     job = job_from(MODELS[case.model], data=case.data, optimizer={"schedule": "constant"}, dataflow=own)
-    return forecast(job, case.workers, cores=usable_cores())[0].seconds
+    return forecast(job, case.workers, cores=usable_cores(), costs=costs)[0].seconds
 
 
 def measured(config: GPT2Config, some: Sequence[Case], turns: int) -> dict[str, Spread]:
@@ -189,24 +200,25 @@ def main(arguments: list[str]) -> None:
     check_record(values.record)
     values.out.mkdir(parents=True, exist_ok=True)
     if values.calibrate:
-        costs = calibrate.calibrate()
-        print(f"{costs.describe()}\nwritten to {costs.save()}", flush=True)
+        found = calibrate.calibrate()
+        print(f"{found.describe()}\nwritten to {found.save()}", flush=True)
+    costs = stored_calibration("predictions")
     chosen = [case for case in cases() if values.only in case.name]
-    guesses = {case.name: predicted(case) for case in chosen}
+    guesses = {case.name: predicted(case, costs) for case in chosen}
     (values.out / "predicted.json").write_text(json.dumps(guesses, indent=1))
     print(f"{len(guesses)} predictions are in {values.out / 'predicted.json'}", flush=True)
-    found = Comparison(guesses)
+    compared = Comparison(guesses)
     for model, batch in dict.fromkeys((case.model, case.batch) for case in chosen):
-        found.add([case for case in chosen if (case.model, case.batch) == (model, batch)], values.turns)
-        times = {name: own.values for name, own in found.times.items()}
+        compared.add([case for case in chosen if (case.model, case.batch) == (model, batch)], values.turns)
+        times = {name: own.values for name, own in compared.times.items()}
         (values.out / "measured.json").write_text(json.dumps(times, indent=1))
-    summary = found.summary()
+    summary = compared.summary()
     told = ", ".join(f"{name} {figure.text()}" for name, figure in summary.items())
-    print(f"\n{text_table(found.rows())}\n\n{len(found.times)} configurations: {told} ({found.pairs} pairs)")
-    tool, what = "benchmarks/predictions.py", f"predicted times of a step, {len(found.times)} configurations"
+    print(f"\n{text_table(compared.rows())}\n\n{len(compared.times)} configurations: {told} ({compared.pairs} pairs)")
+    tool, what = "benchmarks/predictions.py", f"predicted times of a step, {len(compared.times)} configurations"
     record(values.record, tool, arguments, summary, what, "measured ones")
-    for name in found.times:
-        record(values.record, tool, arguments, found.figures(name), name, "measured ones")
+    for name in compared.times:
+        record(values.record, tool, arguments, compared.figures(name), name, "measured ones")
 
 
 if __name__ == "__main__":

@@ -22,13 +22,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from predictions import stored_calibration
 from tool_records import add_record_flag, check_record, record
 
 import daskgpt
 from daskgpt.config.errors import require
-from daskgpt.profiling.calibrate import Calibration, load
+from daskgpt.profiling.calibrate import Calibration
 from daskgpt.profiling.measure import job_from
-from daskgpt.profiling.records import Figure
+from daskgpt.profiling.records import Figure, read_records
 from daskgpt.profiling.simulate import forecast
 from daskgpt.profiling.work import Sizes, features
 
@@ -110,7 +111,7 @@ def draw(found: Mapping[Place, Seconds], path: Path) -> None:
             threads = {place.threads: seconds for place, seconds in own if not place.nodes}
             nodes = {place.nodes: seconds for place, seconds in own if place.nodes}
             _band(rows[0][column], threads, base, COLORS[barrier], name)
-            if nodes:
+            if 1 in nodes:
                 _band(rows[1][column], nodes, nodes[1], COLORS[barrier], name, efficiency=True)
         rows[0][column].plot(THREADS, THREADS, ":", color="#888888")
         rows[1][column].set_visible(bool(rows[1][column].lines))
@@ -142,33 +143,39 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--error", type=float, default=0.1, help="of predictions, as measured by predictions.py")
     parser.add_argument("--only", default="", help="part of the names of predictions, such as 'gpt2, tasks'")
-    parser.add_argument("--figure", type=Path, help="file of the figure, of all predictions")
+    parser.add_argument("--figure", type=Path, help="draw all predictions of the file of --record")
     add_record_flag(parser)
     values = parser.parse_args(arguments)
     check_record(values.record)
-    costs = load()
-    require(costs is not None, "scaling", "the machine must be calibrated", "no calibration", "Run bench --calibrate.")
-    assert costs is not None
+    rule, advice = "--figure must come with --record, whose file it draws", "Add --record."
+    require(not values.figure or values.record, "scaling", rule, {"figure": values.figure}, advice)
+    costs = stored_calibration("scaling")
     slow = SlowMemory(**{own.name: getattr(costs, own.name) for own in fields(costs)})
     found, slower = dict[Place, Seconds](), dict[Place, float]()
     for place in places():
         if values.only not in place.name:
             continue
         middle, tasks = predicted(place, costs), place._replace(barrier="step")
-        if place == tasks:
-            slower[place] = max(predicted(place, slow) / middle, 1.0)
+        if tasks not in slower:
+            slower[tasks] = max(predicted(tasks, slow) / (middle if place == tasks else predicted(tasks, costs)), 1.0)
         found[place] = own = Seconds(middle, middle * (1 - values.error), middle * slower[tasks] * (1 + values.error))
-        figures = {"step": Figure("s", middle, own.least, own.most)}
         told = f"{middle:.3f} s ({own.least:.3f} .. {own.most:.3f})"
         if base := found.get(compared(place)):
             # Nodes have as much work each, however many there are.
             efficiency = base.middle / middle / (1 if place.nodes else place.threads)
-            figures["efficiency"] = Figure.single(100 * efficiency, "%")
             told += f", efficiency {efficiency:.0%}"
         print(f"{place.name}: {told}", flush=True)
-        record(values.record, "benchmarks/scaling.py", arguments, figures, place.name)
+        step = Figure("s", middle, own.least, own.most)
+        record(values.record, "benchmarks/scaling.py", arguments, {"step": step}, place.name)
     if values.figure:
-        draw(found, values.figure)
+        draw(stored(values.record), values.figure)
+
+
+def stored(path: Path) -> dict[Place, Seconds]:
+    """Return the predictions in a file of records."""
+    steps = {one.settings["what"]: one.figures["step"] for one in read_records(path)}
+    known = {place: steps[place.name] for place in places() if place.name in steps}
+    return {place: Seconds(own.median or 0.0, own.least or 0.0, own.largest or 0.0) for place, own in known.items()}
 
 
 def compared(place: Place) -> Place:

@@ -14,6 +14,8 @@ from daskgpt.profiling import calibrate
 from daskgpt.profiling.calibrate import Calibration, Times
 from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.simulate import Demand, Platform, Process, Simulation, critical_path
+from daskgpt.profiling.study import StudyConfig, base_point, predicted_times
+from daskgpt.schedulers import machine
 
 FREE = Calibration(2, {"alone": {}, "beside": {}}, (0.0, 0.0), [(1.0, 0.0, 0.0)], 0.0, 0.0, 1.0, 1e9, 0.0, 100.0)
 TWO_CORES = Platform(2)
@@ -69,6 +71,13 @@ def sender_and_receivers():
     sent = seconds(1.0, sends=[(1, "x", 100), (2, "x", 100)])
     receivers = [process({"a": ""}, {"a": seconds(1.0, receives=[(0, "x")])}) for _ in range(2)]
     return [process({"a": ""}, {"a": sent}), *receivers]
+
+
+def test_tasks_cost_more_after_long_kernels():
+    costs = replace(FREE, tasks=[(0.1, 1.0, 3.0), (0.3, 2.0, 5.0)], lock=1.5)
+    assert costs.of_task(0.05, False) == (1.0, 0.0)
+    assert costs.of_task(0.2, True) == pytest.approx((1.5, 2.5))
+    assert costs.of_task(9.0, False) == (2.0, 0.0)
 
 
 def test_messages_share_a_link():
@@ -138,6 +147,25 @@ def test_plans_of_threads_and_workers(calibrated):
     assert slow.seconds - fast.seconds > slow.sent / 10e6 * 8 / 2
     assert slow.gains["messages"] > 0.2
     assert predicted(workers=4, threads=2).threads == 8
+
+
+def test_the_memory_of_this_machine_does_not_bound_others(calibrated, monkeypatch):
+    wanted = predicted(threads=64).seconds
+    monkeypatch.setattr("daskgpt.training.step.available_memory", lambda: 1)
+    assert predicted(threads=64).seconds == wanted
+
+
+def test_studies_predict_points_of_one_process(calibrated):
+    study = StudyConfig(batch_size=8, sequence_length=16)
+    points = [replace(base_point(study, 2), scheduler=name) for name in ("sync", "threads", "local")]
+    found = predicted_times(MODEL, study, points)
+    assert list(found) == points[:2]
+    assert all(0 < value < 10_000 for value in found.values())
+
+
+def test_versions_tell_an_interpreter_without_its_lock(monkeypatch):
+    monkeypatch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
+    assert machine.versions()["python"].endswith("t")
 
 
 def test_a_damaged_calibration_is_made_again(calibrated):

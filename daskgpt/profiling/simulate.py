@@ -4,7 +4,8 @@ Each process chooses tasks as Dask's schedulers do, with Dask's own functions. T
 its calls, and its messages need the interpreter's lock, which one thread of a process holds at a time; kernels do not.
 A task takes the time of its calls on one thread or, with k of n cores in kernels, k / n of their time beside calls on
 all n cores if that is longer: cores share the memory. A machine with more to do than cores slows everything on it
-equally. Messages share the links of their machines equally, and those from one process to another follow each other.
+equally, and a little more than by their number. Messages share the links of their machines equally, and those from one
+process to another follow each other.
 """
 
 from __future__ import annotations

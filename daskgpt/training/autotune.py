@@ -265,7 +265,7 @@ class GrainChoice:
         found = next((grain for grain, mean in means.items() if mean >= LONG_ENOUGH), list(means)[-1])
         alike = threads > FEW_THREADS and whole and step.chunks % threads == 0
         step.set_grain(MERGED_GRAINS[-1] if alike else found)
-        if alike and step.in_place and Trial(step).peak > available:
+        if alike and step.in_place and most_bytes(step) > available and Trial(step).peak > available:
             step.set_grain(found)
         others = ", ".join(f"{grain} {mean * 1e3:.1f}" for grain, mean in means.items())
         return f"{step.grain}, tasks of {means[step.grain] * 1e3:.1f} ms ({others})"
