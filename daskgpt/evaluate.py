@@ -1,13 +1,15 @@
 """Evaluate a model on a text, or at multiple choice.
 
-A text (a file, a folder, a glob), or token files (.bin; llm.c's or nanoGPT's):
+A text (a file, a folder, a glob), token files (llm.c's or nanoGPT's), or the held-out part of prepared tokens:
 loss          nats a token: every token but the first is predicted once, in sequences that follow one another, from
               the tokens before it in its sequence; documents begin with end-of-text
 perplexity    e to the loss
 bits a byte   all nats / ln 2 / bytes of predicted text (end-of-text has none), which compares models with different
               encodings
 
-Multiple choice, from llm.c's evaluation files (.bin, version 20240522) or HellaSwag's own (.jsonl):
+Pairs of prompt and response: the same figures, of the responses and the end-of-text after each.
+
+Multiple choice, from llm.c's evaluation files (version 20240522) or HellaSwag's own (.jsonl):
 accuracy      how often the right completion has the least loss of all its tokens together
 normalised    how often it has the least loss per token: the figure that llm.c prints, and the usual one for HellaSwag
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +29,14 @@ from tqdm import tqdm
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import documented, setting
-from daskgpt.data.dataset import check_tokens, whole_source
+from daskgpt.data.dataset import MappedTokens, check_tokens, load_validation
+from daskgpt.data.file_kinds import QUESTIONS
+from daskgpt.data.pairs import Examples
 from daskgpt.data.questions import Question, read_questions
+from daskgpt.data.source import PREPARED, TRAINING, recognize
 from daskgpt.data.tokenizer import get_encoding, sizes_of
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.likelihood import answers, sequence_losses
+from daskgpt.generation.likelihood import answers, response_losses, sequence_losses
 from daskgpt.generation.sampler import DecodingConfig
 from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
@@ -41,8 +47,8 @@ from daskgpt.training.job import compile_kernels
 class EvaluateConfig(DecodingConfig):
     """Settings of an evaluation."""
 
-    data: str = setting("", "a text, folder, glob or token file; an evaluation file; or HellaSwag's .jsonl")
-    limit: int = setting(0, "number of tokens or questions to use, from the first on; 0 = all", least=0)
+    data: str = setting("", "a text, folder, glob, pipe or token file; prepared tokens; pairs; or questions")
+    limit: int = setting(0, "number of tokens, pairs or questions to use, from the first on; 0 = all", least=0)
     sequence_length: int = setting(0, "length of a text's sequences; 0 = the model's own", unit="tokens", least=0)
 
 
@@ -55,20 +61,29 @@ def main(arguments: list[str]) -> int:
     values = flags.parse_args(arguments)
     options: EvaluateConfig = from_flags(EvaluateConfig, values)
     require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, for example.")
+    source = recognize(options.data, (*TRAINING, QUESTIONS), where="evaluate")
+    data = f"{source.name} ({source.described})"
     model = open_model_of(values.model)
     encoding_name, length = encoding_and_length(model, options.encoding)
     encoding = get_encoding(encoding_name)
     weights = Weights(model.config, model.loaded().parameters, options.precision)
-    if questions := read_questions(options.data, encoding):
+    if source.kind == QUESTIONS:
+        questions = read_questions(source, encoding)
         found = multiple_choice(weights, questions[: options.limit or None], options.threads)
     else:
         length = options.sequence_length or length
         rule, got = "a sequence must not be longer than the model's positions", {"sequence_length": length}
         got |= {"positions": model.config.positions}
         require(length <= model.config.positions, "evaluate", rule, got, "Shorten the sequence.")
-        found = loss_of_text(weights, options, encoding, length)
+        dataset = load_validation(source, encoding_name, length)
+        data = f"{dataset.origin}{' (what is held out)' * (source.kind == PREPARED)}"
+        tokens = dataset.validation
+        if isinstance(tokens, Examples):
+            found = loss_of_pairs(weights, options, encoding, tokens, length)
+        else:
+            found = loss_of_text(weights, options, encoding, tokens, length)
     facts = {"model": str(values.model), "data": options.data, "precision": options.precision}
-    print(json.dumps(facts | found) if values.json else describe(facts, found))
+    print(json.dumps(facts | found) if values.json else describe(facts | {"data": data}, found))
     return 0
 
 
@@ -90,26 +105,45 @@ def multiple_choice(weights: Weights, questions: list[Question], threads: int) -
     }
 
 
-def loss_of_text(weights: Weights, options: EvaluateConfig, encoding: Encoding, length: int) -> dict[str, Any]:
+def loss_of_text(
+    weights: Weights, options: EvaluateConfig, encoding: Encoding, tokens: np.ndarray | MappedTokens, length: int
+) -> dict[str, Any]:
     """Return loss, perplexity and bits per byte of a text."""
-    tokens = whole_source(options.data, encoding.name)
-    check_tokens(tokens, weights.config.vocabulary)
-    tokens = tokens[: options.limit + 1] if options.limit else tokens
-    rule, got = "there must be at least two tokens", {"data": options.data, "tokens": len(tokens)}
-    require(len(tokens) > 1, "evaluate", rule, got, "Give more text.")
+    row = np.asarray(tokens[: options.limit + 1] if options.limit else tokens[:])
+    check_tokens(row, weights.config.vocabulary)
+    rule, got = "there must be at least two tokens", {"data": options.data, "tokens": len(row)}
+    require(len(row) > 1, "evaluate", rule, got, "Give more text.")
+    losses = sequence_losses(weights, row, length, options.threads)
+    return _summed(weights, losses, encoding, row[1:]) | {"sequence_length": length}
+
+
+def loss_of_pairs(
+    weights: Weights, options: EvaluateConfig, encoding: Encoding, examples: Examples, length: int
+) -> dict[str, Any]:
+    """Return loss, perplexity and bits per byte of responses and the end-of-text after each."""
+    count = min(options.limit or examples.count, examples.count)
+    rows = [examples.row(number) for number in range(count)]
+    check_tokens(np.concatenate(rows), weights.config.vocabulary)
+    prompts = examples.prompts[:count].tolist()
+    counted = np.concatenate([row[prompt:] for row, prompt in zip(rows, prompts)])
+    losses = response_losses(weights, rows, prompts, length, options.threads)
+    return {"pairs": count} | _summed(weights, losses, encoding, counted) | {"sequence_length": length}
+
+
+def _summed(weights: Weights, coming: Iterator[np.ndarray], encoding: Encoding, counted: np.ndarray) -> dict[str, Any]:
+    """Return the figures of some losses as they come; counted: the tokens that are predicted."""
     compile_kernels(uses={"decoding", weights.config.norm})
     nats, count = 0.0, 0
-    with tqdm(total=len(tokens) - 1, unit="token", unit_scale=True, disable=None, leave=False) as line:
-        for losses in sequence_losses(weights, tokens, length, options.threads):
+    with tqdm(total=len(counted), unit="token", unit_scale=True, disable=None, leave=False) as line:
+        for losses in coming:
             nats, count = nats + float(losses.sum()), count + len(losses)
             line.update(len(losses))
             line.set_postfix_str(f"loss {nats / count:.4f}", refresh=False)
-    size = int(sizes_of(encoding)[tokens[1:]].sum())
+    size = int(sizes_of(encoding)[counted].sum())
     loss = nats / count
     return {
         "tokens": count,
         "bytes": size,
-        "sequence_length": length,
         "loss": round(loss, 6),
         "perplexity": round(math.exp(min(loss, 700.0)), 4),
         "bits_a_byte": round(nats / math.log(2) / size, 6) if size else None,
@@ -124,6 +158,7 @@ def describe(facts: dict[str, str], found: dict[str, Any]) -> str:
         lines = {"accuracy": _share(found["right"], count), "normalised": _share(found["right_normalised"], count)}
     else:
         data = f"{found['tokens']:,} tokens, {found['bytes']:,} bytes, sequences of {found['sequence_length']}"
+        data = f"responses of {found['pairs']:,} pairs: {data}" if "pairs" in found else data
         bits = found["bits_a_byte"]
         lines = {"loss": f"{found['loss']:.4f} nats a token", "perplexity": f"{found['perplexity']:,.2f}"}
         lines["bits a byte"] = "no text" if bits is None else f"{bits:.4f}"

@@ -15,7 +15,7 @@ from daskgpt.config.flags import Parser, add_flags, add_plan_flags, called, from
 from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import STOPPED
-from daskgpt.data.text import STANDARD_LIBRARY
+from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.sampler import sampled
 from daskgpt.generation.sanitize import readable, shown

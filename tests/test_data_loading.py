@@ -9,7 +9,7 @@ from prepared_texts import BYTES, prepared, text_of
 from small_runs import losses_of
 
 from daskgpt import train
-from daskgpt.data.dataset import EPOCHS, BatchLoader, Dataset, MappedTokens, batch, load_prepared, shuffled
+from daskgpt.data.dataset import EPOCHS, BatchLoader, Dataset, MappedTokens, batch, load_dataset, shuffled
 
 ROW = np.arange(1000, dtype=np.uint16)
 
@@ -101,7 +101,7 @@ def folders(tmp_path_factory):
 def test_training_on_shards_and_resume(folders, tmp_path):
     one, many = folders
     # Shards are mapped, one by one.
-    parts = load_prepared(str(many)).training.parts
+    parts = load_dataset(str(many)).training.parts
     assert len([part for part in parts if isinstance(part.base, np.memmap)]) == len(parts) > 50
     flags = [*SMALL, "--sample-tokens", "0", "--schedule", "constant"]
     for name, data, steps in (("one", one, 12), ("many", many, 12), ("short", one, 5)):

@@ -12,14 +12,16 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import evaluate
-from daskgpt.data.questions import Question, read_hellaswag, read_llmc_questions
+from daskgpt.data.file_kinds import QUESTIONS
+from daskgpt.data.questions import Question, read_llmc_questions, read_questions
+from daskgpt.data.source import recognize
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.evaluate import sizes_of
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
 
 CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=16, vocabulary=257, positions=40)
-QUESTIONS = [([1, 2, 3], [[4], [5, 6], [7, 8, 9], [10]], 2), ([9] * 60, [[7, 7], [8]], 0), ([5], [[1, 2], [3] * 20], 1)]
+CASES = [([1, 2, 3], [[4], [5, 6], [7, 8, 9], [10]], 2), ([9] * 60, [[7, 7], [8]], 0), ([5], [[1, 2], [3] * 20], 1)]
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +119,9 @@ def test_multiple_choice_matches_whole_sequences(parameters, random):
 
 
 def test_llmc_questions_round_trip(evaluated, tmp_path):
-    path = question_file(tmp_path / "questions.bin", QUESTIONS)
+    path = question_file(tmp_path / "questions.bin", CASES)
     found = read_llmc_questions(path)
-    for question, (context, completions, label) in zip(found, QUESTIONS, strict=True):
+    for question, (context, completions, label) in zip(found, CASES, strict=True):
         assert (question.context.tolist(), question.label) == (context, label)
         assert [each.tolist() for each in question.completions] == completions
     told = evaluated("--data", path)
@@ -133,7 +135,7 @@ def test_hellaswag_questions(evaluated, tmp_path):
         {"ind": 2, "ctx": "She", "endings": ["is.", "was."], "label": "1"},
     ]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    found = read_hellaswag(path, get_encoding("bytes"))
+    found = read_questions(recognize(str(path), [QUESTIONS]), get_encoding("bytes"))
     assert [question.label for question in found] == [2, 1]
     assert bytes(found[0].context.tolist()).decode() == "A man é"
     assert [bytes(each.tolist()).decode() for each in found[0].completions] == [" sits.", " runs away.", " flies", " é"]
@@ -160,7 +162,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("message", DAMAGED)
 def test_a_damaged_question_file_is_refused(tmp_path, message):
-    path = question_file(tmp_path / "questions.bin", QUESTIONS)
+    path = question_file(tmp_path / "questions.bin", CASES)
     whole = path.read_bytes()
     for damage in DAMAGED[message]:
         path.write_bytes(damage(whole))
@@ -171,7 +173,7 @@ def test_a_damaged_question_file_is_refused(tmp_path, message):
 GOOD = b'{"ctx": "a", "endings": ["b", "c"], "label": 0}\n'
 REFUSED = [("bad.jsonl", GOOD + b'{"ctx": "a"}\n', "line=2, found=KeyError: 'endings'")]
 REFUSED += [("label.jsonl", GOOD.replace(b"0", b"2"), "label"), ("ids.bin", [([1], [[2], [300]], 0)], "id=300")]
-REFUSED += [("latin.jsonl", b'{"ctx": "\xe9"}', "utf-8"), ("empty.jsonl", b"\n", "must hold questions")]
+REFUSED += [("latin.jsonl", b'{"ctx": "\xe9"}', "not UTF-8"), ("empty.jsonl", b"\n", "must not be empty")]
 REFUSED += [("long.bin", [([1], [[2], [3] * 40], 0)], "tokens=40, context=40"), ("missing.txt", None, "missing.txt")]
 REFUSED += [("missing.jsonl", None, "missing.jsonl")]
 

@@ -4,6 +4,7 @@ import fcntl
 import gzip
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +15,19 @@ from full_disk import full_disk
 from prepared_texts import BYTES, files_of, prepared, text_of, tokens_of, write_corpus
 
 from daskgpt import generate, prepare, train
-from daskgpt.data.dataset import load_prepared
+from daskgpt.config.run import DataConfig
+from daskgpt.data.dataset import load_dataset
 from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE, FolderWriter, read_manifest
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats import vocabulary
 from daskgpt.formats.vocabulary import read_vocabulary
+from daskgpt.training.start import open_dataset
 
 SHARDS = (*BYTES, "--shard-tokens", "2M")
 
 
 def codec_of(folder: Path) -> tiktoken.Encoding:
-    load_prepared(folder, "", 1, 8)  # which makes a learned vocabulary known
+    load_dataset(str(folder))  # which makes a learned vocabulary known
     return get_encoding(read_manifest(folder, "test").encoding)
 
 
@@ -147,7 +150,7 @@ def test_undecodable_bytes(tmp_path):
     path, good = tmp_path / "a.jsonl", [json.dumps({"text": f"good {number}"}).encode() for number in range(100)]
     path.write_bytes(b"\n".join([*good[:50], b'{"text": "b\xffd"}', b'{"text": "half \\ud83d"}', *good[50:]]))
     place = sum(len(line) + 1 for line in good[:50]) + 11
-    with pytest.raises(ValueError, match=f"must be UTF-8.*byte={place}"):
+    with pytest.raises(ValueError, match=f"not UTF-8 text .byte {place:,}"):
         prepared(tmp_path, path, *BYTES, out="refused")
     assert not (tmp_path / "refused" / MANIFEST).exists()
     for policy, documents, skipped in (("skip", 100, 2), ("replace", 102, 0)):
@@ -191,7 +194,7 @@ def test_stopped_preparation_continues_to_the_same_bytes(between, corpus, expect
             prepared(tmp_path, corpus, *SHARDS, "--scheduler", "sync")
         assert not (out / MANIFEST).exists()
         with pytest.raises((FileNotFoundError, ValueError), match="must be complete"):
-            load_prepared(out)
+            load_dataset(str(out))
     monkeypatch.setattr(FolderWriter, "take", take)
     assert files_of(prepared(tmp_path, corpus, *SHARDS)) == files_of(expected)
     assert not list(out.glob(".*.tmp"))
@@ -212,7 +215,7 @@ def test_learned_vocabulary_is_stored_with_the_model(corpus, tmp_path, monkeypat
     folder = prepared(tmp_path, corpus / "below", "--learn-vocabulary", 300)
     codec = get_encoding(read_vocabulary(folder / VOCABULARY_FILE))
     assert (codec.n_vocab, codec.eot_token) == (300, 299)
-    assert load_prepared(str(folder)).vocabulary == 300
+    assert load_dataset(str(folder)).vocabulary == 300
     text = text_of(500, seed=99)
     assert codec.decode(encode(codec, text).tolist()) == text
     assert encode(codec, text).size < 0.7 * len(text.encode())
@@ -242,8 +245,9 @@ def inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "inputs")
     contents = {"a.jsonl": '{"title": "x", "body": 3}\n', "b.jsonl": "no json\n", "c.jsonl": "[1]\n"}
     contents |= {"empty.txt": "", "short.txt": "short", "wrong.tiktoken": "AAAA 0\nAAAB 7\n"}
-    for name, content in (contents | dict.fromkeys(("wrong.zst", "wrong.parquet"), "neither")).items():
+    for name, content in (contents | {"wrong.parquet": "neither", "cut.parquet": "PAR1 and no more"}).items():
         Path(name).write_text(content)
+    Path("wrong.zst").write_bytes(b"\x28\xb5\x2f\xfd neither")
     Path("cut.gz").write_bytes(gzip.compress(text_of(9000).encode())[:-20])
 
 
@@ -251,14 +255,15 @@ REFUSED = [
     ("*.none", FileNotFoundError, "glob must match"),
     ("empty.txt", ValueError, "inputs must hold text"),
     ("short.txt", ValueError, "part must hold text"),
-    ("a.jsonl", ValueError, "byte=0, field=text, fields=title, body"),
+    ("a.jsonl", ValueError, "without the field text; fields=title, body"),
     ("c.jsonl", ValueError, "fields=list"),
     ("a.jsonl --field body", ValueError, "must be text.*byte=0"),
     ("b.jsonl", ValueError, "must be JSON"),
     ("cut.gz", ValueError, "compressed file must be complete"),
-    ("wrong.zst", ValueError, "compressed file must be complete"),
-    ("wrong.parquet", ValueError, "complete Parquet"),
-    ("a.jsonl --encoding wrong.tiktoken", ValueError, "vocabulary's lines"),
+    ("wrong.zst", ValueError, "damaged zstd"),
+    ("wrong.parquet", ValueError, "not Parquet"),
+    ("cut.parquet", ValueError, "not complete Parquet"),
+    ("short.txt --encoding wrong.tiktoken", ValueError, "vocabulary's lines"),
     ("a.jsonl --encoding gpt2 --learn-vocabulary 300", ValueError, "learned or given"),
     ("a.jsonl --shard-tokens 3G", ValueError, "shard_tokens"),
     ("short.txt --scheduler thread", ValueError, "scheduler must be known"),
@@ -282,7 +287,10 @@ def test_flags_that_are_refused(flags, inputs, capsys):
 
 def test_columns_that_are_refused(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    for name, column, keyword in (("body", ["x"], "of that name.*columns=body"), ("text", [1], "must hold texts")):
+    for name, column, keyword in (
+        ("body", ["x"], "without the field text; fields=body"),
+        ("text", [1], "must hold texts"),
+    ):
         parquet.write_table(arrow.table({name: column}), tmp_path / "a.parquet")
         with pytest.raises(ValueError, match=keyword):
             prepared(tmp_path, tmp_path / "a.parquet", *BYTES, out=name)
@@ -328,7 +336,7 @@ def test_a_damaged_folder_is_refused(name, damage, keyword, expected, tmp_path):
     if damage:
         (folder / name).write_bytes(damage(content))
     with pytest.raises((ValueError, FileNotFoundError), match=keyword):
-        load_prepared(folder)
+        load_dataset(str(folder))
 
 
 def test_training_refuses_mismatched_tokens(expected, tmp_path):
@@ -342,9 +350,11 @@ def test_training_refuses_mismatched_tokens(expected, tmp_path):
 
 def test_a_part_holds_one_token_more_than_its_sequences(expected):
     manifest = read_manifest(expected, "test")
-    tokens, batches = manifest.val.tokens, (manifest.train.tokens - 1) // 8
-    assert load_prepared(expected, "", 1, tokens - 1).validation.size == tokens
-    assert load_prepared(expected, "", batches, 8).training.size == manifest.train.tokens
-    for batch_size, length in ((1, tokens), (batches + 1, 8)):
+    tokens, batches = manifest.val.tokens, (manifest.train.tokens - 1) // 64
+    data = DataConfig(data=str(expected))
+    for batch_size, length in ((1, tokens - 1), (batches, 64)):
+        dataset = open_dataset(replace(data, batch_size=batch_size, sequence_length=length), 257)
+        assert (dataset.validation.size, dataset.training.size) == (tokens, manifest.train.tokens)
+    for batch_size, length in ((1, tokens), (batches + 1, 64)):
         with pytest.raises(ValueError, match="must hold a"):
-            load_prepared(expected, "", batch_size, length)
+            open_dataset(replace(data, batch_size=batch_size, sequence_length=length), 257)

@@ -19,8 +19,11 @@ class DataConfig(Checked):
 
     data: str = setting(
         "stdlib",
-        "stdlib (this Python's library source), a text file, folder or glob, .bin files, prepared tokens, or .jsonl "
-        "files of pairs: objects with prompt and response, of which responses are learned",
+        "stdlib (this Python's library source), a text file, folder, glob or pipe, token files (.bin), prepared "
+        "tokens, or pairs: records with prompt and response, of which responses are learned",
+    )
+    validation_data: str = setting(
+        "", "source of the validation, like --data; of prepared tokens, their held-out part; empty = a part of --data"
     )
     encoding: str = setting(
         "auto",

@@ -6,7 +6,7 @@ import hashlib
 import platform
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.data import tokenizer
-from daskgpt.data.pairs import Examples, are_pairs, read_examples
-from daskgpt.data.text import SPANS, STANDARD_LIBRARY, read_text, split_text, split_tokens
-from daskgpt.data.token_folder import JOURNAL, MANIFEST, VOCABULARY_FILE, Part, read_manifest
+from daskgpt.data.file_kinds import PAIRS, TEXT, TOKENS
+from daskgpt.data.pairs import Examples, read_examples
+from daskgpt.data.source import PREPARED, STANDARD_LIBRARY, Source, recognize
+from daskgpt.data.text import SPANS, read_text, split_text, split_tokens
+from daskgpt.data.token_folder import MANIFEST, Part, encoding_of, read_manifest
 from daskgpt.formats.llmc import read_tokens
-from daskgpt.formats.vocabulary import is_learned, read_vocabulary
 
 Batch = tuple[Any, ...]  # tokens, targets, and of pairs loss weights of the targets; each (B, T)
 RANDOM, EPOCHS = "random", "epochs"
@@ -113,72 +114,108 @@ class Dataset:
         return found.hexdigest()
 
 
-# Texts and token files
-
-
-def is_token_source(source: str) -> bool:
-    """Return whether a source names token files, by its ending; everything else is text."""
-    return source.endswith(".bin")
+# Sources
 
 
 def load_dataset(
-    source: str,
+    source: str | Source,
     encoding: str | None = None,
     *,
+    validation_data: str = "",
     validation_fraction: float = 0.1,
     held_out: str = SPANS,
     sequence_length: int = 1,
 ) -> Dataset:
-    """Read a source, encode it, and hold a part out (`data/text.py`).
+    """Read a source, encode it, and hold a part out (`data/text.py`), or take another source for validation.
 
-    Without an encoding, token files are assumed to be GPT-2's and text to be bytes; learn:1024 learns a vocabulary of
-    1,024 ids from the training part. Every document begins with end-of-text, and so does every piece of one that was
-    cut for validation. Lines of pairs become examples (`data/pairs.py`).
+    Without an encoding, that of prepared tokens is taken, GPT-2's of other token files, and bytes of text; learn:1024
+    learns a vocabulary of 1,024 ids from the training part. Every document begins with end-of-text, and so does every
+    piece of one that was cut for validation. Pairs become examples (`data/pairs.py`). Of prepared tokens the shards
+    stay memory-mapped.
+
+    source           see `data/source.py`
+    validation_data  another source, of which prepared tokens give their held-out part; "" holds out a part of the first
 
     Shapes   each part at least (sequence_length + 1,), one sequence and its targets
-    Dtype    uint16
-    Cost     everything is held in memory
-    Errors   ValueError for an unknown encoding, a fraction outside 0 and 1, ids beyond the vocabulary, too little text;
-             FileNotFoundError if a source or GPT-2's vocabulary is missing
+    Dtype    that of the ids
+    Cost     everything but token files is held in memory
+    Errors   ValueError for an unknown encoding, a fraction outside 0 and 1, ids beyond the vocabulary, too little text,
+             changed shards; FileNotFoundError if a source or GPT-2's vocabulary is missing
     """
-    name = encoding or ("gpt2" if is_token_source(source) else "bytes")
-    where, learned = "load_dataset", tokenizer.is_to_be_learned(name)
-    tokenizer.size_to_learn(name) if learned else tokenizer.vocabulary_size(name)  # known without reading anything
-    rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source}
-    text = not (is_token_source(source) or are_pairs(source))
-    require(text or not learned, where, rule, got, "Name the encoding of these tokens.")
+    where = "load_dataset"
     rule = "validation_fraction must lie between 0 and 1"
     require(0 < validation_fraction < 1, where, rule, {"validation_fraction": validation_fraction}, "Try 0.1.")
-    if are_pairs(source):
-        codec = tokenizer.get_encoding(name)
-        training, validation, *known = read_examples(source, codec, validation_fraction, held_out, sequence_length)
-        return Dataset(training, validation, codec.n_vocab, name, known[0], EPOCHS, (known[1],), validation.prompt(0))
-    return _load(source, name, validation_fraction, held_out).checked(where, 1, sequence_length)
+    training = recognize(source) if isinstance(source, str) else source
+    validating = recognize(validation_data) if validation_data else None
+    name = encoding_for(training, encoding)
+    fraction = 0.0 if validating else validation_fraction
+    dataset = _load(training, name, fraction, held_out, sequence_length)
+    if validating:
+        same, got = (training.kind == PAIRS) == (validating.kind == PAIRS), {"data": training.kind}
+        rule, advice = "both sources must be pairs, or none", "Give --validation-data of the same kind."
+        require(same, where, rule, got | {"validation_data": validating.kind}, advice)
+        other = load_validation(validating, dataset.encoding_name, sequence_length)
+        origin = f"{dataset.origin}, validation on {other.origin}"
+        shards = (dataset.digest, other.digest)
+        dataset = replace(dataset, validation=other.validation, origin=origin, shards=shards, prompt=other.prompt)
+    return dataset.checked(where, 1, sequence_length)
 
 
-def whole_source(source: str, name: str) -> np.ndarray:
-    """Return all tokens of a source, every document opened by end-of-text; nothing is held out.
+def load_validation(source: Source, encoding: str, sequence_length: int = 1) -> Dataset:
+    """Return a dataset with all of a source in its validation part; of prepared tokens, what was held out.
 
     Errors   as of load_dataset
     """
-    return np.asarray(_load(source, name).training)
+    dataset = _load(source, encoding_for(source, encoding), 0.0, SPANS, sequence_length)
+    if source.kind == PREPARED:
+        return dataset
+    held = dataset.training
+    prompt = held.prompt(0) if isinstance(held, Examples) else ()
+    return replace(dataset, training=dataset.validation, validation=held, prompt=prompt)
 
 
-def _load(source: str, name: str, fraction: float = 0.0, held_out: str = SPANS) -> Dataset:
-    """Return both parts of a source; a fraction of 0 leaves the validation empty."""
-    if is_token_source(source):
-        tokens = read_tokens(source)
+def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> str:
+    """Return the encoding of a source's tokens: the wanted one, or that of its token files.
+
+    default   of text, if no encoding is wanted; token files of unknown encoding are GPT-2's then
+
+    Errors    ValueError for an unknown encoding, or another one than that of the token files
+    """
+    where, written = "load_dataset", source.encoding
+    if source.kind == PREPARED:
+        folder = Path(source.name).expanduser()
+        written = encoding_of(folder, read_manifest(folder, where), where)
+    name = wanted or written or ("gpt2" if source.kind == TOKENS else default)
+    learned = tokenizer.is_to_be_learned(name)
+    tokenizer.size_to_learn(name) if learned else tokenizer.vocabulary_size(name)  # known without reading anything
+    rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source.name}
+    require(source.kind == TEXT or not learned, where, rule, got, "Name the encoding of these tokens.")
+    rule, got = "the encoding must be that of the tokens", {"encoding": name, "source": f"{source.name} ({written})"}
+    require(not written or name == written, where, rule, got, "Leave --encoding out.")
+    return name
+
+
+def _load(source: Source, name: str, fraction: float, held_out: str, sequence_length: int) -> Dataset:
+    """Return both parts of a source; a fraction of 0 leaves the validation empty, unless the source has one itself."""
+    if source.kind == PREPARED:
+        return _prepared(Path(source.name).expanduser())
+    if source.kind == PAIRS:
+        codec = tokenizer.get_encoding(name)
+        parts, origin, digest = read_examples(source, codec, fraction, held_out, sequence_length)
+        prompt = parts[1].prompt(0) if fraction else ()
+        return Dataset(parts[0], parts[-1], codec.n_vocab, name, origin, EPOCHS, (digest,), prompt)
+    if source.kind == TOKENS:
         vocabulary = tokenizer.vocabulary_size(name)
-        check_tokens(tokens, vocabulary)
+        tokens = _token_files(source, vocabulary)
+        origin = f"{source.name} ({source.described})"
         if fraction == 0:
-            return Dataset(tokens, tokens[:0], vocabulary, name, source)
+            return Dataset(tokens, tokens[:0], vocabulary, name, origin)
         end_of_text = next(iter(tokenizer.specials_of(name).values()))
         training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))
-        return Dataset(training, validation, vocabulary, name, source)
-    documents = read_text(source)
+        return Dataset(training, validation, vocabulary, name, origin)
+    documents, source = read_text(source)
     library = f"standard library of Python {platform.python_version()}"
-    files = f"{len(documents):,} file{'s' * (len(documents) > 1)}"
-    origin = f"{library if source == STANDARD_LIBRARY else source} ({files})"
+    origin = f"{library if source.name == STANDARD_LIBRARY else source.name} ({source.described})"
     texts = split_text(documents, fraction, held_out)
     if tokenizer.is_to_be_learned(name):
         name = tokenizer.learn_encoding(texts[0], tokenizer.size_to_learn(name), name)
@@ -187,15 +224,25 @@ def _load(source: str, name: str, fraction: float = 0.0, held_out: str = SPANS) 
     return Dataset(training, validation, codec.n_vocab, name, origin)
 
 
+def _token_files(source: Source, vocabulary: int) -> np.ndarray:
+    """Return the ids of token files in a row. Errors   ValueError for ids beyond the vocabulary"""
+    rows = [read_tokens(file.path, file.dtype) for file in source.files]
+    for file, row in zip(source.files, rows):
+        check_tokens(row, vocabulary, file.path)
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+
 def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
     """Return the pieces in one row, each after an end-of-text, since no piece continues the previous one."""
-    mark = np.array([end_of_text], np.uint16)
+    mark = np.array([end_of_text], pieces[0].dtype if pieces else np.uint16)
     marked = [array for piece in pieces for array in ((piece,) if piece[0] == end_of_text else (mark, piece))]
     return np.concatenate(marked) if marked else mark[:0]
 
 
-def check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
+def check_tokens(tokens: np.ndarray, vocabulary: int, path: str = "") -> None:
     """Check that every id is one of the vocabulary's.
+
+    path     of their file, for the message
 
     Cost     reads all tokens once, and once more to locate a wrong one
     Errors   ValueError for the first id that is not, with its place
@@ -203,43 +250,23 @@ def check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
     if tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < vocabulary):
         return
     place = int(np.argmax((tokens < 0) | (tokens >= vocabulary)))
-    got = {"id": int(tokens[place]), "position": place, "vocabulary": vocabulary}
-    rule, advice = "every id must be at least 0 and below the vocabulary", "Use the encoding of these tokens."
-    raise refusal(ValueError, "check_tokens", rule, got, advice)
+    got = {"id": int(tokens[place]), "position": place, "vocabulary": vocabulary} | ({"path": path} if path else {})
+    advice = "Name the --encoding of these tokens; ids without a header must be little-endian integers."
+    raise refusal(ValueError, "check_tokens", "every id must be at least 0 and below the vocabulary", got, advice)
 
 
-# Prepared folders
+def _prepared(folder: Path) -> Dataset:
+    """Open the tokens of a prepared folder.
 
-
-def is_token_folder(source: str) -> bool:
-    """Return whether a source is a folder that `daskgpt.prepare` has written, completely or in part."""
-    folder = Path(source).expanduser()
-    return any((folder / name).is_file() for name in (MANIFEST, JOURNAL))
-
-
-def load_prepared(folder: str, encoding: str = "", batch_size: int = 1, sequence_length: int = 1) -> Dataset:
-    """Open the tokens of a prepared folder. Its shards stay memory-mapped.
-
-    encoding   the expected one, "" = the folder's own
-
-    Shapes   each part at least (T + 1,), and the training part B sequences of T tokens and their targets
     Cost     headers are read, and all of a shard that was written to after the manifest
-    Errors   FileNotFoundError if it is incomplete; ValueError for another encoding, changed shards, and too few tokens
+    Errors   FileNotFoundError if it is incomplete; ValueError for changed shards
     """
-    path, where = Path(folder).expanduser(), "load_prepared"
-    manifest = read_manifest(path, where)
-    own = manifest.encoding
-    found = read_vocabulary(path / VOCABULARY_FILE) if is_learned(own) else own
-    rule, got = f"the vocabulary must be unchanged, {own}", {"folder": folder, "encoding": found}
-    require(found == own, where, rule, got, "Prepare it again.")
-    encoding = tokenizer.encoding_named(encoding) if encoding else own
-    rule, advice = "the encoding must be that of the tokens", "Leave --encoding out."
-    require(encoding == own, where, rule, {"encoding": encoding, "folder": f"{folder} ({own})"}, advice)
-    training, validation = (_mapped(path, part, where) for part in (manifest.train, manifest.val))
+    where = "load_dataset"
+    manifest = read_manifest(folder, where)
+    training, validation = (_mapped(folder, part, where) for part in (manifest.train, manifest.val))
     shards = tuple(shard.sha256 for shard in manifest.train.shards + manifest.val.shards)
     origin = f"{folder} ({len(shards)} shards)"
-    dataset = Dataset(training, validation, manifest.ids, own, origin, EPOCHS, shards)
-    return dataset.checked(where, batch_size, sequence_length)
+    return Dataset(training, validation, manifest.ids, manifest.encoding, origin, EPOCHS, shards)
 
 
 def _mapped(folder: Path, part: Part, where: str) -> MappedTokens:

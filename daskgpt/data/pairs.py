@@ -1,4 +1,4 @@
-"""Pairs of a prompt and its response, read from lines of JSON, and the examples that they become.
+"""Pairs of a prompt and its response, and the examples that they become.
 
 An example is the tokens of prompt, response and end-of-text. A sequence holds one example, from its first token on, and
 is filled up with end-of-text; only the tokens after the prompt count as targets. So a response is learned in the very
@@ -13,39 +13,64 @@ from typing import Any
 import numpy as np
 from tiktoken import Encoding
 
-from daskgpt.config.errors import require
-from daskgpt.config.files import digest_of, json_lines, matching_files
+from daskgpt.config.errors import refusal, require
+from daskgpt.config.files import digest_of
+from daskgpt.data.file_kinds import pair_fields
+from daskgpt.data.reading import records
+from daskgpt.data.source import Source
 from daskgpt.data.text import runs
 from daskgpt.data.tokenizer import encode
 
-PAIRS = ".jsonl"
-KEYS = ("prompt", "response")
 WHERE = "read_pairs"
 Pair = tuple[str, str]
 Weighted = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, targets, and loss weights of the targets
 
 
-def are_pairs(source: str) -> bool:
-    """Return whether a source names files of pairs, by its ending."""
-    return source.endswith(PAIRS)
+def read_pairs(source: Source) -> tuple[list[Pair], list[str]]:
+    """Return the pairs of a source's files, and what was left out: pairs with an empty text, or half a character.
 
+    The names of prompt and response are those of each file's first record (`source.PAIR_FIELDS`). A prompt of two
+    fields, an instruction and its input, has a line break between them.
 
-def read_pairs(source: str) -> list[Pair]:
-    """Return the pairs of the files that a path or glob matches: `prompt` and `response` of every line.
-
-    Errors   FileNotFoundError if there is no file; ValueError naming the first line that is not such an object
+    Errors   ValueError naming the first record without such texts
     """
-    rule = 'a line must be a JSON object with "prompt" and "response", texts that are not empty'
-    advice = "Correct it; daskgpt.prepare reads lines of plain text."
-    paths = matching_files(source, WHERE)
-    return [pair for path in paths for pair in json_lines(path, WHERE, _pair, rule, advice)]
+    pairs, left_out = list[Pair](), list[str]()
+    for file in source.files:
+        names = pair_fields(file.fields)
+        assert names is not None, "a file of pairs"
+        for number, record in records(file, WHERE):
+            try:
+                pair = _pair(record, *names)
+            except (KeyError, TypeError) as error:
+                rule = f"a record must have {_listed(names)}, texts"
+                got = {"path": file.path, "line": number, "found": f"{type(error).__name__}: {str(error)[:60]}"}
+                raise refusal(ValueError, WHERE, rule, got, "Correct it.") from None
+            if all(text and is_unicode(text) for text in pair):
+                pairs.append(pair)
+            else:
+                left_out.append(f"{file.name} line {number}")
+    return pairs, left_out
 
 
-def _pair(known: Any) -> Pair:
-    prompt, response = (known[key] for key in KEYS)
-    if not all(isinstance(text, str) and text.encode() for text in (prompt, response)):
-        raise ValueError("a prompt or response that is empty or not a text")
-    return prompt, response
+def _listed(names: tuple[tuple[str, ...], str]) -> str:
+    return " and ".join(f'"{name}"' for name in (names[0][0], names[1]))
+
+
+def _pair(record: Any, asking: tuple[str, ...], answering: str) -> Pair:
+    asked = [record[asking[0]], *(record.get(name) or "" for name in asking[1:])]
+    for text in (*asked, record[answering]):
+        if not isinstance(text, str):
+            raise TypeError(f"{type(text).__name__} is not a text")
+    return "\n".join(text for text in asked if text), record[answering]
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text is made of whole characters: JSON may hold halves of some."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +106,13 @@ class Examples:
 
     def prompt(self, number: int) -> list[int]:
         """Return the tokens of a prompt."""
+        tokens: list[int] = self.row(number)[: self.prompts[number]].tolist()
+        return tokens
+
+    def row(self, number: int) -> np.ndarray:
+        """Return the tokens of an example."""
         start = self.starts[number]
-        found: list[int] = self.tokens[start : start + self.prompts[number]].tolist()
-        return found
+        return self.tokens[start : start + self.lengths[number]]
 
     def batch(self, numbers: np.ndarray, sequence_length: int) -> Weighted:
         """Return some examples as sequences. The weights' mean is 1, and they are equal where targets count, else 0.
@@ -114,37 +143,41 @@ class Examples:
 
 
 def read_examples(
-    source: str, codec: Encoding, fraction: float, held_out: str, sequence_length: int
-) -> tuple[Examples, Examples, str, str]:
-    """Return examples for training and for validation, a description of the source, and a digest of it.
+    source: Source, codec: Encoding, fraction: float, held_out: str, sequence_length: int
+) -> tuple[list[Examples], str, str]:
+    """Return the examples for training and those held out, a description of the source, and a digest of its pairs.
+
+    fraction   held out; with 0, all examples are in the first part, and the second one is empty
 
     Prompt and response are encoded apart, as in generation, where only the prompt is known. An example that is longer
     than a sequence and the token after it is cut there; one whose response would be lost is left out.
 
     Errors   as of read_pairs; ValueError if a part would have no example
     """
-    pairs = read_pairs(source)
+    pairs, wrong = read_pairs(source)
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     prompts: tuple[list[int], list[int]] = ([], [])
-    end, most, cut, lost = np.array([codec.eot_token], np.uint16), sequence_length + 1, 0, 0
+    most, cut, lost = sequence_length + 1, 0, 0
     for run in runs(len(pairs), 1, fraction, held_out):
         for texts in pairs[run.start : run.stop]:
             prompt, response = (encode(codec, text) for text in texts)
-            whole = np.concatenate([prompt, response, end])
+            whole = np.concatenate([prompt, response, np.array([codec.eot_token], prompt.dtype)])
             if prompt.size >= most:
                 lost += 1
                 continue
             cut += whole.size > most
             parts[run.held_out].append(whole[:most])
             prompts[run.held_out].append(prompt.size)
-    rule, got = "each part must have an example that fits", {"data": source, "pairs": len(pairs), "too long": lost}
+    rule, got = "each part must have an example that fits", {"data": source.name, "pairs": len(pairs), "too long": lost}
     advice = "Give more pairs, a larger --sequence-length, or another --validation-fraction."
-    require(all(parts), WHERE, rule, got, advice)
-    found = [
-        Examples(np.concatenate(own), np.array([each.size for each in own]), np.array(sizes), codec.eot_token)
-        for own, sizes in zip(parts, prompts)
+    require(all(parts[: 1 + (fraction > 0)]), WHERE, rule, got, advice)
+    examples = [
+        Examples(np.concatenate(rows), np.array([row.size for row in rows]), np.array(sizes), codec.eot_token)
+        for rows, sizes in zip(parts, prompts)
+        if rows
     ]
-    facts = [f"{len(parts[0]):,} pairs and {len(parts[1]):,} held out"]
+    facts = [source.described, f"{len(parts[0]):,} pairs" + (f" and {len(parts[1]):,} held out" if parts[1] else "")]
     facts += [f"{cut:,} cut to {most:,} tokens"] if cut else []
     facts += [f"{lost:,} left out: their prompts alone are longer"] if lost else []
-    return found[0], found[1], f"{source} ({'; '.join(facts)})", digest_of(pairs)
+    facts += [f"{len(wrong):,} left out: empty or half a character ({wrong[0]})"] if wrong else []
+    return examples, f"{source.name} ({'; '.join(facts)})", digest_of(pairs)

@@ -21,6 +21,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import digest_of, replacing
 from daskgpt.data import corpus, tokenizer
 from daskgpt.data.corpus import WHERE, PrepareConfig
+from daskgpt.data.reading import LINES
 from daskgpt.data.token_folder import Encoded, FolderWriter, Manifest, locked_folder, read_manifest
 from daskgpt.formats.vocabulary import END_OF_TEXT, is_learned, know_vocabulary, known_vocabulary, read_vocabulary
 
@@ -34,6 +35,7 @@ class Preparation:
     """Inputs and settings, checked before anything is encoded or written.
 
     existed   whether `run` found a folder that was complete
+    taken     descriptions of what was taken of each input, and what was left out
     """
 
     def __init__(self, inputs: list[str], config: PrepareConfig) -> None:
@@ -41,7 +43,8 @@ class Preparation:
 
         Errors   ValueError for inputs without text and unknown encodings, OSError for unreadable inputs
         """
-        self.config, self.sources = config, corpus.list_sources(inputs)
+        self.config = config
+        self.sources, self.taken = corpus.list_sources(inputs, config)
         self.size = sum(source.size for source in self.sources)
         self.encoding = "" if config.learn_vocabulary else tokenizer.encoding_named(config.encoding or "gpt2")
         if self.encoding:
@@ -61,7 +64,7 @@ class Preparation:
         Cost     memory for some blocks of 4 MiB, and for learning a vocabulary
         Errors   ValueError for invalid texts, OSError if the system refuses
         """
-        decides = {"settings": self.settings, "files": [asdict(source) for source in self.sources]}
+        decides = {"settings": self.settings, "files": [[file.name, file.size, file.modified] for file in self.sources]}
         with locked_folder(self.config.out) as path:
             folder = FolderWriter(path, decides, self.config.shard_tokens)
             self.existed = folder.finished
@@ -137,7 +140,7 @@ def passages_of(block: corpus.Block, config: PrepareConfig) -> Iterator[Passage 
         opens = piece.start == 0  # otherwise a text continues from the previous block
         for raw, place, whole in _parts(piece, config.separator.encode()):
             text = _decoded(raw, piece, place, config)
-            if text and piece.kind == corpus.RECORDS and not text.isspace():
+            if text and piece.form == LINES and not text.isspace():
                 text = _decoded(_field(text, piece, place, config), piece, place, config)
             opens = opens or whole or text is None
             if text is None:
@@ -159,7 +162,7 @@ def _parts(piece: corpus.Piece, separator: bytes) -> Iterator[tuple[bytes | str,
     if isinstance(content, tuple):
         for number, row in enumerate(content):
             yield row, place + number, True
-    elif separator := b"\n" if piece.kind == corpus.RECORDS else separator:
+    elif separator := b"\n" if piece.form == LINES else separator:
         for document in content.split(separator):
             yield document.strip(b"\r\n"), place, True
             place += len(document) + len(separator)

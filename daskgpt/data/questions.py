@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tiktoken import Encoding
 
-from daskgpt.config.errors import require
-from daskgpt.config.files import json_lines, matching_files
-from daskgpt.data.dataset import is_token_source
+from daskgpt.config.errors import refusal, require
+from daskgpt.data.reading import DOCUMENT, records
+from daskgpt.data.source import Source
 from daskgpt.data.tokenizer import encode
 from daskgpt.formats.llmc import HEADER_BYTES, QUESTIONS, read_header
 
-HELLASWAG = ".jsonl"
+WHERE = "read_questions"
 START = 2**16 - 1  # number before each question in llm.c's files
 
 
@@ -33,35 +31,30 @@ class Question:
     label: int
 
 
-def read_questions(source: str, encoding: Encoding) -> list[Question]:
-    """Return the questions of HellaSwag's .jsonl, or of the llm.c evaluation files that a path or glob matches; none
-    for a text or token files.
+def read_questions(source: Source, encoding: Encoding) -> list[Question]:
+    """Return the questions of HellaSwag's records, or of llm.c's evaluation files.
+
+    A completion of HellaSwag's is a space and an ending, encoded separately, as in llm.c and the published figures of
+    GPT-2.
 
     encoding   of HellaSwag's texts; llm.c's files hold token ids
 
-    Errors     FileNotFoundError if there is no file; ValueError for a damaged one
+    Errors     ValueError for a damaged file, naming the first record that has not `ctx`, `endings` and `label` (which
+               the test part of HellaSwag lacks)
+    Source     Zellers et al. 2019, arXiv:1905.07830
     """
-    if source.endswith(HELLASWAG):
-        return read_hellaswag(source, encoding)
-    paths = matching_files(source, "evaluate") if is_token_source(source) else []
-    ours = [path for path in paths if np.fromfile(path, "<i4", 1).tolist() == [QUESTIONS]]
-    return [question for path in ours for question in read_llmc_questions(path)]
-
-
-def read_hellaswag(path: str | os.PathLike[str], encoding: Encoding) -> list[Question]:
-    """Read the questions of `hellaswag_val.jsonl` and its like: `ctx`, `endings` and `label` of every line.
-
-    A completion is a space and an ending, encoded separately, as in llm.c and the published figures of GPT-2.
-
-    Errors   FileNotFoundError if there is no file; ValueError naming the first line that is not such an object, or
-             lacks a label (as in the test part)
-    Source   Zellers et al. 2019, arXiv:1905.07830
-    """
-    where, advice = "read_hellaswag", "Give HellaSwag's training or validation part."
-    rule = 'a line must be a JSON object with "ctx" (a text), "endings" (texts) and "label" (one of them)'
-    questions = list(json_lines(Path(path), where, partial(_question, encoding), rule, advice))
-    advice = "Give a JSON object per line."
-    require(bool(questions), where, "the file must hold questions", {"path": path}, advice)
+    questions = list[Question]()
+    for file in source.files:
+        if file.form == DOCUMENT:
+            questions += read_llmc_questions(Path(file.path))
+            continue
+        for number, record in records(file, WHERE):
+            try:
+                questions.append(_question(encoding, record))
+            except (ValueError, TypeError, KeyError) as error:
+                rule = 'a record must have "ctx" (a text), "endings" (texts) and "label" (one of them)'
+                got = {"path": file.path, "line": number, "found": f"{type(error).__name__}: {str(error)[:60]}"}
+                raise refusal(ValueError, WHERE, rule, got, "Give HellaSwag's training or validation part.") from None
     return questions
 
 

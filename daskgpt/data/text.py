@@ -1,4 +1,4 @@
-"""Text: the standard library's source, a file, a folder or a glob, read as documents, and the part that is held out.
+"""Text as documents, and the part of it that is held out.
 
 Every n-th span is held out for validation unless the settings name the end: the end of a book, or the last files of a
 library, differ from the rest, so a loss measured there tells little about the whole. Spans are long compared with a
@@ -9,94 +9,58 @@ before it is encoded: the held-out text does not depend on the encoding, and los
 from __future__ import annotations
 
 import math
-import os
-import sys
-import sysconfig
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby, pairwise
-from pathlib import Path
 
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import matching_files, readable
-from daskgpt.formats.stored_model import refuse_pickle
+from daskgpt.data.file_kinds import FIELD
+from daskgpt.data.reading import DOCUMENT, File, opened, records
+from daskgpt.data.source import Source
 
-STANDARD_LIBRARY = "stdlib"
-
-# Whole files up to this size in all. Python 3.11 to 3.13 stay below it; a later, larger library is cut.
-STANDARD_LIBRARY_BYTES = 9_000_000
-
-# Copies of other programs, an editor, and tables in the form of modules, from which a model would learn little.
-_LEFT_OUT = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"}
-_LEFT_OUT_FOLDERS = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests"})
+WHERE = "read_text"
 
 
-def read_text(source: str) -> list[str]:
-    """Return the documents of a source, in the order of their paths; empty ones are dropped.
+def read_text(source: Source) -> tuple[list[str], Source]:
+    """Return the documents of a source of text in the order of its files, without empty ones, and what was taken.
 
-    `stdlib` is the source of this Python's standard library. A folder is read with all folders below it, but without
-    hidden ones. In folders and globs a file that is not UTF-8, or holds a NUL, is skipped; a single file must be UTF-8.
+    Of several files, one that turns out not to be text is left out; a single one must be text.
 
     Cost     reads every file once; the text stays in memory
-    Errors   FileNotFoundError if no file is there; ValueError if there is no text, or it is not UTF-8; OSError if a
-             file cannot be read
+    Errors   ValueError if there is no text, or it is not UTF-8; OSError if a file cannot be read
     """
-    path, where = Path(source).expanduser(), "read_text"
-    alone = path.is_file() and source != STANDARD_LIBRARY
-    if alone:
-        refuse_pickle(path, where, "Give a text, or token files.")
-    if source == STANDARD_LIBRARY:
-        paths = _standard_library(Path(sysconfig.get_path("stdlib")))
-    else:
-        paths = files_below(path) if path.is_dir() else matching_files(source, where)
-    documents = []
-    for each in paths:
-        with readable(each, where):
-            content = each.read_bytes()
+    documents, taken, left_out = list[str](), list[File](), list(source.left_out)
+    for file in source.files:
         try:
-            documents += [content.decode()] if alone or b"\0" not in content else []
+            documents += _documents(file)
+            taken.append(file)
         except UnicodeDecodeError as error:
-            rule, got = "the file must be UTF-8 text", {"source": source, "first wrong byte": error.start}
-            if alone:
+            if len(source.files) == 1:
+                rule, got = "the file must be UTF-8 text", {"source": file.path, "first wrong byte": error.start}
                 advice = "Convert it, for example with iconv -t UTF-8."
-                raise refusal(ValueError, where, rule, got, advice) from error
-    rule, got = "at least one file must be UTF-8 text", {"source": source, "files": len(paths)}
-    require(bool(documents), where, rule, got, "Name token files by a path or glob that ends in .bin.")
+                raise refusal(ValueError, WHERE, rule, got, advice) from error
+            left_out.append((file.name, f"is not UTF-8 (byte {error.start:,})"))
     documents = [document for document in documents if document.strip()]
     rule, advice = "the text must not be empty", "Give a source that holds text."
-    require(bool(documents), where, rule, {"source": source}, advice)
-    return documents
+    require(bool(documents), WHERE, rule, {"source": source.name}, advice)
+    return documents, replace(source, files=tuple(taken), left_out=tuple(left_out))
 
 
-def _standard_library(root: Path) -> list[Path]:
-    """Return the files of the library at `root`, up to a total size.
-
-    Only names that Python itself lists count: a distribution may add files.
-    """
-    found, size = list[Path](), 0
-    for path in files_below(root, left_out=_LEFT_OUT_FOLDERS):
-        top = path.relative_to(root).parts[0].removesuffix(".py")
-        if path.suffix == ".py" and top in sys.stdlib_module_names and top not in _LEFT_OUT:
-            size += path.stat().st_size
-            if size > STANDARD_LIBRARY_BYTES:
-                break
-            found.append(path)
-    rule, advice = "the source of the standard library must be installed", "Give a text file instead."
-    require(bool(found), "read_text", rule, {"folder": root}, advice, FileNotFoundError)
-    return found
-
-
-def files_below(folder: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
-    """Return all files in the folder and below it, sorted, except hidden ones and those in excluded folders."""
-    found: list[Path] = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
-    # By parts, not by the text of the path, so that the order does not depend on the separator of folders.
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.parts)
+def _documents(file: File) -> list[str]:
+    if file.form == DOCUMENT:
+        with opened(file, WHERE) as stream:
+            return [stream.read().decode()]
+    texts = []
+    for number, record in records(file, WHERE):
+        text = record.get(FIELD) if isinstance(record, dict) else None
+        text = "" if isinstance(record, dict) and FIELD in record and text is None else text
+        rule, got = f"the field {FIELD} of every record must be text", {"path": file.path, "record": number}
+        require(isinstance(text, str), WHERE, rule, got | {"found": repr(text)[:40]}, "Correct it.")
+        texts.append(str(text))
+    return texts
 
 
 # What is held out

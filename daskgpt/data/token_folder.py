@@ -26,10 +26,11 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import digest_of, locked, replacing, sync_folder, written
 from daskgpt.formats.llmc import HEADER_BYTES, TOKENS, header_of
+from daskgpt.formats.vocabulary import is_learned, read_vocabulary
 
 WHERE = "prepare"
 MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".lock", "vocabulary.tiktoken"
-VERSION = 1
+VERSION, KIND = 1, "daskgpt tokens"
 PARTS = ("train", "val")
 BLOCKS_BETWEEN = 32  # after which the journal is written again
 
@@ -90,7 +91,7 @@ class Manifest:
 
         Errors   OSError if the system refuses
         """
-        known = {"version": VERSION, "kind": "daskgpt tokens", **asdict(self)}
+        known = {"version": VERSION, "kind": KIND, **asdict(self)}
         with replacing(folder / MANIFEST, WHERE) as file:
             file.write(json.dumps(known | {"check": digest_of(known)}, indent=1, ensure_ascii=False).encode() + b"\n")
 
@@ -116,6 +117,29 @@ class Encoded:
     last: int | None
     skipped: int
     end_of_text: int
+
+
+def is_prepared(folder: Path) -> bool:
+    """Return whether a preparation wrote a folder, completely or in part."""
+    manifest = folder / MANIFEST
+    if (folder / JOURNAL).is_file():
+        return True
+    if not manifest.is_file():
+        return False
+    with manifest.open("rb") as file:  # other programs have files of this name, too
+        return KIND.encode() in file.read(2**12) or any(folder.glob(f"{PARTS[0]}_*.bin"))
+
+
+def encoding_of(folder: Path, manifest: Manifest, where: str) -> str:
+    """Return the name of a folder's encoding, which is known from here on.
+
+    Errors   ValueError if its vocabulary is another one than that of its tokens
+    """
+    encoding = manifest.encoding
+    found = read_vocabulary(folder / VOCABULARY_FILE) if is_learned(encoding) else encoding
+    rule, got = f"the vocabulary must be unchanged, {encoding}", {"folder": folder, "encoding": found}
+    require(found == encoding, where, rule, got, "Prepare it again.")
+    return encoding
 
 
 def read_manifest(folder: Path, where: str) -> Manifest:

@@ -6,7 +6,6 @@ This module also reads nanoGPT's token files, which are ids without a header.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import matching_files, replacing
+from daskgpt.config.files import replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats import stored_model
 from daskgpt.formats.stored_model import READABLE, FilePath, ReadLater, StoredModel, held, pieces, require_file
@@ -34,6 +33,7 @@ KINDS = {  # kinds of files, by the first number
     QUESTIONS: "evaluation set",
     20240527: "train state; give the model file beside it",
 }
+TOKEN_DTYPES = {TOKENS: "<u2"}  # of the ids in a token file
 FLOAT32_VERSION, BFLOAT16_VERSION = 3, 5
 DTYPES = {FLOAT32_VERSION: "F32", BFLOAT16_VERSION: "BF16"}  # dtypes by the version of a model file
 SIZES = ("positions", "vocabulary", "blocks", "heads", "channels", "padded_vocabulary")  # header numbers 2 to 7
@@ -179,28 +179,20 @@ def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
 # Tokens
 
 
-def read_tokens(source: FilePath) -> np.ndarray:
-    """Return the tokens of one file, or of all files that a glob matches, one after the other in sorted order.
+def read_tokens(path: FilePath, dtype: str = "<u2") -> np.ndarray:
+    """Return the tokens of a file.
 
-    A file without llm.c's header is assumed to be nanoGPT's: uint16 ids and nothing else.
+    dtype    of ids without llm.c's header, as nanoGPT writes them
 
     Shapes   (N,)
-    Dtype    uint16, read-only
-    Cost     one file is mapped, not read; several are copied into memory
+    Dtype    that of the file, read-only
+    Cost     the file is mapped, not read
     Errors   FileNotFoundError if there is no file; ValueError for a file that is not a complete token file
     """
-    paths = matching_files(os.fspath(source), "read_tokens")
-    if len(paths) == 1:
-        return _map_tokens(paths[0])
-    tokens = np.concatenate([_map_tokens(path) for path in paths])
-    tokens.setflags(write=False)
-    return tokens
-
-
-def _map_tokens(path: Path) -> np.ndarray:
-    where, size = "read_tokens", path.stat().st_size
+    path, where = Path(path), "read_tokens"
+    require_file(path, where)
+    size = path.stat().st_size
     got = {"path": path, "bytes": size}
-    stored_model.refuse_pickle(path, where, "Give the text that the ids were made from.")
     start = np.fromfile(path, "<i4", count=256)
     # A header, good or damaged, is recognized by its first number, or by zeros after the eighth: ids alone would need
     # some 480 ids of 0 at the beginning.
@@ -210,13 +202,7 @@ def _map_tokens(path: Path) -> np.ndarray:
         require(count > 0, where, "the file must hold tokens", got | {"count": count}, "Write it again.")
         _check_size(path, where, 2 * count)
         return np.asarray(np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(count,)))
-    first = start.tobytes()
-    model = first[8:9] == b"{" and int.from_bytes(first[:8], "little") < size
-    rule, advice = "the file must hold token ids", "It is a safetensors model: give token files, or a text."
-    require(not model, where, rule, got, advice)
-    rule = "ids without a header must be 2 bytes each, as nanoGPT writes them"
-    require(size > 0 and size % 2 == 0, where, rule, got, "It is truncated, or holds no token ids.")
-    rule = f"ids must be of a known encoding, not of a {META}"
-    advice = "It holds pickled Python objects, which are not opened: give the text that the ids were made from."
-    require(not path.with_name(META).exists(), where, rule, got, advice)
-    return np.asarray(np.memmap(path, "<u2", mode="r"))
+    width = np.dtype(dtype).itemsize
+    rule = f"ids without a header must be {width} bytes each"
+    require(size > 0 and size % width == 0, where, rule, got, "It is truncated, or holds no token ids.")
+    return np.asarray(np.memmap(path, dtype, mode="r"))

@@ -50,6 +50,23 @@ def sequence_losses(weights: Weights, tokens: np.ndarray, length: int, threads: 
         yield losses_of(decoder, rows, read[1:])
 
 
+def response_losses(
+    weights: Weights, rows: Sequence[np.ndarray], prompts: Sequence[int], length: int, threads: int = 0
+) -> Iterator[np.ndarray]:
+    """Yield an array per example with the nats of its tokens after the prompt.
+
+    rows     tokens of prompt and response, at most `length` and one more
+    prompts  lengths of the prompts
+
+    Shapes   each row (n,), n above its prompt's length -> (n - prompt,) float64
+    """
+    decoder = decoder_of(weights, 1, length, threads)
+    for row, prompt in zip(rows, prompts):
+        tokens = row.tolist()
+        read = [(0, position, token) for position, token in enumerate(tokens[:-1])]
+        yield losses_of(decoder, read, [-1] * (prompt - 1) + tokens[prompt:])
+
+
 def answers(
     weights: Weights, questions: Sequence[Question], context: int, threads: int = 0
 ) -> Iterator[tuple[bool, bool]]:

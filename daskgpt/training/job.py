@@ -25,7 +25,7 @@ from daskgpt.config.run import (
 )
 from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
-from daskgpt.data.text import STANDARD_LIBRARY
+from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
@@ -190,12 +190,13 @@ class Job:
         chunk, grain   of the steps, once they are chosen
         """
         data, run, encoding = self.data, self.run, self.tokens.encoding_name
-        source = data.data if data.data == STANDARD_LIBRARY else from_root(data.data)
+        sources = {"data": data.data, "validation_data": data.validation_data}
+        places = {name: path if path == STANDARD_LIBRARY else from_root(path) for name, path in sources.items()}
         dials = {"batch_chunk": chunk[0], "sequence_chunk": chunk[1], "grain": grain, "threads": scheduler.threads}
         dials |= {"scheduler": resolved_address(self.dataflow.scheduler), "precision": self.precision.name}
         return {
             "model": asdict(self.config),
-            "data": asdict(data) | {"data": source, "encoding": encoding, "order": self.order, "groups": self.groups},
+            "data": asdict(data) | places | {"encoding": encoding, "order": self.order, "groups": self.groups},
             "optimizer": asdict(self.optimizer),
             "local": asdict(self.local),
             "dataflow": asdict(self.dataflow) | dials,

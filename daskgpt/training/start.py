@@ -14,7 +14,8 @@ import numpy as np
 from daskgpt.config.errors import nearest, refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
-from daskgpt.data.dataset import Dataset, is_token_folder, is_token_source, load_dataset, load_prepared
+from daskgpt.data.dataset import Dataset, encoding_for, load_dataset
+from daskgpt.data.source import PREPARED, recognize
 from daskgpt.data.tokenizer import encoding_named, encoding_of, encoding_of_model, is_to_be_learned
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import short
@@ -142,7 +143,11 @@ class WarmStart:
         Errors   ValueError if the given encoding is not the model's
         """
         length = self.model.sequence_length or min(DataConfig().sequence_length, self.config.positions)
-        kept = {name: self.data[name] for name in ("data", "validation_fraction", "held_out") if name in self.data}
+        kept = {
+            name: self.data[name]
+            for name in ("data", "validation_data", "validation_fraction", "held_out")
+            if name in self.data
+        }
         chosen = DataConfig(**{"sequence_length": length} | kept | dict(given))
         return replace(chosen, encoding=self.encoding(chosen.encoding))
 
@@ -173,14 +178,23 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
 
     Errors       ValueError if the encoding is not that model's; as of load_dataset
     """
-    encoding = start.encoding(data.encoding) if start else data.encoding
-    if is_token_folder(data.data):
-        return load_prepared(data.data, "" if encoding == "auto" else encoding, data.sequences, data.sequence_length)
-    encoding = _named(encoding)
-    if encoding == "auto":
-        encoding = "gpt2" if is_token_source(data.data) else encoding_of(vocabulary)
-    share, part, length = data.validation_fraction, data.held_out, data.sequence_length
-    return load_dataset(data.data, encoding, validation_fraction=share, held_out=part, sequence_length=length)
+    source = recognize(data.data)
+    if data.validation_data:
+        recognize(data.validation_data)  # is refused before anything is read
+    wanted = start.encoding(data.encoding) if start else _named(data.encoding)
+    default = encoding_of(vocabulary)
+    encoding = encoding_for(source, None if wanted == "auto" else wanted, default)
+    dataset = load_dataset(
+        source,
+        encoding,
+        validation_data=data.validation_data,
+        validation_fraction=data.validation_fraction,
+        held_out=data.held_out,
+        sequence_length=data.sequence_length,
+    )
+    if source.kind == PREPARED:
+        dataset.checked("load_dataset", data.sequences, data.sequence_length)
+    return dataset
 
 
 def first_state(job: Job, start: WarmStart | None = None, parameters: Arrays | None = None) -> ResumeState:

@@ -1,0 +1,305 @@
+"""Tests of what a path holds: recognized by content, the same for training, evaluation and preparation."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_lines import SMALL
+from llmc_samples import write_tokens
+
+import daskgpt
+from daskgpt import evaluate, prepare, train
+from daskgpt.data.dataset import load_dataset, load_validation
+from daskgpt.data.pairs import read_pairs
+from daskgpt.data.source import recognize
+from daskgpt.data.text import read_text
+
+TEXT = "".join(f"Zeile {number}: ein Vogel säße im Baum, 日本 €\n" for number in range(900))
+PAIRS = [(f"{number} plus 1 is", f" {number + 1}.") for number in range(60)]
+
+
+def lines(records) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def pairs_as(prompt: str, response: str) -> list[dict[str, str]]:
+    return [{prompt: ask, response: answer} for ask, answer in PAIRS]
+
+
+def written(path: Path, content: str | bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def texts_of(source: str) -> list[str]:
+    return read_text(recognize(source))[0]
+
+
+# Characters and compression
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
+def test_texts_are_the_same_in_all_characters_and_packings(charset, pack, tmp_path):
+    source = written(tmp_path / "t.txt", pack(TEXT.encode(charset)))
+    assert texts_of(source) == [TEXT]
+    for name, form in (("l.jsonl", lines([{"text": TEXT}])), ("p.jsonl", lines(pairs_as("prompt", "response")))):
+        written(tmp_path / name, pack(form.encode(charset)))
+    assert texts_of(str(tmp_path / "l.jsonl")) == [TEXT]
+    assert read_pairs(recognize(str(tmp_path / "p.jsonl")))[0] == PAIRS
+
+
+@pytest.mark.parametrize("charset", ["utf-8-sig", "utf-16-le"])
+def test_preparation_reads_the_same_text(charset, tmp_path):
+    (tmp_path / "plain").mkdir()
+    for name, encoded in (("plain", TEXT.encode()), ("other", TEXT.encode(charset))):
+        source = written(tmp_path / name / "t.txt", encoded)
+        prepare.main([source, "--encoding", "bytes", "--out", str(tmp_path / f"{name}-tokens")])
+    plain, other = ((tmp_path / f"{name}-tokens" / "train_000000.bin").read_bytes() for name in ("plain", "other"))
+    assert plain == other
+
+
+def test_zstd_with_a_long_window(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=30, enable_ldm=True)
+    packer = zstandard.ZstdCompressor(compression_params=parameters)
+    with (tmp_path / "t.zst").open("wb") as file, packer.stream_writer(file, closefd=False) as stream:
+        stream.write(TEXT.encode())
+    assert texts_of(str(tmp_path / "t.zst")) == [TEXT]
+
+
+def test_a_file_that_is_cut_within_a_character(tmp_path):
+    """The first bytes that are looked at may end anywhere."""
+    for shift in range(4):
+        text = "a" * shift + "€" * 20_000
+        assert texts_of(written(tmp_path / "t.txt", text)) == [text]
+
+
+# Token files
+
+
+def test_ids_of_other_widths_are_read_as_they_are(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 50_000, 5000)
+    for dtype in ("<u2", "<u4", "<i4", "<i8", "<u8"):
+        path = tmp_path / f"{dtype[1:]}.bin"
+        ids.astype(dtype).tofile(path)
+        found = load_validation(recognize(str(path)), "gpt2").validation
+        np.testing.assert_array_equal(found, ids, err_msg=dtype)
+    with pytest.raises(ValueError, match=r"below the vocabulary; got id=.*path=.*u2.bin.*encoding"):
+        load_dataset(str(tmp_path / "u2.bin"), "bytes")
+
+
+def test_own_shards_have_the_encoding_of_their_manifest(tmp_path, capsys):
+    folder = tmp_path / "tokens"
+    prepare.main([written(tmp_path / "t.txt", TEXT), "--encoding", "bytes", "--out", str(folder)])
+    source = recognize(str(folder / "train_*.bin"))
+    assert (source.kind, source.encoding) == ("token ids", "bytes")
+    assert load_dataset(str(folder / "train_000000.bin")).encoding_name == "bytes"
+    with pytest.raises(ValueError, match="must be that of the tokens; got encoding=gpt2"):
+        load_dataset(str(folder / "train_000000.bin"), "gpt2")
+    write_tokens(tmp_path / "others.bin", np.arange(99))
+    shutil.copy(tmp_path / "others.bin", folder / "others.bin")
+    with pytest.raises(ValueError, match="of one encoding"):
+        recognize(str(folder / "*.bin"))
+
+
+# Pairs
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("pairs.JSONL", lines(pairs_as("prompt", "response"))),
+        ("pairs.ndjson", lines(pairs_as("prompt", "completion"))),
+        ("pairs.txt", lines(pairs_as("question", "answer"))),
+        ("pairs.json", json.dumps(pairs_as("prompt", "response"), indent=1)),
+        ("alpaca.json", json.dumps([row | {"input": ""} for row in pairs_as("instruction", "output")])),
+        ("pairs.csv", "prompt,response\r\n" + "".join(f'"{ask}",{answer}\r\n' for ask, answer in PAIRS)),
+        ("pairs.tsv", "\ufeffprompt\tresponse\n" + "".join(f"{ask}\t{answer}\n" for ask, answer in PAIRS)),
+        ("folder/a.jsonl", lines(pairs_as("prompt", "response"))),
+    ],
+)
+def test_pairs_are_recognized_by_content(name, content, tmp_path):
+    written(tmp_path / name, content)
+    source = recognize(str(tmp_path / name.split("/")[0]))
+    assert source.kind == "pairs"
+    assert read_pairs(source) == (PAIRS, [])
+    with pytest.raises(ValueError, match=r"prepare: the source must hold text; got .*holds pairs.*--preset finetune"):
+        prepare.main([str(tmp_path / name), "--out", str(tmp_path / "tokens")])
+
+
+def test_an_instruction_is_followed_by_its_input(tmp_path):
+    rows = [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Hi.", "output": "Ho."}]
+    pairs, _ = read_pairs(recognize(written(tmp_path / "a.jsonl", lines(rows))))
+    assert pairs == [("Add.\n1, 2", "3"), ("Hi.", "Ho.")]
+
+
+def test_parquet_holds_pairs_or_text(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(pairs_as("prompt", "response")), tmp_path / "pairs.parquet")
+    assert read_pairs(recognize(str(tmp_path / "pairs.parquet")))[0] == PAIRS
+    parquet.write_table(arrow.table({"text": ["one", "two"]}), tmp_path / "text.parquet")
+    assert texts_of(str(tmp_path / "text.parquet")) == ["one", "two"]
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "binary", "large_binary", "large_string", "string_view"])
+def test_preparation_reads_every_column_of_texts(kind, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"text {number % 70} of some" for number in range(200)]
+    column = arrow.array([text.encode() for text in texts] if "binary" in kind else texts)
+    column = column.dictionary_encode() if kind == "dictionary" else column.cast(getattr(arrow, kind)())
+    parquet.write_table(arrow.table({"text": column}), tmp_path / "a.parquet")
+    out = tmp_path / "tokens"
+    assert prepare.main([str(tmp_path / "a.parquet"), "--encoding", "bytes", "--out", str(out)]) == 0
+    dataset = load_dataset(str(out))
+    assert dataset.training.size + dataset.validation.size == sum(map(len, texts)) + len(texts)
+
+
+def test_pairs_that_cannot_be_learned_are_left_out_by_number(tmp_path):
+    content = lines(pairs_as("prompt", "response"))
+    content += '{"prompt": "a \\ud83d b", "response": "c"}\n{"prompt": "a", "response": ""}\n'
+    dataset = load_dataset(written(tmp_path / "a.jsonl", content), sequence_length=32)
+    assert "2 left out: empty or half a character (a.jsonl line 61)" in dataset.description
+
+
+# Folders, globs and pipes
+
+
+def test_what_is_left_out_of_a_folder_is_said(tmp_path):
+    for name in ("a.txt", "b.txt", "below/c.md"):
+        written(tmp_path / name, TEXT)
+    written(tmp_path / "latin.txt", "café".encode("latin-1"))
+    write_tokens(tmp_path / "train.bin", np.arange(99))
+    written(tmp_path / "pairs.jsonl", lines(pairs_as("prompt", "response")))
+    written(tmp_path / "below" / "photo.jpg", b"\xff\xd8\xff\xe0 and more")
+    description = load_dataset(str(tmp_path)).description
+    assert "7 files, 4 left out: below/photo.jpg is a JPEG image; latin.txt is not UTF-8 text (byte 3);" in description
+    assert "; and 1 more" in description
+
+
+def test_runs_and_prepared_tokens_below_a_folder_are_no_text(tmp_path):
+    written(tmp_path / "t.txt", TEXT)
+    train.main(["--data", str(tmp_path / "t.txt"), *SMALL, "--steps", "1", "--out", str(tmp_path / "run")])
+    prepare.main([str(tmp_path / "t.txt"), "--encoding", "bytes", "--out", str(tmp_path / "tokens")])
+    source = recognize(str(tmp_path))
+    assert [file.name for file in source.files] == ["t.txt"]
+    assert dict(source.left_out) == {"run": "is a run of daskgpt", "tokens": "is prepared tokens"}
+    for command in (train.main, lambda flags: evaluate.main([str(tmp_path / "run"), *flags])):
+        with pytest.raises(ValueError, match=r"a run of daskgpt.*Give the text"):
+            command(["--data", str(tmp_path / "run")])
+
+
+def test_a_manifest_of_another_program_does_not_make_tokens(tmp_path):
+    written(tmp_path / "manifest.json", '{"name": "a web page"}')
+    written(tmp_path / "t.txt", TEXT)
+    assert recognize(str(tmp_path)).kind == "text"
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(gzip.compress(TEXT.encode())))
+    writer.start()
+    assert texts_of(str(pipe)) == texts_of(str(pipe)) == [TEXT]
+    writer.join()
+
+
+# What is refused
+
+OTHERS = {
+    "a.pdf": (b"%PDF-1.7 ...", "a PDF document.*pdftotext"),
+    "a.docx": (b"PK\x03\x04 ...", "a Word document.*plain text"),
+    "a.zip": (b"PK\x03\x04 ...", "a zip archive.*Unpack"),
+    "a.tar.gz": (gzip.compress(bytes(257) + b"ustar" + bytes(300)), "tar archive.*Unpack"),
+    "a.npy": (b"\x93NUMPY\x01\0", "NumPy array.*tofile"),
+    "a.gguf": (b"GGUF\x03\0\0\0", "GGUF model.*--init"),
+    "a.pt": (b"\x80\x02}", "pickled Python objects"),
+    "a.arrow": (b"ARROW1\0\0", "Arrow file"),
+    "lfs.parquet": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS.*git lfs pull"),
+    "model.bin": (np.array([20240326, 3], "<i4").tobytes() + bytes(1016), "llm.c model.*--init"),
+    "latin.txt": ("café".encode("latin-1"), "not UTF-8 text .byte 3.*iconv"),
+    "chat.jsonl": (lines([{"messages": [{"role": "user", "content": "Hi"}]}]).encode(), "chats.*prompt and response"),
+    "share.json": (json.dumps([{"conversations": []}]).encode(), "chats"),
+    "other.jsonl": (
+        lines([{"title": "x", "body": "y"}]).encode(),
+        "without the field text; fields=title, body.*--field",
+    ),
+    "questions.jsonl": (lines([{"ctx": "a", "endings": ["b", "c"], "label": 0}]).encode(), "questions.*evaluate"),
+    "megatron.bin": (np.arange(99, dtype="<i4").tobytes(), "Megatron"),
+    "odd.bin": (bytes([7]) * 101, "2 bytes each"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_formats_are_named_with_what_helps(name, tmp_path):
+    content, keyword = OTHERS[name]
+    written(tmp_path / "megatron.idx", b"MMIDIDX\0\0" + bytes(32))
+    with pytest.raises(ValueError, match=keyword):
+        load_dataset(written(tmp_path / name, content))
+
+
+@pytest.mark.parametrize("source", ["", " ", "nowhere.txt", "*.none"])
+def test_nothing_is_no_source(source):
+    with pytest.raises((ValueError, FileNotFoundError), match="must be named|must exist|at least one file"):
+        recognize(source)
+
+
+# Evaluation, and data for validation
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "model.safetensors"
+    config = daskgpt.GPT2Config(blocks=1, heads=2, channels=16, vocabulary=257, positions=48)
+    daskgpt.save(path, config, daskgpt.initial_parameters(config, seed=1), encoding="bytes")
+    return path
+
+
+def evaluated(model, data, capsys, *flags) -> dict:
+    capsys.readouterr()
+    evaluate.main([str(model), "--data", str(data), "--json", *flags])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_source_of_training_is_evaluated(model, tmp_path, capsys):
+    written(tmp_path / "t.txt", TEXT)
+    prepare.main([str(tmp_path / "t.txt"), "--encoding", "bytes", "--out", str(tmp_path / "tokens")])
+    whole = evaluated(model, tmp_path / "tokens", capsys)
+    shards = evaluated(model, tmp_path / "tokens" / "val_*.bin", capsys)
+    assert whole | {"data": 0} == shards | {"data": 0}
+    assert whole["tokens"] == load_dataset(str(tmp_path / "tokens")).validation.size - 1
+
+
+def test_the_loss_of_pairs_is_that_of_their_responses(model, tmp_path, capsys):
+    path = written(tmp_path / "pairs.jsonl", lines(pairs_as("prompt", "response")))
+    flags = ["--data", path, "--validation-data", path, "--init", str(model), "--sequence-length", "48"]
+    flags += ["--batch-size", "4", "--validation-batches", "99", "--learning-rate", "0", "--final-learning-rate", "0"]
+    train.main([*flags, "--steps", "1", "--sample-tokens", "0", "--out", str(tmp_path / "run")])
+    said = capsys.readouterr().out
+    found = evaluated(model, path, capsys)
+    assert (found["pairs"], found["bytes"]) == (60, sum(len(answer) for _, answer in PAIRS))
+    assert f"validation {found['loss']:.3f}" in said
+    assert evaluated(model, path, capsys, "--limit", "7")["pairs"] == 7
+
+
+def test_validation_data_replaces_the_held_out_part(tmp_path):
+    text, other = written(tmp_path / "t.txt", TEXT), written(tmp_path / "other.txt", "something else, " * 50)
+    dataset = load_dataset(text, validation_data=other)
+    assert bytes(dataset.training[1:].tolist()) == TEXT.encode()
+    assert bytes(dataset.validation[1:].tolist()) == b"something else, " * 50
+    assert f"validation on {other}" in dataset.description
+    prepare.main([text, "--encoding", "bytes", "--out", str(tmp_path / "tokens")])
+    held = load_dataset(str(tmp_path / "tokens")).validation
+    mixed = load_dataset(text, validation_data=str(tmp_path / "tokens"))
+    np.testing.assert_array_equal(mixed.validation[:], held[:])
+    assert len({dataset.digest, mixed.digest, load_dataset(text).digest}) == 3
+    with pytest.raises(ValueError, match="both sources must be pairs, or none"):
+        load_dataset(text, validation_data=written(tmp_path / "p.jsonl", lines(pairs_as("prompt", "response"))))
