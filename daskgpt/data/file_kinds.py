@@ -20,10 +20,8 @@ from daskgpt.formats.stored_model import PICKLE_ENDINGS
 
 TOKEN_ENDING = ".bin"
 
-# Kinds of files and sources. Those of a mixed folder are preferred in this order.
-TEXT, PAIRS, TOKENS, QUESTIONS, PREPARED = "text", "pairs", "token ids", "questions", "prepared tokens"
-KINDS = (TEXT, PAIRS, TOKENS, QUESTIONS)
-TRAINING = (TEXT, PAIRS, TOKENS, PREPARED)
+# Kinds of files. Of those in a folder, the first kind is taken.
+KINDS = TEXT, PAIRS, TOKENS, QUESTIONS = "text", "pairs", "token ids", "questions"
 _RECORD_ENDINGS = {".jsonl", ".ndjson"}
 
 LOOKED_AT = 2**14  # first bytes of a file; more only if its first record is longer
@@ -67,11 +65,7 @@ _OTHERS = (
     (b"GIF8", "a GIF image", "Give text."),
     (b"SQLite format 3\0", "an SQLite database", _CONVERT),
     (b"\x89HDF", "an HDF5 file", _CONVERT),
-    (
-        b"\x93NUMPY",
-        "a NumPy array",
-        "Write its ids as they are: array.astype('<u2').tofile('ids.bin').",
-    ),
+    (b"\x93NUMPY", "a NumPy array", "Write its ids alone: array.astype('<u2').tofile('ids.bin')."),
     (b"ARROW1", "an Arrow file", _CONVERT),
     (b"\xff\xff\xff\xff", "an Arrow stream", _CONVERT),
     (b"Obj\x01", "an Avro file", _CONVERT),
@@ -135,9 +129,7 @@ def _looked(file: File, start: bytes, accepted: Collection[str], field: str, whe
     if not charset and (lenient and 0 not in start):
         charset = "utf-8"
     if not charset:
-        advice = (
-            "Convert it, as by iconv -f latin1 -t UTF-8, or see daskgpt prepare --undecodable; token files end in .bin."
-        )
+        advice = "Convert it, as by iconv -f latin1 -t UTF-8, or see prepare --undecodable; token files end in .bin."
         return replace(file, reason=f"is not UTF-8 text (byte {_first_wrong(start):,})", advice=advice)
     file = replace(file, charset=charset)
     if not start.strip():
@@ -192,25 +184,21 @@ def _first_record(file: File, start: bytes) -> tuple[str, tuple[str, ...]]:
     form = {"{": LINES, "[": ARRAY}.get(text[:1])
     if form is None:
         return _first_row(text)
-    size = len(start)
-    while True:
-        try:
-            found, end = json.JSONDecoder().raw_decode(text[form == ARRAY :].lstrip())
-            break
-        except (ValueError, RecursionError):
-            if size < LOOKED_AT or size >= LONGEST_RECORD:  # not JSON, or not all of it
-                return DOCUMENT, ()
-        size *= 8
-        begun = len(start)
-        start = _beginning(Path(file.path), file.packing, size)
-        text = start.decode(file.charset, "ignore").lstrip()
-        if len(start) == begun:
+    text = text[form == ARRAY :].lstrip()
+    try:
+        record, end = json.JSONDecoder().raw_decode(text)
+    except RecursionError:
+        return DOCUMENT, ()
+    except json.JSONDecodeError as error:
+        cut = error.msg.startswith("Unterminated") or error.pos >= len(text.rstrip()) - 1
+        size = 8 * len(start)
+        if not cut or len(start) < LOOKED_AT or size > LONGEST_RECORD:
             return DOCUMENT, ()
-    if not isinstance(found, dict):
-        return DOCUMENT, ()
-    if form == LINES and "\n" in text[:end].rstrip():  # one object over several lines is text
-        return DOCUMENT, ()
-    return form, tuple(map(str, found))
+        longer = _beginning(Path(file.path), file.packing, size)
+        return _first_record(file, longer) if len(longer) > len(start) else (DOCUMENT, ())
+    # One object over several lines is text.
+    several = form == LINES and "\n" in text[:end]
+    return (DOCUMENT, ()) if several or not isinstance(record, dict) else (form, tuple(record))
 
 
 def _first_row(text: str) -> tuple[str, tuple[str, ...]]:
@@ -275,7 +263,8 @@ def _other(file: File, start: bytes) -> File | None:
         pickled = Path(file.name).suffix.lower() in (*PICKLE_ENDINGS, ".bin")
         what = what or ("pickled Python objects, which are not opened" if pickled else "a zip archive")
         return replace(file, reason=f"is {what}", advice=_UNPACK if what == "a zip archive" else EXPORT)
-    pickled = len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
+    # After the protocol, a pickle has one of few instructions; ids may begin with these two bytes, too.
+    pickled = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] in b"\x95}](cXqK\x8a"
     if pickled or Path(file.name).suffix in PICKLE_ENDINGS:
         advice = "Give the text that it was made from."
         return replace(file, reason="holds pickled Python objects, which are not opened", advice=advice)
