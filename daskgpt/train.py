@@ -28,7 +28,7 @@ from daskgpt.profiling.recorder import (
     require_shared_steps,
 )
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.checkpoint import BEST, step_of
+from daskgpt.training.checkpoint import BEST, pointed, step_of
 from daskgpt.training.job import HORIZONS, Job, one_horizon, require_memory
 from daskgpt.training.run_folder import RunFolder, new_folder
 from daskgpt.training.start import SECTIONS, Resumed, WarmStart, changeable, first_state, may_not_change, open_dataset
@@ -155,7 +155,7 @@ def report(job: Job, result: Result, seconds: float) -> None:
         folder = str(result.checkpoint.parent)
         print(f"run written to {folder}")
         best = result.checkpoint.parent / BEST
-        if best.is_symlink() and (step := step_of(best.readlink())) != step_of(result.checkpoint):
+        if (lowest := pointed(best)) and (step := step_of(lowest)) != step_of(result.checkpoint):
             print(f"the lowest validation loss was after {step:,} steps: {best}")
         if result.stopped:
             print(f"continue with: {called('train')} --resume {shlex.quote(folder)}")

@@ -1,15 +1,21 @@
 """Tests of the decorator of the kernels: signatures, one compilation a dtype, the cache on disk."""
 
+import errno
 import importlib
+import os
+import pickle
 import sys
+import tempfile
 from pathlib import Path
 
 import numba
 import numpy as np
 import pytest
+from full_disk import full_disk
+from numba.core.caching import IndexDataCacheFile
 from numba.core.registry import cpu_target
 
-from daskgpt.kernels import compilation, numba_internals
+from daskgpt.kernels import cache, compilation, numba_internals
 from daskgpt.kernels.compilation import KERNELS, Kernel, all_cached, compile_all, compile_later
 
 SIGNATURE = "r1 i1 f n w1"
@@ -77,14 +83,14 @@ def test_cache_is_reused_and_stale_code_removed(weighted, monkeypatch):
     assert all(again.is_cached(kind) for kind in "fd")
     loaded = again.compile("f")
     assert loaded.stats.cache_hits[loaded.signatures[0]] == 1
-    cache = Path(loaded.stats.cache_path)
-    before = {path.name for path in cache.glob("weighted_module.*.nb?")}
+    folder = Path(loaded.stats.cache_path)
+    before = {path.name for path in folder.glob("weighted_module.*.nb?")}
     assert len(before) == 4  # an index and the code for each dtype
     monkeypatch.setattr(compilation, "_source_fingerprint", lambda module: "changed0")
     newer = Kernel(weighted.function, SIGNATURE)
     assert not newer.is_cached("f")
     newer.compile("f")
-    after = {path.name for path in cache.glob("weighted_module.*.nb?")}
+    after = {path.name for path in folder.glob("weighted_module.*.nb?")}
     assert before - after == {name for name in before if "float32" in name}
     assert len(after - before) == sum("changed0" in name for name in after) == 2
 
@@ -178,3 +184,121 @@ def test_included_functions_compute_the_same_in_both_ways(known, monkeypatch):
     exact = x.astype("f8")  # of what a number without a dtype takes part in
     assert np.array_equal(y, ((exact * 2 + 1) - (exact * 3 + 1)).astype("f4"))
     assert len(names["scaled"].signatures) == (1 if known else 2)
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "truncated": truncated,
+    "flipped": flipped,
+    "empty": lambda path: path.write_bytes(b""),
+    "random": lambda path: path.write_bytes(np.random.default_rng(0).bytes(5000)),
+    "another version's": lambda path: path.write_bytes(pickle.dumps("0.1.0") + path.read_bytes()),
+    "another kernel's": lambda path: path.write_bytes(next(path.parent.glob(f"*large*{path.suffix}")).read_bytes()),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("ending", [".nbi", ".nbc"])
+def test_damaged_files_of_the_cache_are_removed_and_made_again(damage, ending, weighted):
+    sys.modules["weighted_module"].large.compile("f")
+    folder = Path(weighted.compile("f").stats.cache_path)
+    (path,) = folder.glob(f"weighted_module.weighted*{ending}")
+    DAMAGES[damage](path)
+    again = Kernel(weighted.function, SIGNATURE)
+    assert not again.is_cached("f")
+    assert not list(folder.glob("weighted_module.weighted*"))
+    x, y = np.arange(3, dtype="f"), np.empty(3, "f")
+    again(x, ORDER, 3.0, 1, y)
+    assert y.tolist() == [7, 1, 4]
+    loaded = Kernel(weighted.function, SIGNATURE).compile("f")
+    assert loaded.stats.cache_hits[loaded.signatures[0]] == 1
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A process that has not kept a kernel yet, and a folder for temporary files."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    fresh = cache.Place()
+    monkeypatch.setattr(compilation, "PLACE", fresh)
+    cache.problem_of.cache_clear()
+    return fresh
+
+
+@pytest.fixture
+def unwritable(place, monkeypatch):
+    """Numba writes to no folder that the environment does not name."""
+    monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "UserProvidedCacheLocator")
+    monkeypatch.setenv("NUMBA_CACHE_LOCATOR_CLASSES", "UserProvidedCacheLocator")
+    return place
+
+
+def test_without_a_folder_processes_share_a_temporary_one(weighted, unwritable, monkeypatch):
+    large = sys.modules["weighted_module"].large
+    monkeypatch.setattr(compilation, "_all_kernels", lambda: [weighted, large])
+    assert not all_cached(np.float32)
+    compile_all(np.float32, processes=2)
+    loaded = [bool(each.compile("f").stats.cache_hits) for each in (weighted, large)]
+    assert loaded == [True, False]
+    assert Path(unwritable.folder).stat().st_mode & 0o777 == 0o700
+    assert Kernel(weighted.function, SIGNATURE).is_cached("f")
+    line = unwritable.told(2.5)
+    assert unwritable.folder in line
+    assert "no folder can be written); compiling and loading them took 2.5 s" in line
+    assert unwritable.told(2.5) == "", "it is said once"
+
+
+@pytest.mark.parametrize("why", ["no temporary folder", "another user's"])
+def test_kernels_that_cannot_be_kept_are_compiled_once(why, weighted, unwritable, monkeypatch):
+    if why == "another user's":
+        folder = Path(tempfile.gettempdir()) / f"daskgpt-kernels-{os.getuid()}"
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    monkeypatch.setattr(compilation, "_all_kernels", lambda: [weighted])
+    monkeypatch.setattr(compilation, "_start_compiling", lambda *_: pytest.fail("what it compiles cannot be kept"))
+    compile_all(np.float64, processes=2)
+    weighted.use = "decoding"
+    compile_later(np.float32, {"decoding"})
+    assert "are compiled at each start" in unwritable.told(1)
+
+
+def test_a_full_folder_is_left_for_another(weighted, place, monkeypatch):
+    """One file fits, and then none; that there is no room is noticed before kernels are compiled, or by the first."""
+    full = Path(weighted._dispatcher("f").stats.cache_path)
+    save = IndexDataCacheFile.save
+
+    def no_room(self, key, data):
+        if self._cache_path == str(full):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(self, key, data)
+
+    monkeypatch.setattr(IndexDataCacheFile, "save", no_room)
+    weighted.compile("f")
+    weighted.compile("d")
+    assert place.reason == f"{full}: No space left on device"
+    assert [Path(weighted.compile(kind).stats.cache_path).is_relative_to(place.folder) for kind in "fd"] == [
+        False,
+        True,
+    ]
+    with full_disk(1000):
+        assert cache.problem_of.__wrapped__(str(full)) == f"{full}: File too large"
+
+
+def test_settings_of_numba_have_their_own_files(weighted, monkeypatch):
+    weighted.compile("f")
+    monkeypatch.setattr(numba.config, "BOUNDSCHECK", 1)
+    monkeypatch.setattr(compilation, "_machine_fingerprint", compilation._machine_fingerprint.__wrapped__)
+    assert not Kernel(weighted.function, SIGNATURE).is_cached("f")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any, TypeVar
+
+import daskgpt
 
 E = TypeVar("E", bound=Exception)
 
@@ -26,6 +29,20 @@ def require(
     """Raise a `refusal` with these arguments unless `holds`."""
     if not holds:
         raise refusal(kind, where, rule, got, advice)
+
+
+def require_in_imports(holds: bool, rule: str, got: Mapping[str, Any], advice: str) -> None:
+    """Raise RuntimeError unless `holds`, while modules are imported.
+
+    A command has not begun then, and nothing could catch the error: its line is printed, and the process exits with 2.
+    """
+    try:
+        require(holds, "daskgpt", rule, got, advice, RuntimeError)
+    except RuntimeError as error:
+        if not daskgpt.IS_COMMAND:
+            raise
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 def require_known(name: str, known: Collection[str], where: str, what: str) -> None:

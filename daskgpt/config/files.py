@@ -18,6 +18,27 @@ from daskgpt.config.errors import refusal, require
 
 T = TypeVar("T")
 
+LOCKS = Path("/proc/locks")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# How file systems of networks, drives and user programs answer a call that they lack.
+LACKING = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.ENOTTY, errno.EBADF, errno.EISDIR)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+ADVICE = {
+    NO_ROOM: "Free space there, or name another place.",
+    FORBIDDEN: "Its permissions or its mount forbid that: change them, or name another place.",
+    (errno.ENAMETOOLONG,): "Give it a shorter name.",
+    (errno.EMFILE, errno.ENFILE): "Raise the limit of open files (ulimit -n).",
+    LACKING: "Its file system lacks what that needs: name a place on another one.",
+}
+
+
+def advice_on(error: Exception) -> str:
+    """Return what helps against an error of writing, by its number."""
+    number = getattr(error, "errno", None)
+    return next(
+        (text for numbers, text in ADVICE.items() if number in numbers), "Check the disk, or name another place."
+    )
+
 
 def check_writable(path: str | os.PathLike[str], where: str, name: str) -> None:
     """Check that a file can be written, before anything is computed.
@@ -28,9 +49,11 @@ def check_writable(path: str | os.PathLike[str], where: str, name: str) -> None:
     """
     target = Path(path).absolute()
     place = target if target.exists() else target.parent
+    advice = f"Make {target.parent} first, or name another file."
+    if place.exists():
+        advice = "It is a folder: add a file name." if target.is_dir() else ADVICE[FORBIDDEN]
     fine = target.parent.is_dir() and not target.is_dir() and os.access(place, os.W_OK)
-    rule, advice = f"{name} must name a file that can be written", f"Make {target.parent} first, or name another file."
-    require(fine, where, rule, {name: path}, advice)
+    require(fine, where, f"{name} must name a file that can be written", {name: path}, advice)
 
 
 @contextmanager
@@ -43,12 +66,12 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
              (no room, no permission), with the path and the reason
     """
     require(not Path(path).is_dir(), where, "path must name a file", {"path": path}, "It is a folder: add a file name.")
-    with _temporary(path, where) as temporary:
+    with temporary_beside(path, where) as temporary:
         with open(temporary, "xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+            sync(file.fileno())
+        rename(temporary, Path(path))
 
 
 @contextmanager
@@ -63,16 +86,18 @@ def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
     target = Path(path)
     free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
     require(free, where, "the folder must be new, or empty", {"path": path}, "Nothing is overwritten: name another.")
-    with _temporary(path, where) as temporary:
+    with temporary_beside(path, where) as temporary:
         temporary.mkdir()
         yield temporary
         sync_folder(temporary)
-        os.rename(temporary, target)
+        if target.exists():  # empty; not every file system renames over it
+            target.rmdir()
+        rename(temporary, target)
         sync_folder(target.parent)
 
 
 @contextmanager
-def _temporary(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
+def temporary_beside(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
     """Yield a temporary name in the folder of a path; what has it is removed after an error."""
     target = Path(path)
     rule, advice = "the folder must exist", f"Make {target.parent} first."
@@ -82,10 +107,7 @@ def _temporary(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
         with written(path, where):
             yield temporary
     except BaseException:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        remove(temporary)
         raise
 
 
@@ -97,8 +119,8 @@ def written(path: str | os.PathLike[str], where: str) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # it has this form already
             raise
-        got, advice = f"path={path} ({error.strerror or error})", "Free space there, or name another place."
-        raise refusal(type(error), where, "all of the file must be written", got, advice) from error
+        got = f"path={path} ({error.strerror or error})"
+        raise refusal(type(error), where, "all of the file must be written", got, advice_on(error)) from error
 
 
 def write_hashed(file: BinaryIO, parts: Iterable[memoryview]) -> str:
@@ -122,7 +144,8 @@ def write_hashed(file: BinaryIO, parts: Iterable[memoryview]) -> str:
             file.write(part)
             file.flush()
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), position, part.nbytes, os.POSIX_FADV_DONTNEED)
+                with suppress(OSError):  # it only serves speed
+                    os.posix_fadvise(file.fileno(), position, part.nbytes, os.POSIX_FADV_DONTNEED)
             position += part.nbytes
     return digest.hexdigest()
 
@@ -153,7 +176,7 @@ def open_no_link(path: Path, mode: str) -> BinaryIO:
 def locked(path: Path, where: str, rule: str) -> BinaryIO:
     """Lock a file, which is made if it is missing, until it is closed or this process ends; return it.
 
-    It holds the number of this process. On a file system without locks nothing is locked.
+    The file is empty, so that folders can be compared. On a file system without locks nothing is locked.
 
     where, rule   of the error
 
@@ -163,17 +186,25 @@ def locked(path: Path, where: str, rule: str) -> BinaryIO:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
-        holder = file.read(20).decode(errors="replace").strip()
+        got = {"folder": path.parent, "process": _holder(file)}
         file.close()
-        got = {"folder": path.parent, "process": holder or "unknown"}
         raise refusal(RuntimeError, where, rule, got, "Wait for its end, or stop it.") from None
     except OSError:
         return file  # the file system has no locks
-    with suppress(OSError):  # the number only serves the message above
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n".encode())
+    with suppress(OSError):
+        file.truncate(0)  # older versions wrote the number of the process
     return file
+
+
+def _holder(file: BinaryIO) -> str:
+    """Return the number of the process that has locked a file, as Linux lists it; "unknown" for another machine's."""
+    inode = str(os.fstat(file.fileno()).st_ino)
+    with suppress(OSError):
+        for line in LOCKS.read_text().splitlines():
+            words = line.split()  # number: FLOCK ADVISORY WRITE process device:inode first last
+            if words[1] == "FLOCK" and words[5].rpartition(":")[2] == inode:
+                return words[4]
+    return "unknown"
 
 
 def set_aside(path: Path, what: str) -> None:
@@ -183,14 +214,79 @@ def set_aside(path: Path, what: str) -> None:
         number += 1
         aside = path.with_name(f"{path.name}.{what}-{number}")
         if not aside.exists():
-            os.rename(path, aside)
+            rename(path, aside)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file, a link or a folder another name; a file or link of that name is replaced.
+
+    What the file system cannot rename (a folder across the layers of a container, a file that is mounted alone) or not
+    over another file is copied, flushed to the disk, and removed.
+
+    Errors   OSError; the source stays then
+    """
+    try:
+        os.replace(source, target)
+    except OSError as error:
+        is_folder = target.is_dir() and not target.is_symlink()
+        if error.errno in (*NO_ROOM, errno.EIO, errno.ESTALE) or is_folder or not os.path.lexists(source):
+            raise
+        remove(target)
+        try:
+            os.replace(source, target)
+        except OSError:
+            _copy(source, target)
+            remove(source)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file, a link or a folder, and flush it to the disk; nothing of it is left after an error."""
+    try:
+        if source.is_symlink():
+            os.symlink(os.readlink(source), target)
+        elif source.is_dir():
+            target.mkdir()
+            for path in sorted(source.iterdir()):
+                _copy(path, target / path.name)
+            sync_folder(target)
+        else:
+            shutil.copyfile(source, target)
+            with open(target, "rb+") as file:
+                sync(file.fileno())
+    except BaseException:
+        remove(target)
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with what it holds, as far as the system lets it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def sync(descriptor: int) -> None:
+    """Flush an open file to the disk, where its file system can.
+
+    Errors   OSError if there is no room, or the disk fails
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (*LACKING, *FORBIDDEN):
+            raise
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
     """Flush the names in a folder to the disk, so that renamed and removed files survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:  # it may be written but not read, or the system opens no folders
+        return
+    try:
+        sync(descriptor)
     finally:
         os.close(descriptor)
 

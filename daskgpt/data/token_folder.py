@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import digest_of, locked, replacing, sync_folder, written
+from daskgpt.config.files import digest_of, locked, replacing, sync, sync_folder, written
 from daskgpt.formats.llmc import HEADER_BYTES, TOKENS, header_of
 from daskgpt.formats.vocabulary import is_learned, read_vocabulary
 
@@ -233,7 +232,7 @@ class FolderWriter:
         for name, part in self.parts.items():
             if part.begun:
                 with self._current(name).open("rb") as file:
-                    os.fsync(file.fileno())
+                    sync(file.fileno())
         sync_folder(self.folder)
         known: dict[str, Any] = {"decides": self.decides, "blocks": self.blocks, "last": self.last}
         known |= {"skipped": self.skipped, **{name: asdict(part) for name, part in self.parts.items()}}
@@ -292,7 +291,7 @@ class FolderWriter:
             file.truncate(HEADER_BYTES + 2 * part.begun)
             file.write(header_of(TOKENS, 1, part.begun))
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         part.shards.append(Shard(path.name, part.begun, digest))

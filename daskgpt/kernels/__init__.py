@@ -16,4 +16,21 @@ Each of these knows only what comes after it:
     totals               totals of groups that are added in a fixed tree
     simd/                code on several numbers at a time, and on memory by its address
     compilation          how a kernel is compiled, once a dtype, and cached on disk
+    cache                the folder of compiled kernels, and the check of its files
 """
+
+import os
+
+from daskgpt.config.errors import require_in_imports
+
+_got: dict[str, object] = {}
+try:
+    import numba
+
+    if numba.config.DISABLE_JIT:
+        _got = {"NUMBA_DISABLE_JIT": numba.config.DISABLE_JIT}
+except (ImportError, ValueError) as error:  # of versions that do not fit each other, or of another variable
+    _variables = {name: value for name, value in os.environ.items() if name.startswith("NUMBA_")}
+    _got = {type(error).__name__: str(error).partition("\n")[0].rstrip("."), **_variables}
+_advice = "Unset the variable, or install numba and numpy again."
+require_in_imports(not _got, "Numba must compile kernels", _got, _advice)

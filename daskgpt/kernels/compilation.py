@@ -28,6 +28,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from daskgpt.config.errors import refusal
+from daskgpt.kernels.cache import PLACE, is_sealed, problem_of, seal
 from daskgpt.kernels.numba_internals import optimized_once, without_literals
 
 # No fastmath: an operation is rounded as it is written, whatever compiler, processor or place in a loop. What is to be
@@ -37,8 +38,13 @@ _FLOATS = {"f": numba.float32, "d": numba.float64}
 _ELEMENTS = {"i": numba.int32, "h": numba.uint16, "l": numba.int64, "s": numba.float32}
 _ANY = "any"
 
+# Settings of Numba, from its environment variables, that change code but not the keys of its cache.
+_CODE_SETTINGS = ("OPT", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "ENABLE_AVX")
+
 # Kernels that only `--precision bfloat16` needs; they take as long to compile as all others together.
 _BFLOAT16 = "daskgpt.kernels.bfloat16."
+
+_PYTHON = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"  # in the names of Numba's files
 
 _IMPORT = re.compile(rb"^from (daskgpt\.kernels[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 
@@ -97,8 +103,9 @@ def numba_type(word: str, real: Any = None) -> Any:
 
 @functools.cache
 def _machine_fingerprint() -> str:
-    # What Numba compiles for: its environment variables can name another processor than this one.
-    text = f"{numba.__version__} {cpu_target.target_context.codegen().magic_tuple()}"
+    # What Numba compiles for: its environment variables can name another processor than this one, or slower code.
+    settings = [getattr(numba.config, name, None) for name in _CODE_SETTINGS]
+    text = f"{numba.__version__} {cpu_target.target_context.codegen().magic_tuple()} {settings}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -167,13 +174,19 @@ class Kernel:
             if process := self._processes.pop(kind, None):
                 process.wait()
             dispatcher = self._dispatcher(kind)
-            with optimized_once():
-                dispatcher.compile(tuple(numba_type(word, _FLOATS.get(kind)) for word in self.words))
+            try:
+                with optimized_once():
+                    dispatcher.compile(tuple(numba_type(word, _FLOATS.get(kind)) for word in self.words))
+                stats = dispatcher.stats
+                if stats.cache_misses and stats.cache_path is not None:
+                    seal(self._files(kind, stats.cache_path))
+                    self._remove_outdated(kind, Path(stats.cache_path))
+            except OSError as error:
+                if not dispatcher.signatures:
+                    raise
+                PLACE.move(f"{dispatcher.stats.cache_path}: {error.strerror}")  # it is compiled, but not kept
             dispatcher.disable_compile()
             self._compiled[kind] = dispatcher
-            stats = dispatcher.stats
-            if stats.cache_misses and stats.cache_path is not None:
-                self._remove_outdated(kind, Path(stats.cache_path))
         return dispatcher
 
     def address(self, kind: str = _ANY) -> int:
@@ -183,11 +196,24 @@ class Kernel:
         return int(result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name))
 
     def is_cached(self, kind: str) -> bool:
-        """Return whether the cache on disk lists this version; nothing is compiled."""
-        if kind in self._compiled:
+        """Return whether the cache on disk has this version; nothing is compiled."""
+        return kind in self._compiled or self._is_kept(kind, self._dispatcher(kind).stats.cache_path)
+
+    def _is_kept(self, kind: str, folder: str | None) -> bool:
+        """Return whether a folder has this version, undamaged; otherwise what is left of it is removed.
+
+        Errors   OSError if the system refuses
+        """
+        files = self._files(kind, folder) if folder else []
+        if {path.suffix for path in files} == {".nbi", ".nbc"} and all(map(is_sealed, files)):
             return True
-        folder = self._dispatcher(kind).stats.cache_path
-        return folder is not None and any(Path(folder).glob(f"*.{self._variant(kind)}-*.nbi"))
+        for path in files:
+            path.unlink(missing_ok=True)
+        return False
+
+    def _files(self, kind: str, folder: str) -> list[Path]:
+        """Return the files in which Numba keeps a version for this Python: an index, and the code."""
+        return list(Path(folder).glob(f"*.{self._variant(kind)}-*.{_PYTHON}.*nb[ci]"))
 
     def _stem(self, kind: str) -> str:
         dtype = _ANY if kind == _ANY else np.dtype(kind).name
@@ -202,10 +228,21 @@ class Kernel:
             raise refusal(TypeError, self.name, rule, got, "Convert them first.")
         copy = types.FunctionType(self.function.__code__, self.function.__globals__, self._variant(kind))
         copy.__qualname__, copy.__module__ = copy.__name__, self.function.__module__
-        try:
-            return numba.njit(**_OPTIONS, cache=True)(copy)
-        except RuntimeError:  # no folder can be written: every process compiles for itself
-            return numba.njit(**_OPTIONS)(copy)
+        has_source = os.path.exists(copy.__code__.co_filename)
+        while has_source and PLACE.folder is not None:
+            try:
+                with PLACE.chosen():
+                    dispatcher = numba.njit(**_OPTIONS, cache=True)(copy)
+                folder = dispatcher.stats.cache_path
+                problem = "" if self._is_kept(kind, folder) else problem_of(folder)
+            except RuntimeError:
+                problem = "no folder can be written"
+            except OSError as error:
+                problem = f"{error.filename}: {error.strerror}"
+            if not problem:
+                return dispatcher
+            PLACE.move(problem)
+        return numba.njit(**_OPTIONS)(copy)
 
     def _remove_outdated(self, kind: str, folder: Path) -> None:
         """Remove this machine's code of older source; a process that still runs it has it in memory."""
@@ -263,7 +300,7 @@ def compile_all(
     """
     wanted = _wanted(bfloat16, uses)
     missing = [each for each in wanted if not each.is_cached(each.kind_of(dtype))]
-    own, *others = _shares(missing, processes)
+    own, *others = _shares(missing, processes if PLACE.folder is not None else 1)
     started = [_start_compiling(share, dtype) for share in others if share]
     try:
         for each in own:
@@ -295,7 +332,8 @@ def _shares(kernels: Iterable[Kernel], count: int) -> list[list[Kernel]]:
 def compile_later(dtype: Any, uses: Container[str]) -> None:
     """Compile the kernels of some uses in another process while a core is idle; a first call waits for its end."""
     needed = (each for each in _all_kernels() if each.use in uses)
-    if missing := [each for each in needed if not each.is_cached(each.kind_of(dtype))]:
+    missing = [each for each in needed if not each.is_cached(each.kind_of(dtype))]
+    if missing and PLACE.folder is not None:
         _start_compiling(missing, dtype, priority=19)
 
 
@@ -308,7 +346,7 @@ def _start_compiling(kernels: Sequence[Kernel], dtype: Any, priority: int = 0) -
     arguments = [np.dtype(dtype).char, str(priority), *(each.name for each in kernels)]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | PLACE.environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,  # an error comes again where the kernel is called
@@ -323,7 +361,7 @@ def _start_compiling(kernels: Sequence[Kernel], dtype: Any, priority: int = 0) -
 def _compile_named() -> None:
     """Compile the kernels that the arguments of this process name."""
     dtype, priority, *names = sys.argv[1:]
-    if hasattr(os, "nice"):
+    with contextlib.suppress(OSError):  # some containers forbid it
         os.nice(int(priority))
     for name in names:
         importlib.import_module(name.rpartition(".")[0])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import os
 import shlex
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import check_writable, written
+from daskgpt.config.files import check_writable, sync, written
 from daskgpt.config.rich import text_table
 from daskgpt.kernels.simd.lanes import features
 from daskgpt.schedulers import machine
@@ -276,14 +276,15 @@ def append_records(path: str | Path, records: Iterable[Record]) -> None:
     """
     text = b"".join(record.line() for record in records)
     with written(path, WHERE), open(path, "ab+", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         read_records(path)
         end = len(_whole(Path(path).read_bytes()))
         file.truncate(end)
         try:
             while text:
                 text = text[file.write(text) :]
-            os.fsync(file.fileno())
+            sync(file.fileno())
         except BaseException:
             file.truncate(end)
             raise

@@ -7,6 +7,7 @@
     RUN/latest -> step-00001000
     RUN/best -> step-00000500                the checkpoint with the lowest validation loss
 
+`latest` and `best` are links; on a file system without links, text files with the name of the checkpoint.
 A checkpoint is written under a temporary name, flushed to the disk and renamed: a kill at any moment leaves the
 checkpoint before it intact.
 """
@@ -19,7 +20,6 @@ import math
 import os
 import re
 import secrets
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,16 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import appearing, digest_of, replacing, set_aside, sync_folder
+from daskgpt.config.files import (
+    appearing,
+    digest_of,
+    remove,
+    rename,
+    replacing,
+    set_aside,
+    sync_folder,
+    temporary_beside,
+)
 from daskgpt.config.model import GPT2Config
 from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model
 from daskgpt.formats.huggingface import MODEL as MODEL_FILE
@@ -74,7 +83,7 @@ def step_folder(run: Path, step: int) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a path is a checkpoint: `step-...`, `latest`, `best`, or a copy with another name."""
-    return (path / STATE).is_file()
+    return (followed(path) / STATE).is_file()
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -91,7 +100,7 @@ def step_of(folder: Path) -> int:
 def write_checkpoint(
     run: Path, checkpoint: Checkpoint, note: Callable[[Mapping[str, Any]], None] = lambda state: None
 ) -> Path:
-    """Write a checkpoint of a run and point `latest` to it; return its folder.
+    """Write a checkpoint of a run; return its folder.
 
     note     called with the entries of state.json when the checkpoint is complete, but has no final name yet
 
@@ -111,22 +120,40 @@ def write_checkpoint(
         with replacing(folder / STATE, "write_checkpoint") as file:
             file.write(json.dumps(state | {DIGEST: digest_of(state)}, indent=1).encode() + b"\n")
         note(state)
-    point(run / LATEST, target.name)
     return target
 
 
 def point(link: Path, name: str) -> None:
-    """Point a link in a run folder to a checkpoint. At any moment it points to this one or to the one before."""
-    temporary = link.with_name(f".{link.name}.{_unique()}.tmp")
-    os.symlink(name, temporary)
+    """Point `latest` or `best` to a checkpoint. At any moment it points to this one or to the one before.
+
+    Errors   OSError if the system refuses
+    """
     if link.is_dir() and not link.is_symlink():  # the run folder was copied by a program that follows links
         set_aside(link, "copy")
-    os.replace(temporary, link)
-    sync_folder(link.parent)
+    with temporary_beside(link, "write_checkpoint") as temporary:
+        try:
+            os.symlink(name, temporary)
+        except OSError:  # the file system has no links
+            temporary.write_text(f"{name}\n")
+        rename(temporary, link)
+        sync_folder(link.parent)
 
 
-def _unique() -> str:
-    return f"{os.getpid()}-{secrets.token_hex(4)}"
+def pointed(link: Path) -> Path | None:
+    """Return the checkpoint that `latest` or `best` points to, as a link or as a text file; None without one."""
+    try:
+        name = os.readlink(link) if link.is_symlink() else link.open("rb").read(32).decode("ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return link.with_name(name) if STEP.fullmatch(name) else None
+
+
+def followed(path: Path) -> Path:
+    """Return a checkpoint, or a file in one, by the checkpoint's own name if `latest` or `best` is a text file."""
+    for link in (path, path.parent):
+        if link.name in (LATEST, BEST) and link.is_file() and (checkpoint := pointed(link)):
+            return checkpoint / path.relative_to(link)
+    return path
 
 
 def tidy(run: Path, step: int) -> None:
@@ -136,10 +163,7 @@ def tidy(run: Path, step: int) -> None:
     must not be deleted.
     """
     for path in run.glob(".*.tmp"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        remove(path)
     damaged = [path for path in checkpoints(run) if step_of(path) > step]
     for path in damaged:
         set_aside(path, "damaged")
@@ -156,9 +180,12 @@ def prune(run: Path, keep: int, keep_every: int, best: int = -1) -> None:
     for path in checkpoints(run)[:-keep]:
         step = step_of(path)
         if step != best and not (keep_every and step % keep_every == 0):
-            deleted = run / f".{path.name}.{_unique()}.tmp"  # renamed first, so that no checkpoint is ever partial
-            os.rename(path, deleted)
-            shutil.rmtree(deleted, ignore_errors=True)
+            deleted = run / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+            try:
+                os.rename(path, deleted)  # first, so that no checkpoint is partial
+            except OSError:  # the file system cannot rename it
+                deleted = path
+            remove(deleted)
 
 
 Found = tuple[Path, dict[str, Any]]  # a checkpoint and its checked state
@@ -288,7 +315,7 @@ class Best:
         """Point `best` to this checkpoint, or remove the link where there is none."""
         if self.step >= 0:
             point(run / BEST, step_folder(run, self.step).name)
-        elif (run / BEST).is_symlink():
+        elif pointed(run / BEST):
             (run / BEST).unlink()
 
 
@@ -322,7 +349,7 @@ def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
 
     Errors   as of `load`
     """
-    path = Path(path)
+    path = followed(Path(path))
     folder, state = find_checkpoint(path) or (path, {})
     if path.is_dir() and not state:
         rule = "the folder must hold a checkpoint, or a model in this program's or Hugging Face's form"

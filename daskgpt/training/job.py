@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from daskgpt.config.run import (
 from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.source import STANDARD_LIBRARY
+from daskgpt.kernels.cache import PLACE
 from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
@@ -324,10 +326,14 @@ def of_replica(name: str, replica: int) -> str:
 
 def compile_kernels(precision: Precision = FLOAT32, uses: Container[str] | None = None) -> None:
     """Compile the kernels that Numba has not cached yet, on all cores, and print that the first start takes longer."""
+    start = time.perf_counter()
     if not precision.is_compiled(uses):
-        print("compiling kernels (first start on this machine, 10 to 30 seconds) ...", file=sys.stderr, flush=True)
+        when = "first start on this machine, " if PLACE.folder is not None else ""
+        print(f"compiling kernels ({when}10 to 30 seconds) ...", file=sys.stderr, flush=True)
     with heeding_interrupts() as check:
         precision.compile(uses, after_each=check, processes=usable_cores())
+    if told := PLACE.told(time.perf_counter() - start):
+        print(told, file=sys.stderr, flush=True)
 
 
 def facts(job: Job) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from daskgpt.config.errors import require, require_known, require_package
-from daskgpt.config.files import open_no_link, replacing, set_aside, written
+from daskgpt.config.files import open_no_link, replacing, set_aside, sync, written
 
 Encode = Callable[[Mapping[str, Any]], bytes]
 WAITING_BYTES = 1 << 20  # of records for which there is no room: some thousand steps
@@ -53,7 +53,7 @@ class RecordFile:
         """Flush the records to the disk. Errors   OSError if there is no room"""
         if not self.file.closed:
             self.write()
-            os.fsync(self.file.fileno())
+            sync(self.file.fileno())
 
     def copy_to(self, path: Path) -> None:
         """Copy the records so far, even if the file was moved away or removed, while others are added."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import chain, count
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import locked, replacing
+from daskgpt.config.files import advice_on, locked, replacing
 from daskgpt.config.stopping import CanGoOn
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
@@ -26,7 +27,17 @@ from daskgpt.model.precision import values_of
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chain import CHAIN, LINK, Chain
-from daskgpt.training.checkpoint import Best, Checkpoint, checkpoints, prune, step_folder, tidy, write_checkpoint
+from daskgpt.training.checkpoint import (
+    LATEST,
+    Best,
+    Checkpoint,
+    checkpoints,
+    point,
+    prune,
+    step_folder,
+    tidy,
+    write_checkpoint,
+)
 from daskgpt.training.job import Arrays, Job, Say
 from daskgpt.training.logs import ALWAYS, METRICS, Logs
 from daskgpt.training.step import State
@@ -199,12 +210,14 @@ class _Save:
     """A checkpoint that is being written.
 
     best     the run's best checkpoint once this one is written
+    written  whether it is complete
     waited   how long training has waited for it [s]
     """
 
     step: int
     best: Best
     thread: threading.Thread = field(init=False)
+    written: bool = False
     waited: float = 0.0
     seconds: float = 0.0
     error: Exception | None = None
@@ -323,11 +336,15 @@ class Saver:
         self.current = None
         if isinstance(save.error, CanGoOn):
             raise save.error
-        if save.error and last:
+        if save.error and save.written:
+            what = "is saved, but latest, best or older ones are not updated"
+            self.say(f"checkpoint step {save.step} {what}: {reason(save.error)}")
+        elif save.error and last:
             rule, where = "the last checkpoint must be written", step_folder(self.folder.path, save.step)
-            advice = f"Make room there and continue with --resume{f' from step {self.saved}' if self.saved else ''}."
+            continued = f"continue with --resume from step {self.saved}" if self.saved else "start again"
+            advice = f"{advice_on(cause_of(save.error))} Then {continued}."
             raise refusal(OSError, "train", rule, f"path={where} ({reason(save.error)})", advice) from save.error
-        if save.error:
+        elif save.error:
             stays = f", step {self.saved} stays" if self.saved else ""
             self.say(f"checkpoint step {save.step} is not saved: {reason(save.error)}; training goes on{stays}")
             return
@@ -362,7 +379,8 @@ class Saver:
         try:
             if background and sys.platform == "linux":  # elsewhere it would be the priority of the whole process
                 own = threading.get_native_id()
-                os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
+                with suppress(OSError):  # some containers forbid it
+                    os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
             weights = ReadLater(tensors(job.config), lambda name: arrays[f"weight.{name}"])
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
             shapes = {name: tensor.shape for name, tensor in job.moments.items()}
@@ -370,17 +388,17 @@ class Saver:
             try:
                 folder.require_held()
                 folder.logs.sync()  # first: a run continues behind the metrics of its checkpoint
-                write_checkpoint(folder.path, checkpoint, self.chain.add)
+                newest = write_checkpoint(folder.path, checkpoint, self.chain.add)
+                save.written, self.saved, former, self.best = True, save.step, self.best, save.best
+                point(folder.path / LATEST, newest.name)
+                if former != self.best:
+                    self.best.point(folder.path)
+                folder.require_held()
+                prune(folder.path, job.run.keep, job.run.keep_every, self.best.step)
             except (FolderLost, FileNotFoundError):
                 if folder.is_held():
                     raise
                 raise self._kept_elsewhere(checkpoint) from None
-            self.saved = save.step
-            if save.best != self.best:
-                save.best.point(folder.path)
-                self.best = save.best
-            folder.require_held()
-            prune(folder.path, job.run.keep, job.run.keep_every, self.best.step)
         except Exception as error:  # of any kind: it must not end the run, and `_finish` reports it
             save.error = error
         save.seconds = time.perf_counter() - start
@@ -389,15 +407,20 @@ class Saver:
         """Write a checkpoint of a run that lost its folder into a new one; return the error that ends the run."""
         former, kept = self.folder.leave()
         self.best = Best()
-        write_checkpoint(kept, checkpoint, self.chain.add)
+        point(kept / LATEST, write_checkpoint(kept, checkpoint, self.chain.add).name)
         rule = "the run's folder must stay where it is while it trains"
         got = f"out={former} ({'another run is there' if former.exists() else 'it is gone'})"
         advice = f"The model after {checkpoint.step} steps is kept in {kept}: continue with --resume {kept}."
         return refusal(CanGoOn, "RunFolder", rule, got, advice)
 
 
+def cause_of(error: Exception) -> Exception:
+    """Return the system's error behind an error of writing, if there is one."""
+    return error.__cause__ if isinstance(error.__cause__, OSError) else error
+
+
 def reason(error: Exception) -> str:
     """Return the reason why a file was not written, in the system's words if there are any."""
-    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    cause = cause_of(error)
     text = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
     return str(text).splitlines()[0]

@@ -439,7 +439,7 @@ class _Trainer:
             if self.saver:
                 written = metrics | self.saver.news() | self.worker_metrics.news()
                 for path, error in self.saver.folder.logs.log(written):
-                    self.progress.say(f"metrics    {path} waits for room: {reason(error)}; training goes on")
+                    self.progress.say(f"metrics    {path} is to be written later: {reason(error)}; training goes on")
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
 

@@ -1,0 +1,259 @@
+"""Tests on file systems that lack sync of folders, links, locks or renaming: no checkpoint is lost there."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+from small_runs import FLAGS, fit, losses_of, steps_in, tensors_of
+
+import daskgpt
+from daskgpt import evaluate, train
+from daskgpt.config import files
+from daskgpt.config.files import advice_on, appearing, check_writable, locked, rename, replacing, set_aside, sync_folder
+from daskgpt.profiling.records import append_records, read_records
+from daskgpt.training.audit import Audit
+from daskgpt.training.checkpoint import checkpoints, point, pointed, prune
+
+SYNC = [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM]
+LINKS = [errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EIO]
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """Let a function of `os` (or another module) fail with an error number where a condition holds of its arguments."""
+
+    def refuse(name, number, holds=lambda *arguments: True, module=os):
+        function = getattr(module, name)
+
+        def refused(*arguments, **options):
+            if holds(*arguments):
+                raise OSError(number, os.strerror(number), *map(str, arguments[:1]))
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(module, name, refused)
+
+    return refuse
+
+
+def is_folder(place, *others):
+    """Whether a descriptor or a path is a folder's."""
+    path = Path(f"/proc/self/fd/{place}").resolve() if isinstance(place, int) else Path(place)
+    return path.is_dir() and not path.is_symlink()
+
+
+@pytest.fixture(scope="module")
+def usual(small_text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("usual") / "run"
+    fit(small_text, out, save_every=4, keep=1, validate_every=4)
+    return out
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """The lines that runs print above their progress."""
+    lines = []
+    monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: lines.append(line))
+    return lines
+
+
+def check_run(text, out, usual, said):
+    """Train; compare checkpoints, `latest` and `best` with those of a usual file system; resume, load and audit."""
+    fit(text, out, save_every=4, keep=1, validate_every=4)
+    assert not any(line.startswith("checkpoint") for line in said)
+    assert steps_in(out) == steps_in(usual)
+    for name in ("latest", "best"):
+        assert pointed(out / name).name == pointed(usual / name).name
+        model = daskgpt.load(usual / name)[1]
+        for path in (out / name, out / name / "model.safetensors"):
+            assert all((values == model[key]).all() for key, values in daskgpt.load(path)[1].items())
+    newest = steps_in(out)[-1]
+    assert tensors_of(out, newest) == tensors_of(usual, newest)
+    assert losses_of(out) == losses_of(usual)
+    assert Audit(out, {}).faults == []
+    assert len(daskgpt.fit(resume=out, run={"steps": 13}, quiet=True).losses) == 13
+    assert pointed(out / "latest") == out / "step-00000013"
+    assert not list(out.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("number", SYNC, ids=errno.errorcode.get)
+def test_folders_that_cannot_be_flushed(number, tmp_path, refusing):
+    refusing("fsync", number, is_folder)
+    with appearing(tmp_path / "folder", "test") as folder:
+        (folder / "file").touch()
+    assert (tmp_path / "folder" / "file").exists()
+
+
+@pytest.mark.parametrize("number", LINKS, ids=errno.errorcode.get)
+def test_pointers_without_links(number, tmp_path, refusing):
+    refusing("symlink", number)
+    point(tmp_path / "latest", "step-00000002")
+    assert (tmp_path / "latest").read_text() == "step-00000002\n"
+
+
+def test_without_links_latest_and_best_are_text_files(small_text, tmp_path, usual, refusing, said):
+    refusing("symlink", errno.EOPNOTSUPP)
+    check_run(small_text, tmp_path / "run", usual, said)
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000013\n"
+
+
+def test_file_system_that_lacks_everything(small_text, tmp_path, usual, refusing, said):
+    refusing("fsync", errno.EINVAL)
+    refusing("symlink", errno.EPERM)
+    refusing("posix_fadvise", errno.EINVAL)
+    refusing("setpriority", errno.EPERM)
+    refusing("flock", errno.ENOLCK, module=fcntl)
+    refusing("replace", errno.EEXIST, lambda source, target: os.path.lexists(target))
+    refusing("rename", errno.EXDEV, is_folder)
+    refusing("replace", errno.EXDEV, is_folder)
+    check_run(small_text, tmp_path / "run", usual, said)
+
+
+@pytest.mark.parametrize("former", ["link", "text", "folder", "nothing"])
+@pytest.mark.parametrize("links", [True, False])
+def test_a_pointer_of_any_kind_is_replaced(former, links, tmp_path, refusing):
+    link = tmp_path / "latest"
+    (tmp_path / "step-00000001").mkdir()
+    if former == "link":
+        link.symlink_to("step-00000001")
+    elif former == "text":
+        link.write_text("step-00000001\n")
+    elif former == "folder":
+        link.mkdir()
+    assert pointed(link) == (tmp_path / "step-00000001" if former in ("link", "text") else None)
+    if not links:
+        refusing("symlink", errno.EOPNOTSUPP)
+    point(link, "step-00000002")
+    assert (pointed(link), link.is_symlink()) == (tmp_path / "step-00000002", links)
+    assert (tmp_path / "latest.copy-1").exists() == (former == "folder")
+
+
+@pytest.mark.parametrize("content", [b"", b"../step-00000001", b"step-1", b"\xff\xfe", b"step-00000001" * 9, b"/etc"])
+def test_other_files_point_to_no_checkpoint(content, tmp_path):
+    (tmp_path / "latest").write_bytes(content)
+    assert pointed(tmp_path / "latest") is None
+
+
+def test_commands_follow_text_files(small_text, tmp_path, refusing, capfd):
+    refusing("symlink", errno.EOPNOTSUPP)
+    out, flags = tmp_path / "run", ["--data", str(small_text), *FLAGS.split(), "--steps", "4"]
+    assert train.main([*flags, "--validate-every", "2", "--out", str(out)]) == 0
+    assert evaluate.main([str(out / "best"), "--data", str(small_text)]) == 0
+    assert train.main([*flags, "--init", str(out / "latest"), "--out", str(tmp_path / "tuned")]) == 0
+    with pytest.raises(ValueError, match="--resume must name the folder of a run"):
+        train.main(["--resume", str(out / "latest")])
+
+
+def test_what_fails_after_a_checkpoint_loses_nothing(small_text, tmp_path, said, monkeypatch):
+    out = tmp_path / "run"
+
+    def no_pointer(link, name):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr("daskgpt.training.run_folder.point", no_pointer)
+    assert fit(small_text, out, save_every=5).checkpoint == out / "step-00000012"
+    assert steps_in(out) == [5, 10, 12]
+    assert sum("is saved, but latest" in line for line in said) == 3
+
+
+NUMBERS = [
+    (errno.ENOSPC, "Free space"),
+    (errno.EDQUOT, "Free space"),
+    (errno.EROFS, "permissions or its mount"),
+    (errno.EINVAL, "file system lacks"),
+    (errno.EOPNOTSUPP, "file system lacks"),
+    (errno.EIO, "Check the disk"),
+    (errno.ENAMETOOLONG, "shorter name"),
+]
+
+
+@pytest.mark.parametrize(("number", "advice"), NUMBERS)
+def test_advice_fits_the_error(number, advice, small_text, tmp_path, refusing):
+    with pytest.raises(OSError, match=advice), replacing(tmp_path / "file", "test"):
+        raise OSError(number, os.strerror(number))
+    refusing("mkdir", number, lambda path, *mode: "step-" in str(path))
+    with pytest.raises(OSError, match=rf"{advice}.*start again") as error:
+        fit(small_text, tmp_path / "run", steps=1)
+    assert ("Free space" in str(error.value)) == (advice == "Free space")
+    assert advice in advice_on(error.value.__cause__.__cause__)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_failing_disk_is_an_error(number, tmp_path, refusing):
+    refusing("fsync", number)
+    with pytest.raises(OSError, match="all of the file must be written"), replacing(tmp_path / "file", "test"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_cannot_be_opened_are_not_flushed(tmp_path, refusing):
+    refusing("open", errno.EACCES)
+    sync_folder(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EEXIST, errno.EBUSY])
+def test_what_cannot_be_renamed_is_copied(number, tmp_path, refusing):
+    refusing("replace", number)
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    (tmp_path / "folder" / "inner" / "file").write_bytes(b"content")
+    (tmp_path / "folder" / "link").symlink_to("inner")
+    set_aside(tmp_path / "folder", "damaged")
+    aside = tmp_path / "folder.damaged-1"
+    assert (aside / "inner" / "file").read_bytes() == b"content"
+    assert os.readlink(aside / "link") == "inner"
+    assert list(tmp_path.iterdir()) == [aside]
+    (tmp_path / "old").write_bytes(b"old")
+    with replacing(tmp_path / "old", "test") as file:
+        file.write(b"new")
+    assert (tmp_path / "old").read_bytes() == b"new"
+    with pytest.raises(OSError, match=os.strerror(number)):
+        rename(aside, tmp_path)  # a folder with content is never replaced
+    assert (aside / "inner" / "file").exists()
+
+
+def test_a_copy_without_room_leaves_nothing(tmp_path, refusing, monkeypatch):
+    refusing("replace", errno.EXDEV)
+    refusing("fsync", errno.ENOSPC)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_bytes(b"content")
+    with pytest.raises(OSError, match="No space"):
+        rename(tmp_path / "folder", tmp_path / "other")
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "file"]
+
+
+def test_checkpoints_that_cannot_be_renamed_are_pruned(tmp_path, refusing):
+    refusing("rename", errno.EXDEV)
+    for step in range(3):
+        (tmp_path / f"step-{step:08}").mkdir()
+        (tmp_path / f"step-{step:08}" / "state.json").touch()
+    prune(tmp_path, 1, 0)
+    assert checkpoints(tmp_path) == [tmp_path / "step-00000002"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_lock_files_are_empty_also_those_of_older_versions(tmp_path):
+    (tmp_path / ".lock").write_text("12345\n")
+    with locked(tmp_path / ".lock", "test", "nobody else"):
+        assert (tmp_path / ".lock").read_bytes() == b""
+        with pytest.raises(RuntimeError, match=f"process={os.getpid() if files.LOCKS.exists() else 'unknown'}"):
+            locked(tmp_path / ".lock", "test", "nobody else")
+    locked(tmp_path / ".lock", "test", "nobody else").close()
+
+
+def test_records_without_locks_and_sync(tmp_path, refusing):
+    path = Path(__file__).parents[1] / "docs" / "measurements" / "checkpoints.jsonl"
+    known = read_records(path)[:2]
+    refusing("flock", errno.EOPNOTSUPP, module=fcntl)
+    refusing("fsync", errno.EINVAL)
+    append_records(tmp_path / "records.jsonl", known)
+    assert read_records(tmp_path / "records.jsonl") == known
+
+
+def test_a_file_that_cannot_be_written_is_refused_with_its_reason(tmp_path, monkeypatch):
+    for path, advice in [(tmp_path, "add a file name"), (tmp_path / "no" / "file", f"Make {tmp_path / 'no'} first")]:
+        with pytest.raises(ValueError, match=advice):
+            check_writable(path, "test", "--out")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="permissions"):
+        check_writable(tmp_path / "file", "test", "--out")
