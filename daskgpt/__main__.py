@@ -22,7 +22,7 @@ COMMANDS = {
     "prepare": "turn text into folders of tokens that training reads",
     "convert": "turn a model into another program's files, or theirs into this one's",
     "plot": "draw the curves of runs",
-    "bench": "time training steps or generation",
+    "bench": "time training steps, or measure what plans predict from",
     "study": "compare ways to run a step",
     "verify": "compare logits, loss and gradients with an llm.c debug state",
 }

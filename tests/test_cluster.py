@@ -244,7 +244,7 @@ def test_dask_report_names_layers_and_passes(engine, cluster, small_text, tmp_pa
     cluster.have(2)
     flags = f"{FLAGS} --engine {engine} --steps 2 --grain kernel --scheduler {cluster.address}"
     flags += f" --data {small_text} --out {tmp_path / 'run'}"
-    assert train.main([*flags.split(), "--performance-report", "report.html"]) == 0
+    assert train.main([*flags.split(), "--performance-report", "report"]) == 0
     page = (tmp_path / "run" / "report.html").read_text()
     for name in ("embedding.forward", "linear.forward", "attention.backward", "crossentropy.backward", "adamw"):
         assert name in page
@@ -255,7 +255,6 @@ def test_dask_report_names_layers_and_passes(engine, cluster, small_text, tmp_pa
     ("flags", "keyword"),
     [
         ("--scheduler threads --performance-report dask.html", "clusters only"),
-        ("--performance-report dask.htm", "page"),
         ("--performance-report no/such/dask.html", "can be written"),
     ],
 )

@@ -1,11 +1,14 @@
 """Tests of the advice for flags of other programs, and of errors and exit codes."""
 
 import os
+import re
 import sys
 from contextlib import suppress
+from importlib import import_module
 
 import pytest
 
+from daskgpt.__main__ import COMMANDS
 from daskgpt.bench import parser as bench_parser
 from daskgpt.config.flags import MISSING, SYNONYMS, run_command
 from daskgpt.config.stopping import STOPPED, CanGoOn
@@ -44,6 +47,15 @@ def test_flags_of_other_programs_get_advice(words, flag, said, capsys):
     assert line.startswith("python -m daskgpt.train: ")
     assert flag in line
     assert said in line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_one_default_of_each_flag(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        import_module(f"daskgpt.{command}").main(["--help"])
+    flags = re.split(r"\n  (?=-)", capsys.readouterr().out)
+    assert len(flags) > 2
+    assert [flag for flag in flags if flag.count("(default") > 1] == []
 
 
 def test_advice_for_synonyms_names_existing_flags():

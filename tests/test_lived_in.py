@@ -106,13 +106,18 @@ def mini_inplace(weight, gradient, m, v, hyper, *, beta1, beta2, eps, weight_dec
 MINI = replace(ADAMW, name="mini", kernel=mini, in_place=mini_inplace, fused={}, per_row=("v",))
 
 
+def table():
+    """Return the rows of the model's tensors."""
+    rows = [row for row in PARAMETERS if row.name != "wpe.weight"]
+    for place, width in WIDTHS.items():
+        rows = [replace(row, axes=(width, *row.axes[1:])) if place in row.name else row for row in rows]
+    return rows
+
+
 @pytest.fixture(autouse=True)
 def rows(monkeypatch):
     """Put the rows into the tables."""
-    table = [row for row in PARAMETERS if row.name != "wpe.weight"]
-    for place, width in WIDTHS.items():
-        table = [replace(row, axes=(width, *row.axes[1:])) if place in row.name else row for row in table]
-    monkeypatch.setattr(parameters, "PARAMETERS", tuple(table))
+    monkeypatch.setattr(parameters, "PARAMETERS", tuple(table()))
     for name, row in ROWS.items():
         monkeypatch.setattr(layers, name, row)
     monkeypatch.setitem(OPTIMIZERS, "mini", MINI)
@@ -185,6 +190,29 @@ def test_train_stop_resume_and_generate(small_text, tmp_path, capsys):
     assert json.loads(said.out)["loss"] < 4
     with pytest.raises(ValueError, match="the layers must be GPT-2's own"):
         daskgpt.save(tmp_path / "model.bin", config, values)
+
+
+def test_every_grain_fuses_the_model_to_the_same_losses():
+    losses = []
+    for grain in ("kernel", "block", "chunk"):
+        dials = DataflowConfig(scheduler="sync", grain=grain, batch_chunk=2, sequence_chunk=12)
+        with open_scheduler("sync", 1) as scheduler:
+            steps = Steps(job_of(CONFIG, BenchConfig(batch_size=4, sequence_length=12), dials), scheduler, 0)
+            steps.run(2)
+            losses.append(steps.losses)
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_plan_of_a_model_without_a_calibration(tmp_path, monkeypatch, capsys):
+    """Its sizes may fit no other model, which the cost of tasks is measured with."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fixed = [replace(row, axes=(lambda _: 64, *row.axes[1:])) if "attn.c_attn" in row.name else row for row in table()]
+    monkeypatch.setattr(parameters, "PARAMETERS", tuple(fixed))
+    plan = daskgpt.plan(CONFIG, {"batch_size": 4, "sequence_length": 8}, {"optimizer": "mini"})
+    assert plan.forecast.seconds > 0
+    said = capsys.readouterr().err
+    assert "timing kernels of this model for about" in said
+    assert "--calibrate keeps such times" in said
 
 
 def test_plan_bench_and_timeline_of_extensions():

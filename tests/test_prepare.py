@@ -201,6 +201,58 @@ def test_stopped_preparation_continues_to_the_same_bytes(between, corpus, expect
     assert begun == {1: [0, 0, 1, 1, 2, 2, 3], 2: [0, 0, 1, 0, 1, 2, 2, 3], 32: [0, 0, 1, 0, 1, 2, 0, 1, 2, 3]}[between]
 
 
+@pytest.mark.parametrize("flags", [BYTES, ("--learn-vocabulary", 300)])
+def test_an_unfinished_folder_begins_again_with_corrected_inputs(flags, corpus, tmp_path, monkeypatch, capsys):
+    inputs, take = tmp_path / "inputs", FolderWriter.take
+    shutil.copytree(corpus, inputs)
+    flags = (inputs, *flags, "--shard-tokens", "100k", "--scheduler", "sync")
+    monkeypatch.setattr("daskgpt.data.token_folder.BLOCKS_BETWEEN", 1)
+
+    def stopped(folder, block):
+        if folder.blocks == 2:
+            raise ValueError("a bad record")
+        take(folder, block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderWriter, "take", stopped)
+        with pytest.raises(ValueError, match="a bad record"):
+            prepared(tmp_path, *flags)
+    assert len(list((tmp_path / "out").glob("train_*.bin"))) > 9
+    with pytest.raises(ValueError, match="of other inputs or settings"):
+        prepared(tmp_path, *flags, "--validation-fraction", 0.2)
+    changed = inputs / "below" / "00.md"
+    changed.write_text(text_of(999))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(OSError, match="killed"):
+            prepared(tmp_path, *flags)
+    shutil.copy2(corpus / "below" / "00.md", changed)  # the first inputs again, which cannot continue now either
+    found = files_of(prepared(tmp_path, *flags))
+    assert "begun again" in capsys.readouterr().out
+    assert found == files_of(prepared(tmp_path, *flags, out="anew"))
+
+
+def killed(path: Path, missing_ok: bool = False) -> None:
+    raise OSError(f"killed before {path} was removed")
+
+
+CORRECTIONS = [
+    ("a.jsonl", "a.jsonl --field title"),
+    ("short.txt", "short.txt b.txt"),
+    ("short.txt --validation-fraction 0.1", "pair.txt --separator |"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "corrected"), CORRECTIONS)
+def test_flags_may_be_corrected_before_the_first_file(arguments, corrected, inputs, tmp_path):
+    Path("a.jsonl").write_text("".join(f'{{"title": "{number} x", "body": 3}}\n' for number in range(99)))
+    Path("b.txt").write_text(text_of(90_000))
+    Path("pair.txt").write_text("|".join(map(str, range(99))))
+    with pytest.raises(ValueError, match="must have the text field|must be|part must hold text"):
+        prepared(tmp_path, *arguments.split(), *BYTES)
+    prepared(tmp_path, *corrected.split(), *BYTES)
+
+
 def test_preparation_continues_after_a_full_disk(corpus, expected, tmp_path):
     with full_disk(500_000), pytest.raises(OSError, match="File too large"):
         prepared(tmp_path, corpus, *SHARDS)
@@ -302,7 +354,7 @@ def test_foreign_folders_are_left_alone(corpus, tmp_path):
         prepared(tmp_path, *flags, out=corpus)
     assert not (corpus / LOCK).exists()
     before = files_of(prepared(tmp_path, *flags))
-    with pytest.raises(ValueError, match="same inputs and settings"):
+    with pytest.raises(ValueError, match="of other inputs or settings"):
         prepared(tmp_path, *flags, "--shard-tokens", 100)
     assert files_of(tmp_path / "out") == before
     (tmp_path / "out" / JOURNAL).unlink()

@@ -19,7 +19,13 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import RECORDER, bytes_of, calls_of, recorded_spans
 from daskgpt.profiling.pages import _means, in_brief, lanes_of, time_axis, write_side_by_side, write_timeline
-from daskgpt.profiling.recorder import StepRecorder, TimelineCallback, TimelineConfig, is_bare, timeline_paths
+from daskgpt.profiling.recorder import (
+    StepRecorder,
+    TimelineCallback,
+    TimelineConfig,
+    is_bare,
+    timeline_paths,
+)
 from daskgpt.profiling.timeline import (
     Event,
     TaskGraph,

@@ -53,4 +53,5 @@ def svg_curve(values: Sequence[float], label: str, colour: str = "#4269d0") -> s
 
 def html_text(text: str) -> str:
     """Return lines unchanged, in a monospaced font."""
-    return f'<pre style="white-space: pre; overflow-x: auto; line-height: 1.3">{escape(text)}</pre>'
+    style = "font-family: monospace; white-space: pre; overflow-x: auto; line-height: 1.3"
+    return f'<pre style="{style}">{escape(text)}</pre>'

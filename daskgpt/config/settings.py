@@ -123,10 +123,11 @@ def _shown(f: Field[Any], value: Any) -> str:
 
 
 def help_of(f: Field[Any], default: str = "") -> str:
-    """Return the help of a field with its choices, unit and default; `default` replaces the latter."""
+    """Return the help of a field with its choices, unit and default, which is what "; empty = " or `default` says."""
     choices = f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
     unit = f" [{f.metadata['unit']}]" if f.metadata["unit"] else ""
-    return f"{f.metadata['help']}{choices}{unit} (default: {default or _word(f, f.default)})"
+    text, _, meaning = f.metadata["help"].partition("; empty = ")
+    return f"{text}{choices}{unit} (default: {default or meaning or _word(f, f.default)})"
 
 
 def documented(config: Config) -> Config:

@@ -44,7 +44,7 @@ class PrepareConfig(Checked):
     """
 
     out: str = setting("", "folder to write; if the same command has begun it, it is continued")
-    encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary (default: gpt2)")
+    encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary; empty = gpt2")
     learn_vocabulary: int = setting(0, "ids of a vocabulary to learn from the corpus; 0 = none", unit="ids", least=0)
     shard_tokens: int = setting(
         100_000_000, "tokens per file, such as 100M", unit="tokens", least=1, most=LARGEST_COUNT, parse=amount

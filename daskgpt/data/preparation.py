@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ class Preparation:
 
     existed   whether `run` found a folder that was complete
     taken     descriptions of what was taken of each input, and what was left out
+    again     whether it removed what was begun there with other inputs or settings
     """
 
     def __init__(self, inputs: list[str], config: PrepareConfig) -> None:
@@ -43,7 +45,7 @@ class Preparation:
 
         Errors   ValueError for inputs without text and unknown encodings, OSError for unreadable inputs
         """
-        self.config = config
+        self.config, self.inputs = config, inputs
         self.sources, self.taken = corpus.list_sources(inputs, config)
         self.size = sum(source.size for source in self.sources)
         self.encoding = "" if config.learn_vocabulary else tokenizer.encoding_named(config.encoding or "gpt2")
@@ -65,9 +67,11 @@ class Preparation:
         Errors   ValueError for invalid texts, OSError if the system refuses
         """
         decides = {"settings": self.settings, "files": [[file.name, file.size, file.modified] for file in self.sources]}
+        paths = [os.path.abspath(os.path.expanduser(path)) for path in self.inputs]
+        command = {"settings": self.settings, "inputs": paths}
         with locked_folder(self.config.out) as path:
-            folder = FolderWriter(path, decides, self.config.shard_tokens)
-            self.existed = folder.finished
+            folder = FolderWriter(path, decides, command, self.config.shard_tokens)
+            self.existed, self.again = folder.finished, folder.again
             if self.existed:
                 return read_manifest(path, WHERE)
             name = self.encoding or self._learned(folder)
@@ -83,7 +87,6 @@ class Preparation:
 
             left = islice(corpus.blocks(self.sources, self.config), folder.blocks, None)
             each("encode", BlockEncoder(name, content, self.config), left, take)
-            folder.close_shards()
             return self._finish(folder, name)
 
     def _learned(self, folder: FolderWriter) -> str:
@@ -97,7 +100,7 @@ class Preparation:
         return tokenizer.learn_encoding(texts, self.config.learn_vocabulary, str(folder.vocabulary))
 
     def _finish(self, folder: FolderWriter, name: str) -> Manifest:
-        """Write and return the manifest, which completes the folder.
+        """Close the files, and write and return the manifest, which completes the folder.
 
         Errors   ValueError if a part has no text
         """
@@ -106,6 +109,7 @@ class Preparation:
         for kind, part in (("training", training), ("validation", validation)):
             rule, advice = f"the {kind} part must hold text", "Give more text, or another --validation-fraction."
             require(part.tokens > 0, WHERE, rule, {"documents": documents, "validation_fraction": fraction}, advice)
+        folder.close_shards()
         sizes = [[source.name, source.size] for source in self.sources]
         inputs = {"files": len(sizes), "bytes": self.size, "digest": digest_of(sizes)}
         ids = tokenizer.vocabulary_size(name)

@@ -190,51 +190,66 @@ class FolderWriter:
 
     blocks    number of blocks that were written, also by earlier processes
     finished  whether earlier processes have written all, including the manifest
+    again     whether unfinished content of other inputs or settings was removed
     """
 
-    def __init__(self, folder: Path, decides: Mapping[str, Any], shard_tokens: int) -> None:
+    def __init__(self, folder: Path, decides: Mapping[str, Any], command: Mapping[str, Any], shard_tokens: int) -> None:
         """decides       inputs and settings that decide the content
+        command       settings and inputs as the user gave them
         shard_tokens  tokens of a full file
 
-        Errors    ValueError if the folder was begun with other ones; OSError if the system refuses
+        Errors    ValueError if the folder holds tokens of another command; OSError if the system refuses
         """
-        self.folder, self.decides, self.shard_tokens = folder, digest_of(decides), shard_tokens
-        self.vocabulary = folder / VOCABULARY_FILE
+        self.folder, self.shard_tokens = folder, shard_tokens
+        self.decides, self.command = digest_of(decides), digest_of(command)
+        self.vocabulary, self.finished = folder / VOCABULARY_FILE, (folder / MANIFEST).is_file()
         known = self._known()
+        self.again = known is None
+        known = known or {"blocks": 0, "last": -1, "skipped": 0, **{name: asdict(Part()) for name in PARTS}}
         self.blocks, self.last, self.skipped = (known[name] for name in ("blocks", "last", "skipped"))
         self.parts = {name: Part.of(known[name]) for name in PARTS}
-        self.finished = (folder / MANIFEST).is_file()
         with written(folder, WHERE):
             for leftover in folder.glob(".*.tmp"):  # left by a process that was killed
                 leftover.unlink(missing_ok=True)
+            if self.again:
+                self.save(decides="")  # nobody continues from here if this process is killed before the next line
+                for leftover in folder.glob("*"):
+                    if leftover.name == VOCABULARY_FILE or leftover.match("train_*.bin") or leftover.match("val_*.bin"):
+                        leftover.unlink()
             if not self.finished:
                 self.save()
 
-    def _known(self) -> dict[str, Any]:
-        """Return the content of the journal, or that of a new one.
+    def _known(self) -> dict[str, Any] | None:
+        """Return the content of the journal; empty without one; None if it is of other inputs or settings.
 
-        Errors   ValueError if it belongs to another preparation
+        Those may have been corrected after an error: what was written is worth nothing then, unless another command
+        has written whole files.
+
+        Errors   ValueError if the folder holds tokens of another command
         """
         path = self.folder / JOURNAL
         if not path.is_file():
-            return {"blocks": 0, "last": -1, "skipped": 0, **{name: asdict(Part()) for name in PARTS}}
+            return {}
         try:
             known: dict[str, Any] = json.loads(path.read_bytes())
-            same = known["decides"] == self.decides
+            if known["decides"] == self.decides:
+                return known
+            worthless = known["command"] == self.command or not any(known[name]["shards"] for name in PARTS)
         except (ValueError, KeyError, TypeError):
-            same = False
-        rule = "the folder must be begun with the same inputs and settings"
-        require(same, WHERE, rule, {"out": self.folder}, "Name another with --out, or remove it.")
-        return known
+            worthless = False
+        rule, got = "the folder must not hold tokens of other inputs or settings", {"out": self.folder}
+        require(worthless and not self.finished, WHERE, rule, got, "Name another with --out, or remove it.")
+        return None
 
-    def save(self) -> None:
+    def save(self, decides: str | None = None) -> None:
         """Flush everything to the disk, and record it in the journal."""
         for name, part in self.parts.items():
             if part.begun:
                 with self._current(name).open("rb") as file:
                     sync(file.fileno())
         sync_folder(self.folder)
-        known: dict[str, Any] = {"decides": self.decides, "blocks": self.blocks, "last": self.last}
+        known: dict[str, Any] = {"decides": self.decides if decides is None else decides, "command": self.command}
+        known |= {"blocks": self.blocks, "last": self.last}
         known |= {"skipped": self.skipped, **{name: asdict(part) for name, part in self.parts.items()}}
         with replacing(self.folder / JOURNAL, WHERE) as file:
             file.write(json.dumps(known).encode())

@@ -46,7 +46,7 @@ class Fusion:
     """The choice of tasks of a step that become one; tasks of the group None stay separate.
 
     grain    one of GRAINS, or "step"
-    first    layers that belong to the first block
+    first    places of the model outside the blocks that belong to the first block
     squares  the layer of tasks that square gradients
     apart    whether forward, backward and update stay in separate tasks, since there are barriers within the step
     ranked   whether the graph is that of one of several ranks: the sums of a layer, its updates, and the rows from one
@@ -119,7 +119,7 @@ class Fusion:
             if self.grain != "block":
                 return chunks[key], depths[key]
             origin = origin_of(graph[key])
-            block = 0 if origin.block is None and origin.layer in self.first else origin.block
+            block = 0 if origin.block is None and origin.where in self.first else origin.block
             return chunks[key], depths[key], block, block is not None and origin.phase == "backward"
 
         return group_of

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,13 +33,13 @@ from dask.order import order
 from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, replacing
 from daskgpt.config.flags import called
-from daskgpt.config.model import preset
+from daskgpt.config.model import GPT2Config, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import wait
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.program import calls_of
 from daskgpt.graph.recording import GraphRun
-from daskgpt.model.parameters import value_count
+from daskgpt.model.parameters import step_operations, value_count
 from daskgpt.profiling.measure import BatchConfig, Steps, job_of
 from daskgpt.profiling.work import Sizes, features, work_of
 from daskgpt.schedulers import machine
@@ -76,6 +77,7 @@ TURNS = {"tiny": 9, "384": 3, "gpt2": 3}
 # Sequences of a chunk, grain, and barrier of steps that show the cost of tasks: of some tenths of a ms up to some ms.
 TASK_POINTS = [(2, "kernel", "layer"), (6, "kernel", "step"), (6, "segment", "phase"), (2, "block", "step")]
 TASK_POINTS.append((6, "block", "step"))
+FEW_TASK_POINTS = [TASK_POINTS[0], TASK_POINTS[-1]]  # the shortest and the longest tasks
 OPERATIONS = 3  # their place among the features of a call
 QUICK_TOKENS = 512  # of a chunk
 FEW, MANY = 20, 220  # tasks of graphs without work
@@ -216,6 +218,7 @@ def cache_path() -> Path:
 def calibrate(say: Callable[[str], None] = print) -> Calibration:
     """Measure everything, in some minutes; the machine should have nothing else to do."""
     cores, samples, start = usable_cores(), {name: Samples() for name in SITUATIONS}, perf_counter()
+    say("calibrate  kernels, tasks and messages of this machine, for two to three minutes ...")
     for model, points in POINTS.items():
         config, jobs = MODELS[model], list[Job]()
         for precision in ("float32",) if model == "384" else ("float32", "auto"):
@@ -233,7 +236,8 @@ def calibrate(say: Callable[[str], None] = print) -> Calibration:
 
 
 def of_job(job: Job, chunk: tuple[int, int], known: Calibration | None) -> Calibration:
-    """Return a calibration from a few steps of the job's model with few blocks, without messages.
+    """Return a calibration from a few steps of the job's model with few blocks, without messages, and print that these
+    steps take some time.
 
     known   the calibration that lacks kinds of calls of this job, if there is one
 
@@ -254,13 +258,20 @@ def of_job(job: Job, chunk: tuple[int, int], known: Calibration | None) -> Calib
     rule, advice = "kernels must be timed to predict a step", f"Run {called('bench')} --calibrate, or free memory."
     got = f"{needed / 1e9:,.1f} GB for a trial of {half / 1e9:,.1f} GB"
     require(needed <= half, "plan", rule, got, advice, MemoryError)
-    if not own.precision.is_compiled(own.uses):
-        compile_kernels(own.precision, own.uses)
+    compile_kernels(own.precision, own.uses)
     shapes = [own]
     if job.dataflow.barrier in ("step", "none"):  # ranks sum and update apart
         shapes.append(replace(own, dataflow=replace(own.dataflow, barrier="phase")))
+    steps = len(shapes) * (WARMUP + QUICK_TURNS) * (1 + 1 / cores)
+    operations, rate = step_operations(own.config, *own.batch_shape), machine.product_rate(1, products=2, rounds=1)
+    seconds = 5 + 2 * steps * operations / rate
+    kept = "" if known else f" ({called('bench')} --calibrate keeps such times)"
+    print(f"timing kernels of this model for about {seconds:.0f} seconds{kept} ...", file=sys.stderr, flush=True)
     samples = sample(shapes, cores, QUICK_TURNS)
-    return known.with_samples(samples) if known else overheads(samples, cores, QUICK_TURNS)
+    if known:
+        return known.with_samples(samples)
+    # Replaced layers may not fit the sizes of another model.
+    return overheads(samples, cores, own.config if job.replaced else MODELS["tiny"], FEW_TASK_POINTS, QUICK_TURNS)
 
 
 def _extend(samples: dict[str, Samples], more: Mapping[str, Samples]) -> None:
@@ -300,8 +311,14 @@ def sample(jobs: Sequence[Job], cores: int, turns: int) -> dict[str, Samples]:
     return found if cores > 1 else dict.fromkeys(SITUATIONS, found["alone"])
 
 
-def overheads(samples: dict[str, Samples], cores: int, turns: int = TASK_TURNS) -> Calibration:
-    """Return a calibration with these samples and the measured cost of tasks.
+def overheads(
+    samples: dict[str, Samples],
+    cores: int,
+    model: GPT2Config = MODELS["tiny"],
+    points: Sequence[tuple[int, str, str]] = TASK_POINTS,
+    turns: int = TASK_TURNS,
+) -> Calibration:
+    """Return a calibration with these samples and the measured cost of tasks, in steps of a small model.
 
     Dask's code takes longer the longer the kernels before it, which leave no other code in the caches, and let other
     threads and cores fall asleep; tasks that do nothing cost a third. So the cost is what remains of steps beside their
@@ -310,13 +327,13 @@ def overheads(samples: dict[str, Samples], cores: int, turns: int = TASK_TURNS) 
     """
     with open_scheduler("threads", max(cores, 2)) as scheduler:
         lock = _slope(partial(_run, scheduler)) - _slope(_begin)
-    shape = BatchConfig(batch_size=12, sequence_length=64)
+    shape = BatchConfig(batch_size=12, sequence_length=min(64, model.positions))
     ends, calls, tasks = list[tuple[float, float]](), list[float](), list[tuple[float, float, float]]()
     with open_scheduler("sync", 1) as alone, open_scheduler("threads", 1) as pooled:
-        for chunk, grain, barrier in TASK_POINTS:
-            dials: dict[str, Any] = {"batch_chunk": chunk, "sequence_chunk": 64, "grain": grain, "barrier": barrier}
-            job = job_of(MODELS["tiny"], shape, DataflowConfig(**dials))
-            compile_kernels(job.precision)
+        for chunk, grain, barrier in points:
+            dials: dict[str, Any] = {"sequence_chunk": shape.sequence_length, "grain": grain, "barrier": barrier}
+            job = job_of(model, shape, DataflowConfig(batch_chunk=chunk, **dials))
+            compile_kernels(job.precision, job.uses)
             one = Steps(job, alone, 0)
             other = Steps(job, pooled, 0, one.state)
             one.run(WARMUP)
@@ -335,14 +352,15 @@ def overheads(samples: dict[str, Samples], cores: int, turns: int = TASK_TURNS) 
         tasks=sorted(tasks),
         lock=max(lock, 0.0),
         call=median(calls),
-        crowd=_crowd(shape, cores, turns),
+        crowd=_crowd(model, shape, cores, turns),
         copy=machine.copy_rate(1),
     )
 
 
-def _crowd(shape: BatchConfig, cores: int, turns: int) -> float:
+def _crowd(model: GPT2Config, shape: BatchConfig, cores: int, turns: int) -> float:
     """Return how many times as long a step of four chunks takes with twice as many threads as cores."""
-    job = job_of(MODELS["tiny"], shape, DataflowConfig(batch_chunk=3, sequence_chunk=64, grain="block"))
+    cuts: dict[str, Any] = {"batch_chunk": 3, "sequence_chunk": shape.sequence_length}
+    job = job_of(model, shape, DataflowConfig(**cuts, grain="block"))
     with open_scheduler("threads", cores) as few, open_scheduler("threads", 2 * cores) as many:
         one = Steps(job, few, 0)
         other = Steps(job, many, 0, one.state)

@@ -134,11 +134,16 @@ def recorder_of(steps: Any, scheduler: Scheduler) -> StepRecorder | RankRecorder
     return RankRecorder(steps) if steps.ranks else StepRecorder(steps.step, scheduler)
 
 
-def timeline_paths(path: str | Path) -> tuple[Path, Path]:
-    """Return FILE.json and FILE.html, whether FILE is given with one of these endings or without."""
+def with_endings(path: str | Path, *endings: str) -> tuple[Path, ...]:
+    """Return FILE with each of the endings, whether FILE is given with one of them or without."""
     path = Path(path)
-    base = path.with_suffix("") if path.suffix in (".json", ".html") else path
-    return base.with_name(base.name + ".json"), base.with_name(base.name + ".html")
+    base = path.with_suffix("") if path.suffix in endings else path
+    return tuple(base.with_name(base.name + ending) for ending in endings)
+
+
+def timeline_paths(path: str | Path) -> tuple[Path, ...]:
+    """Return FILE.json and FILE.html."""
+    return with_endings(path, ".json", ".html")
 
 
 def is_bare(path: str) -> bool:
@@ -160,7 +165,7 @@ class TimelineConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for path in (self.timeline, *timeline_paths(self.timeline)) if not is_bare(self.timeline) else ():
+        for path in (Path(self.timeline), *timeline_paths(self.timeline)) if not is_bare(self.timeline) else ():
             check_writable(path, "timeline", "timeline")
 
 
@@ -222,12 +227,9 @@ class DaskReportConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.performance_report:
-            rule, got = "a report must be a page", {"performance_report": self.performance_report}
-            fine = self.performance_report.endswith(".html")
-            require(fine, "train", rule, got, "Give a name that ends with .html.")
-            if not is_bare(self.performance_report):
-                check_writable(self.performance_report, "train", "performance_report")
+        if not is_bare(self.performance_report):
+            (page,) = with_endings(self.performance_report, ".html")
+            check_writable(page, "train", "performance_report")
 
 
 class DaskReportCallback:
@@ -244,7 +246,7 @@ class DaskReportCallback:
     def begin(self, job: Job, steps: Any, scheduler: Any) -> int:
         from distributed import performance_report
 
-        self.path = Path(job.run.out if is_bare(self.name) else "") / self.name
+        (self.path,) = with_endings(Path(job.run.out if is_bare(self.name) else "") / self.name, ".html")
         self.stack = ExitStack()
         with scheduler.client.as_current():
             self.stack.enter_context(performance_report(str(self.path), mode="inline"))

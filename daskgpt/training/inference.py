@@ -23,7 +23,7 @@ from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
-from daskgpt.training.step import EARLY_LAYERS, Lazy, State, gradients_of, input_leaves, input_values, state_leaves
+from daskgpt.training.step import Lazy, State, gradients_of, input_leaves, input_values, state_leaves
 
 
 class Inference:
@@ -55,7 +55,7 @@ class Inference:
             outputs |= gradients_of(tape, weights, outputs["loss"])
         recorded = StepGraph(tape.token, inputs, outputs, state, {}, layout=layout)
         # A task a chunk: there is work for all threads, and larger tasks only hand on less.
-        self.runnable = recorded.merged(Fusion("chunk", EARLY_LAYERS).groups(recorded.unmerged))
+        self.runnable = recorded.merged(Fusion("chunk").groups(recorded.unmerged))
 
     def __call__(
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray | None = None

@@ -37,8 +37,8 @@ from daskgpt.graph.update_in_place import (
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
-from daskgpt.model.gpt2 import mean_loss
-from daskgpt.model.layers import CROSSENTROPY, DROPOUT, EMBEDDING
+from daskgpt.model.gpt2 import EMBEDDED, mean_loss
+from daskgpt.model.layers import CROSSENTROPY
 from daskgpt.model.optimizer import OPTIMIZERS, SQUARES, Guarded, guarded, guards, hyper_of, hyper_size, update
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, read_rows, values_of, write_rows
@@ -47,8 +47,6 @@ from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import FEW_THREADS, ChunkChoice, GrainChoice
 from daskgpt.training.job import Arrays, Job, Say
-
-EARLY_LAYERS = (EMBEDDING.name, DROPOUT.name)  # layers outside the blocks that belong to the first block
 
 Found = TypeVar("Found")
 Lazy = dict[str, da.Array]
@@ -312,7 +310,7 @@ class TrainingStep:
     def fusion(self, grain: str) -> Fusion:
         """Return the fusion of tasks at a grain."""
         spread = self.options.threads > FEW_THREADS
-        return Fusion(grain, EARLY_LAYERS, SQUARES, apart=self.apart, ranked=self.rank is not None, spread=spread)
+        return Fusion(grain, (EMBEDDED,), SQUARES, apart=self.apart, ranked=self.rank is not None, spread=spread)
 
     def set_grain(self, grain: str) -> None:
         """Fuse the step's tasks to another size; the state and every bit of the results stay the same.
