@@ -41,9 +41,9 @@ def test_honest_run_agrees_under_other_dials(whole, audited):
     code, told = audited(whole, *OTHER)
     assert code == 0, told
     assert [line.split(": ")[0] for line in told.splitlines()[1:-1]] == [
-        "steps 0 to 3 agree",
-        "steps 3 to 9 agree",
-        "steps 9 to 12 agree",
+        "steps 1 to 3 agree",
+        "steps 4 to 9 agree",
+        "steps 10 to 12 agree",
     ]
     assert audited(whole, "--share", 0.3, "--seed", 1)[1].count(" agree: ") == 1
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
@@ -78,7 +78,7 @@ def test_chain_outlives_deleted_checkpoints_and_changed_settings(small_text, tmp
     code, told = audited(out, "--scheduler", "sync")
     assert code == 0, told
     assert [entry["step"] for _, entry in read_chain(out / CHAIN)] == [0, 2, 4, 5, 6, 9, 12, 14]
-    assert "steps 0 to 14 agree" in told
+    assert "steps 1 to 14 agree" in told
 
 
 def test_chain_is_cut_behind_a_damaged_checkpoint(small_text, tmp_path, audited):
@@ -94,7 +94,7 @@ def test_chain_is_cut_behind_a_damaged_checkpoint(small_text, tmp_path, audited)
     assert (out / f"{CHAIN}.damaged-1").exists()
     code, told = audited(out)
     assert (code, f"FAULT step-00000008: {CHAIN} has another state.json, or none" in told) == (1, True)
-    assert "steps 12 to 14 agree" in told
+    assert "steps 13 to 14 agree" in told
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_runs_from_other_parameters(small_text, whole, tmp_path, audited):
     parameters = daskgpt.initial_parameters(MODEL, seed=5)
     daskgpt.fit(MODEL, data, run=run, parameters=parameters, quiet=True)
     code, told = audited(tmp_path / "own")
-    assert (code, "steps 0 to 2 not computed: a program gave" in told, "steps 2 to 4 agree" in told) == (0, True, True)
+    assert (code, "steps 1 to 2 not computed: a program gave" in told, "steps 3 to 4 agree" in told) == (0, True, True)
 
 
 def test_what_cannot_be_audited_is_refused(small_text, whole, tmp_path, audited):

@@ -185,14 +185,14 @@ def test_schedulers_stop_at_the_same_nonfinite_step(small_text, tmp_path, schedu
     cluster.have(2)
     address = cluster.address if scheduler == "cluster" else scheduler
     dataflow = {"scheduler": address, "barrier": barrier, "window": 4, "threads": 2}
-    with pytest.raises(RuntimeError, match="step=1, loss=nan.* There is no checkpoint"):
+    with pytest.raises(RuntimeError, match="step=2, loss=nan.* There is no checkpoint"):
         fit(small_text, tmp_path / "run", optimizer=STEEP, dataflow=dataflow)
     assert [loss is None for loss in told(tmp_path / "run", "loss")] == [False, True]
     assert not list((tmp_path / "run").glob("step-*"))
 
 
 def test_validation_detects_nonfinite_parameters(small_text, tmp_path):
-    with pytest.raises(RuntimeError, match="step=0, validation_loss=nan"):
+    with pytest.raises(RuntimeError, match="step=1, validation_loss=nan"):
         fit(small_text, tmp_path / "run", optimizer=STEEP, steps=1)
     assert [math.isfinite(loss) for loss in told(tmp_path / "run", "loss")] == [True]
     assert told(tmp_path / "run", "validation_loss") == [None]
@@ -208,7 +208,7 @@ def test_unread_parameters_are_checked(small_text, tmp_path, random, way, cluste
     data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16)
     dataflow = {"precision": way} if way == "bfloat16" else {"scheduler": {"cluster": cluster.address}.get(way, way)}
     run = {"steps": 9, "validation_batches": 1, "validate_every": 4, "out": str(tmp_path / "run")}
-    with pytest.raises(RuntimeError, match="step=3, parameter=wpe.weight"):
+    with pytest.raises(RuntimeError, match="step=4, parameter=wpe.weight"):
         daskgpt.fit(config, data, dataflow=dataflow, run=run, parameters=parameters, quiet=True)
     assert [math.isfinite(loss) for loss in told(tmp_path / "run", "loss")] == [True] * 4
     assert not list((tmp_path / "run").glob("step-*"))
@@ -216,7 +216,7 @@ def test_unread_parameters_are_checked(small_text, tmp_path, random, way, cluste
 
 def test_stopped_run_writes_no_nonfinite_model(small_text, tmp_path):
     steep = OptimizerConfig(learning_rate=1e300, schedule="constant")  # more than float32 holds
-    with pytest.raises(RuntimeError, match="parameters must stay finite.*step=0"):
+    with pytest.raises(RuntimeError, match="parameters must stay finite.*step=1"):
         fit(small_text, tmp_path / "run", optimizer=steep, on_step=stopping_at(1))
     assert not list((tmp_path / "run").glob("step-*"))
 

@@ -64,7 +64,7 @@ def test_tensorboard_events_match_the_metrics(logged):
     expected = {}
     for record in metrics_of(logged):
         for tag, value in tagged(record):
-            expected.setdefault(tag, []).append((record["step"], pytest.approx(float(value), rel=1e-6)))
+            expected.setdefault(tag, []).append((record["step"] + 1, pytest.approx(float(value), rel=1e-6)))
     assert {"loss/loss", "loss/validation_loss", "speed/tokens_per_s", "phases/forward_s"} <= expected.keys()
     assert len(list(logged.glob("events.out.tfevents.*"))) == 2, "one file a process of the run"
     assert events(logged) == expected
@@ -95,7 +95,7 @@ def test_records_wait_for_disk_space(name, tmp_path):
         assert [record["loss"] for record in records] == [1.5 * step for step in range(51)]
         assert records[0]["tokens_per_s"] is None
     else:
-        assert events(tmp_path)["loss/loss"] == [(step, 1.5 * step) for step in range(51)]
+        assert events(tmp_path)["loss/loss"] == [(step + 1, 1.5 * step) for step in range(51)]
 
 
 def test_impossible_logs_are_refused_at_once(small_text, tmp_path, monkeypatch):

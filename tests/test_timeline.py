@@ -278,7 +278,7 @@ def test_the_trace_is_one_that_chrome_and_perfetto_read_and_the_page_loads_nothi
     times = [(event["tid"], event["ts"], event["dur"]) for event in own]
     assert times == [(0, 1e6, 2e6), (1, 3e6, 2e6), (0, 4e6, 4e6)]
     told = {"layer": "a", "pass": "forward", "where": "a", "block": None}
-    assert own[0]["args"] == told | {"chunk": None, "step": 0, "bytes": 100, "task": "a"}
+    assert own[0]["args"] == told | {"chunk": None, "step": 1, "bytes": 100, "task": "a"}
     names = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
     assert names == {0: "thread 1", 1: "thread 2"}
     counters = Counter(event["name"] for event in found if event["ph"] == "C")
@@ -304,8 +304,8 @@ def test_training_writes_the_timeline_of_its_last_steps(small_text, tmp_path, ca
 
     run = trained("--steps 6 --barrier none --timeline last.html --timeline-steps 3", "run")
     trace = json.loads((run / "last.json").read_text())
-    assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {3, 4, 5}
-    assert "<title>Steps 3 to 5: barrier none, grain " in (run / "last.html").read_text()
+    assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {4, 5, 6}
+    assert "<title>Steps 4 to 6: barrier none, grain " in (run / "last.html").read_text()
     out = capsys.readouterr().out
     assert "critical path" in out
     assert f"timeline written to {run / 'last.html'} and {run / 'last.json'}" in out

@@ -81,8 +81,8 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
     names = [("process_name", 0, timeline.title), *(("thread_name", *lane) for lane in enumerate(timeline.lanes))]
     entries: list[dict[str, Any]] = [{"ph": "M", "tid": t, "name": kind, "args": {"name": n}} for kind, t, n in names]
     for event in timeline.events:
-        shown = {name: getattr(event, name) for name in ("layer", "block", "chunk", "step", "bytes")}
-        entry = {"ph": "X", "tid": event.lane, "name": event.kind, "cat": f"{event.phase},step {event.step}"}
+        shown = {name: getattr(event, name) for name in ("layer", "block", "chunk", "bytes")} | {"step": event.step + 1}
+        entry = {"ph": "X", "tid": event.lane, "name": event.kind, "cat": f"{event.phase},step {event.step + 1}"}
         times = {"ts": microseconds(event.start), "dur": microseconds(event.seconds)}
         more = {"where": event.place, "pass": event.phase, "task": event.task_name}
         entries.append({**entry, **times, "args": {**shown, **more}})
@@ -196,7 +196,7 @@ def _bars(timeline: Timeline, events: Sequence[Event]) -> ColumnDataSource:
         chunk = zip("bt", event.chunk) if event.chunk is not None else ()
         return {
             **{"left": event.start * 1e3, "right": event.end * 1e3, "bottom": middle - 0.26, "top": middle + 0.42},
-            **{"kind": event.kind, "where": event.place, "step": event.step, "ms": event.seconds * 1e3},
+            **{"kind": event.kind, "where": event.place, "step": event.step + 1, "ms": event.seconds * 1e3},
             "chunk": " ".join(f"{axis}={'all' if index is None else index}" for axis, index in chunk) or "all",
             "bytes": tqdm.format_sizeof(event.bytes, "B"),
             "task": event.task_name,
@@ -217,7 +217,7 @@ def _steps(plot: Any, timeline: Timeline) -> None:
         plot.quad(left=left, right=right, bottom=top - lane - 0.4, top=top - lane - 0.29, color=color)
     for step in timeline.steps:
         first = min((event.start for event in timeline.events if event.step == step), default=0.0) * 1e3
-        plot.text(x=[first], y=[top + 0.48], text=[str(step)], text_font_size="12px", text_baseline="bottom")
+        plot.text(x=[first], y=[top + 0.48], text=[f"{step + 1:,}"], text_font_size="12px", text_baseline="bottom")
 
 
 def _curve(x_range: Range1d, curve: Curve, scale: float, color: str) -> Any:

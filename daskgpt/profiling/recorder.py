@@ -126,7 +126,7 @@ def joined(title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: 
     *own, last = (Window(window.steps, window.start - start, window.end - start) for window in windows)
     last = replace(last, end=max([last.end, *(event.end for event in events)]))
     ordered = tuple(sorted(events, key=lambda event: event.start))
-    return Timeline(f"Steps {shown[0]} to {shown[-1]}: {title}", tuple(lanes), ordered, (*own, last), tasks)
+    return Timeline(f"Steps {shown[0] + 1:,} to {shown[-1] + 1:,}: {title}", tuple(lanes), ordered, (*own, last), tasks)
 
 
 def recorder_of(steps: Any, scheduler: Scheduler) -> StepRecorder | RankRecorder:

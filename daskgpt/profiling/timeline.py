@@ -145,12 +145,13 @@ class Timeline:
 
     @property
     def steps(self) -> list[int]:
+        """The steps, counted from 0 as in `metrics.jsonl`; what people see counts from 1."""
         return [step for window in self.windows for step in window.steps]
 
     def __repr__(self) -> str:
         """Return a summary that fits on one screen."""
         text = describe_summary(summarise(self)) if self.events else "no events"
-        lines = [f"Timeline of {self.title}", *text.splitlines()]
+        lines = [f"Timeline: {self.title}", *text.splitlines()]
         return "\n".join(fill(line, 100, subsequent_indent="  ") if len(line) > 100 else line for line in lines)
 
     def _repr_html_(self) -> str:

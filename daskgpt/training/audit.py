@@ -64,7 +64,7 @@ class Stretch:
     end: Path
 
     def __str__(self) -> str:
-        return f"steps {self.entries[0]['step']:,} to {self.entries[-1]['step']:,}"
+        return f"steps {self.entries[0]['step'] + 1:,} to {self.entries[-1]['step']:,}"
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Verdict:
         told = [f"{name} after step {steps[0]:,}{_others(steps)}" for name, steps in self.states.items()]
         if self.losses:
             step, written, computed = self.losses[0]
-            told.insert(0, f"loss of step {step:,} is {written} instead of {computed}{_others(self.losses)}")
+            told.insert(0, f"loss of step {step + 1:,} is {written} instead of {computed}{_others(self.losses)}")
         return f"DIFFER: {'; '.join(told)}"
 
 
@@ -157,11 +157,11 @@ class Audit:
         before, step = self._before(entry), entry["step"]
         if before is None:
             if step:
-                self.faults.append(f"{CHAIN}: the entry before step {step:,} is missing")
+                self.faults.append(f"{CHAIN}: the entry before that of step {step:,} is missing")
             return
         losses = [self.losses.get(number) for number in range(before["step"], step)]
         if digest_of(losses) != entry[LINK].get("losses"):
-            self.faults.append(f"{METRICS}: losses of steps {before['step']:,} to {step - 1:,} are not the chain's")
+            self.faults.append(f"{METRICS}: losses of steps {before['step'] + 1:,} to {step:,} are not the chain's")
 
     def _stretch(self, own: str, end: Path) -> Stretch:
         entries = [self.entries[own]]
@@ -248,7 +248,7 @@ class Audit:
         """Return the parameters that a run began with; why they are not known, if so."""
         first = entries[0]
         if first["step"] or "parameters" not in first:
-            return {}, f"the chain is broken before step {first['step']:,}"
+            return {}, f"the chain is broken before the entry of step {first['step']:,}"
         job, wanted = self.job(entries[-1]), first["parameters"]
         if wanted == SEEDED:
             return RandomParameters(job.config, job.run.seed), ""

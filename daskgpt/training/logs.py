@@ -130,12 +130,12 @@ def open_tensorboard(folder: Path, done: int | None) -> RecordFile:
 
     def encode(record: Mapping[str, Any]) -> bytes:
         numbers = [Summary.Value(tag=tag, simple_value=value) for tag, value in tagged(record)]
-        return framed(step=record["step"], summary=Summary(value=numbers))
+        return framed(step=record["step"] + 1, summary=Summary(value=numbers))
 
     # TensorBoard reads the files of a folder in the order of their names.
     name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
     header = framed(file_version=FORMAT)
-    header += framed(step=done, session_log=SessionLog(status=SessionLog.START)) if done is not None else b""
+    header += framed(step=done + 1, session_log=SessionLog(status=SessionLog.START)) if done is not None else b""
     return RecordFile(folder / name, encode, new=True, header=header)
 
 

@@ -218,7 +218,7 @@ class Finite:
         if job.run.out and (found := checkpoints(out)):
             good = f"The last good checkpoint is {found[-1]}: --resume {job.run.out} continues from there."
         advice = f"{cause}: lower --learning-rate, give more --warmup{clip}. No such model is written{losses}. {good}"
-        got = f"step={step}, {got}, learning_rate={rate:g}"
+        got = f"step={step + 1}, {got}, learning_rate={rate:g}"
         return refusal(Diverged, "train", f"{rule} must stay finite", got, advice)
 
 

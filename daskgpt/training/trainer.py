@@ -167,9 +167,9 @@ def fit(
                  given: a mapping names what changes (`run={"steps": 4000}`), a configuration counts as a whole
     client       a `distributed.Client` whose cluster runs the tasks, in place of `dataflow.scheduler`; it stays open,
                  and nothing of the run stays on its cluster
-    on_step      called with (step, metrics) after each step; if it returns True the run ends as with Ctrl-C, with a
-                 checkpoint, and can be resumed
-    callbacks     instruments that observe steps, such as `daskgpt.TimelineCallback`
+    on_step      called with (step, metrics) after each step, counted from 0; if it returns True the run ends as with
+                 Ctrl-C, with a checkpoint, and can be resumed
+    callbacks    instruments that observe steps, such as `daskgpt.TimelineCallback`
     quiet        whether to print nothing: no header, no progress
 
     Errors       ValueError where the configurations do not fit each other or a setting must not change,
