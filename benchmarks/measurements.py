@@ -307,10 +307,10 @@ def _grouped(found: list[Record], key: Callable[[Record], str]) -> dict[str, lis
 def default_run() -> list[str]:
     """The last lines that the default run printed."""
     known = {name: figure.median for name, figure in records("training")[0].figures.items()}
-    losses = f"loss {known['first loss']:.3f} -> {known['last loss']:.3f}"
+    losses = f"loss {known['first loss']:.3f} nats a token in the first step, {known['last loss']:.3f} in the last"
     return [
         "```",
-        f"{losses}, validation {known['validation']:.3f} nats a token",
+        f"{losses}, {known['validation']:.3f} on held-out text",
         f"2000 steps in {known['steps']:.1f} s, {known['in all']:.1f} s in all",
         "```",
     ]

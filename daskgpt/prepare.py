@@ -51,7 +51,7 @@ def report(folder: str, manifest: Manifest, took: str) -> list[str]:
         f"val        {_part(manifest.val)}",
         *skipped,
         f"tokens written to {folder} {took}",
-        f"continue with: {called('train')} --data {shlex.quote(folder)}",
+        f"train on them: {called('train')} --data {shlex.quote(folder)}",
     ]
 
 

@@ -143,8 +143,8 @@ def job_of(values: Namespace, run: RunConfig, start: WarmStart | None) -> Job:
 def report(job: Job, result: Result, seconds: float) -> None:
     """Print the losses, the time and where the run was written."""
     first, last = result.losses[0], result.losses[-1]
-    validation = "" if math.isnan(result.validation_loss) else f", validation {result.validation_loss:.3f}"
-    print(f"loss {first:.3f} -> {last:.3f}{validation} nats a token")
+    validation = "" if math.isnan(result.validation_loss) else f", {result.validation_loss:.3f} on held-out text"
+    print(f"loss {first:.3f} nats a token in the first step, {last:.3f} in the last{validation}")
     bits = result.bits_a_byte
     if job.tokens.encoding_name != "bytes" and not math.isnan(bits):
         print(f"validation by the text: {bits * math.log(2):.3f} nats a byte, {bits:.3f} bits")
@@ -160,8 +160,11 @@ def report(job: Job, result: Result, seconds: float) -> None:
         if result.stopped:
             print(f"continue with: {called('train')} --resume {shlex.quote(folder)}")
             return
-        prompt = "def " if job.data.data == STANDARD_LIBRARY else "..." if job.tokens.prompt else "The "
-        print(f'continue with: {called("generate")} {shlex.quote(folder)} --prompt "{prompt}"')
+        command = f"{called('generate')} {shlex.quote(folder)}"
+        if job.tokens.prompt:
+            print(f"chat with it: {command} --interactive")
+        else:
+            print(f'write text with it: {command} --prompt "{"def " if job.data.data == STANDARD_LIBRARY else "The "}"')
 
 
 def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:

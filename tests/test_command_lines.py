@@ -34,7 +34,7 @@ def test_training_ends_with_a_working_next_command(small_text, tmp_path, written
     lines = written(train, "--data", small_text, *SMALL, "--steps", 2, "--sample-tokens", 5, "--out", out).splitlines()
     assert f"run written to {out}" in lines
     assert sum(line.startswith("--- sample after 2 steps") for line in lines) == 1
-    begins = "continue with: python -m daskgpt."
+    begins = "write text with it: python -m daskgpt."
     (line,) = [line for line in lines if line.startswith(begins)]
     command, *arguments = shlex.split(line.removeprefix(begins))
     assert (command, arguments[0]) == ("generate", str(out))

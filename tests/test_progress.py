@@ -69,7 +69,7 @@ def test_progress_in_a_terminal(columns):
     kept = [line for line in left if line.startswith("step")]
     assert [line.split("/")[0] for line in kept] == ["step 20", "step 40", "step 60"]
     assert ["(best)" in line for line in kept] == [columns > 40, False, False]
-    assert all("/60  loss 10.900" in line for line in kept)
+    assert all("/60  mean loss 10.900" in line for line in kept)
     assert not any(re.match(r" *\d+/60 ", line) for line in left), "the line that is written over is gone in the end"
 
 
@@ -78,16 +78,16 @@ def test_progress_words_fit_the_width():
     progress.begin()
     progress.step({"loss": 10.9, "tokens_per_s": 1_234_567.0, "validation_loss": 11.25})
     full = progress.live_words(100)
-    assert re.fullmatch(r"loss 10\.900, validation 11\.250, 1\.23M tokens/s, [\d:]+ left", full)
+    assert re.fullmatch(r"mean loss 10\.900, validation 11\.250, 1\.23M tokens/s, [\d:]+ left", full)
     texts = [progress.live_words(room) for room in range(100)]
     assert all(len(text) <= room for room, text in enumerate(texts))
     words = list(dict.fromkeys(re.sub(r"[\d.:]+M?", "#", text) for text in reversed(texts)))
     assert words == [
-        "loss #, validation #, # tokens/s, # left",
-        "loss #, val #, # tokens/s, # left",
-        "loss #, val #, # left",
-        "loss #, val #",
-        "loss #",
+        "mean loss #, validation #, # tokens/s, # left",
+        "mean loss #, val #, # tokens/s, # left",
+        "mean loss #, val #, # left",
+        "mean loss #, val #",
+        "mean loss #",
         "",
     ]
 
@@ -128,7 +128,7 @@ def test_fit_prints_the_header_unless_quiet(fitted, capfd):
     assert [line.split()[0] for line in out.splitlines()] == HEADER
     lines = [line for line in err.splitlines() if line.startswith("step")]
     assert [line.split("  ")[0] for line in lines] == ["step 1/4", "step 4/4"]
-    assert re.fullmatch(r"step 4/4  loss \d\.\d{3}, validation [\d.]+, [\d,]+ tokens/s, after \d\d:\d\d", lines[1])
+    assert re.fullmatch(r"step 4/4  mean loss \d\.\d{3}, validation [\d.]+, [\d,]+ tokens/s, after \d\d:\d\d", lines[1])
     result = fitted(quiet=True)
     assert capfd.readouterr() == ("", "")
     assert len(result.losses) == 4
@@ -139,7 +139,7 @@ def test_result_repr(fitted):
     lines = repr(result).splitlines()
     assert re.fullmatch(r"Result of 4 steps in \d+\.\d s", lines[0])
     assert "34,720 parameters in 28 arrays" in lines[1]
-    assert f"{result.losses[0]:.3f} -> {result.losses[-1]:.3f} nats a token" in lines[2]
+    assert f"{result.losses[0]:.3f} nats a token in the first step, {result.losses[-1]:.3f} in the last" in lines[2]
     assert f"{result.validation_loss:.3f} nats a token" in lines[3]
     assert len(lines) == 5
     result.validation_loss, result.losses = np.nan, []

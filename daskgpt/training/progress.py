@@ -114,7 +114,7 @@ class Progress:
 
     def _words(self, validation: str, rate: str, duration: str, room: int) -> str:
         """Return losses, rate and time; where there is no room for all, the less important ones are left out."""
-        loss = f"loss {self.loss():.3f}"
+        loss = f"mean loss {self.loss():.3f}"  # unlike that of the last step, which the end of a run reports
         long, short = ((f"{name} {validation}" if validation else "") for name in ("validation", "val"))
         fewer = (loss, short, duration), (loss, short), (loss,)
         variants = (loss, long, rate, duration), (loss, short, rate, duration), *fewer

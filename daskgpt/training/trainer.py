@@ -101,7 +101,9 @@ class Result:
         lines = [f"Result of {steps:,} step{'s' * (steps != 1)}{own} in {self.seconds:.1f} s"]
         arrays = len(parameter_shapes(self.config))
         lines.append(f"model       {parameter_count(self.config):,} parameters in {arrays} arrays")
-        lines += [f"loss        {self.losses[0]:.3f} -> {self.losses[-1]:.3f} nats a token"] if self.losses else []
+        if self.losses:
+            last = f"{self.losses[-1]:.3f} in the last"
+            lines.append(f"loss        {self.losses[0]:.3f} nats a token in the first step, {last}")
         if self.validation_loss == self.validation_loss:
             lines.append(f"validation  {self.validation_loss:.3f} nats a token")
         return "\n".join([*lines, f"written to  {self.checkpoint or 'nowhere'}"])

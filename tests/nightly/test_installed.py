@@ -44,7 +44,7 @@ def test_a_wheel_trains_and_generates_in_an_environment_of_its_own(tmp_path):
     call(tmp_path, sys.executable, "-m", "venv", "own")
     call(tmp_path, "own/bin/pip", "install", wheel)
     trained = call(tmp_path, "own/bin/daskgpt", "train", "--steps", "50", "--out", "run")
-    assert "continue with: daskgpt generate run " in trained
+    assert "write text with it: daskgpt generate run " in trained
     assert call(tmp_path, "own/bin/daskgpt", "generate", "run", "--prompt", "def ").startswith("def ")
 
 
