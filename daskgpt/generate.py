@@ -8,6 +8,10 @@ read and written). The share exceeds 100 % if the model stays in the processor's
 -i chats: a typed line is added to the text, and the model continues the text until end-of-text, --until, or --tokens.
 An empty line lets it continue. Ctrl-C ends its reply, Ctrl-D the chat. A model that was not trained on questions and
 answers does not answer, but continues the text; with --until "\\n" it writes one line.
+
+If a run was trained on pairs whose prompts have a common form, such as "Question: ...\\nAnswer:", each typed line
+becomes a prompt of that form, and begins a new text, as in training. --template gives a form to any model, and to
+--prompt: "Question: {}\\nAnswer:".
 """
 
 from __future__ import annotations
@@ -22,12 +26,13 @@ from tiktoken import Encoding
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import documented, setting
+from daskgpt.data.prompt_form import PromptForm
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, DecodingConfig, Rate, Texts, prompt_ids
 from daskgpt.generation.sanitize import readable, shown
 from daskgpt.schedulers.machine import copy_rate
-from daskgpt.training.checkpoint import encoding_and_length, open_model_of
+from daskgpt.training.checkpoint import encoding_and_length, open_with_state
 from daskgpt.training.job import compile_kernels
 
 
@@ -40,7 +45,12 @@ class GenerateConfig(DecodingConfig, Choice):
     samples: int = setting(1, "texts after each prompt", least=1, most=2**12)
     tokens: int = setting(200, "length of the text", unit="tokens", least=0, most=2**30)
     seed: int = setting(0, "seed of the random choices", least=0)
-    until: str = setting("", "end a text at these words")
+    until: str = setting("", "end a text at these words; \\n is a line break")
+    template: str = setting(
+        "",
+        "form of prompts, in which {} is the place of --prompt or of a line of -i; \\n is a line break; empty = for -i "
+        "that of the pairs that the run was trained on, else none",
+    )
     end: str = setting("stop", "whether end-of-text ends a text", choices=("stop", "ignore"))
 
 
@@ -70,7 +80,7 @@ class Writer:
 
     def print(self, tokens: Iterable[int | None]) -> None:
         """Print the text of tokens as they arrive."""
-        for text in readable(self.encoding, shown(self.encoding, tokens, self.end, self.options.until)):
+        for text in readable(self.encoding, shown(self.encoding, tokens, self.end, unescaped(self.options.until))):
             print(text, end="", flush=True)
 
 
@@ -84,16 +94,25 @@ def main(arguments: list[str]) -> int:
     add_flags(flags, GenerateConfig)
     values = flags.parse_args(arguments)
     options: GenerateConfig = from_flags(GenerateConfig, values)
-    model = open_model_of(values.model)
+    model, state = open_with_state(values.model)
     encoding_name, context = encoding_and_length(model, options.encoding)
     weights = Weights(model.config, model.loaded().parameters, options.precision)
     writer = Writer(options, weights, get_encoding(encoding_name), context)
-    prompts = [(prompt, writer.ids(prompt)) for prompt in values.prompt or ["\n"] for _ in range(options.samples)]
+    form = PromptForm.of_template(unescaped(options.template)) if options.template else PromptForm()
+    given = [form.around(prompt) for prompt in values.prompt or ([""] if any(form) else ["\n"])]
+    prompts = [(prompt, writer.ids(prompt)) for prompt in given for _ in range(options.samples)]
+    if not options.template:
+        form = PromptForm.of_state(state.get("data", {}).get("form"))
     compile_kernels(uses={"decoding", model.config.norm})
-    texts = chat(writer) if values.interactive else write_all(writer, prompts)
+    texts = chat(writer, form) if values.interactive else write_all(writer, prompts)
     if texts is not None and texts.rate.tokens:
         print(describe_rate(texts.rate, texts.decoder.threads, options.precision), file=sys.stderr)
     return 0
+
+
+def unescaped(text: str) -> str:
+    """Return the text of a flag with line breaks in place of \\n: few shells have a simple way to type them."""
+    return text.replace("\\n", "\n")
 
 
 def write_all(writer: Writer, prompts: list[tuple[str, list[int]]]) -> Texts:
@@ -112,8 +131,13 @@ def write_all(writer: Writer, prompts: list[tuple[str, list[int]]]) -> Texts:
     return texts
 
 
-def chat(writer: Writer) -> Texts | None:
-    """Let the user and the model write in turns; return the text, None if nothing was typed."""
+def chat(writer: Writer, form: PromptForm) -> Texts | None:
+    """Let the user and the model write in turns; return the last text, None if nothing was typed.
+
+    form   of a prompt; if it has none, all lines and replies are one text
+    """
+    if any(form):
+        print(f"each line is a prompt of its own: {'...'.join(form)!r} (--template changes it)", file=sys.stderr)
     with suppress(ImportError):
         import readline  # noqa: F401  # for editing and recalling lines
     texts: Texts | None = None
@@ -123,7 +147,12 @@ def chat(writer: Writer) -> Texts | None:
         except EOFError:
             print()
             return texts
-        if texts is None:
+        if any(form) and (line or texts is None):
+            new = writer.texts([writer.ids(form.around(line))])
+            if texts:
+                new.rate, new.random = texts.rate, texts.random
+            texts = new
+        elif texts is None:
             texts = writer.texts([writer.ids(line + "\n")])
         elif line:
             texts.tokens[0] += writer.ids(line + "\n")

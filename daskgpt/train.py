@@ -66,11 +66,13 @@ def parser() -> Parser:
 def parsed(arguments: list[str]) -> Namespace:
     """Return the values of a command line, with the flags of the recipe that it names.
 
-    The length of the run is the recipe's only where none is given.
+    The length of the run is the recipe's only where none is given. `shorten` says whether the length of sequences is
+    the recipe's, and so may be shortened to the positions of a model.
 
     Errors   ValueError if a recipe without a size has no model to start from
     """
     values = parser().parse_args(arguments)
+    shorten = not hasattr(values, "sequence_length")
     if not values.resume and (recipe := RECIPES.get(values.preset)):
         words, given = shlex.split(recipe), given_flags(RunConfig, values)
         lengths = {f"--{name}" for name in HORIZONS} if given.keys() & set(HORIZONS) else set()
@@ -80,6 +82,7 @@ def parsed(arguments: list[str]) -> Namespace:
         require(bool(size or got["init"]), "train", rule, got, "Add --init with a folder or file of one.")
         values = parser().parse_args([*own, *arguments])
         values.preset = size
+    values.shorten = shorten
     return values
 
 
@@ -136,6 +139,8 @@ def job_of(values: Namespace, run: RunConfig, start: WarmStart | None) -> Job:
             numbers = {"blocks": size.blocks, "heads": size.heads, "channels": size.channels} | numbers
         start.check_size(numbers, "train", "--init decides the size of the model", "Leave these flags out.")
         data, config = start.data_config(given_flags(DataConfig, values)), start.config
+        if values.shorten:
+            data = replace(data, sequence_length=min(data.sequence_length, config.positions))
         dataset = open_dataset(data, config.vocabulary, start)
     return Job(config, data, optimizer, dataflow, run, dataset, from_flags(LocalConfig, values))
 

@@ -1,5 +1,6 @@
 """Tests of training on pairs: only responses count, whatever the chunks, schedulers and micro-batches."""
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -14,9 +15,11 @@ from small_runs import MODEL, config_of, losses_of, metrics_of, stopping_at, ten
 from tolerances import TOLERANCES
 
 import daskgpt
-from daskgpt import train
+from daskgpt import generate, train
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.data.dataset import batch, load_dataset, validation_batches
+from daskgpt.data.prompt_form import PromptForm
+from daskgpt.generation.sanitize import sanitized
 from daskgpt.model.gpt2 import lazy_inputs, mean_loss
 from daskgpt.model.tape import Tape
 from daskgpt.training.step import gradients_of, input_values
@@ -137,8 +140,10 @@ def test_mean_of_replicas_is_the_mean_of_the_batch(pairs, tmp_path):
 
 
 def test_fine_tuning_from_the_command_line(pairs, whole, tmp_path, capsys):
-    """The recipe's length is in epochs; a length, as any other flag, takes the place of the recipe's."""
-    flags = f"--preset finetune --data {pairs} --sequence-length 16 --learning-rate 0.003 --sample-tokens 8".split()
+    """The recipe's length is in epochs; a length, as any other flag, takes the place of the recipe's. Its sequences
+    are no longer than the model's positions.
+    """
+    flags = f"--preset finetune --data {pairs} --learning-rate 0.003 --sample-tokens 8".split()
     with pytest.raises(ValueError, match="must have a model to start from; got preset=finetune"):
         train.main(flags)
     out = tmp_path / "tuned"
@@ -148,6 +153,9 @@ def test_fine_tuning_from_the_command_line(pairs, whole, tmp_path, capsys):
     assert train.main([*flags, "--out", str(out)]) == 0
     said = capsys.readouterr().out
     settings, losses = config_of(out), losses_of(out)
+    assert settings["data"]["sequence_length"] == MODEL.positions == 16
+    with pytest.raises(ValueError, match="must not be longer than the model's positions; got sequence_length=17"):
+        train.main([*flags, "--sequence-length", "17", "--out", str(tmp_path / "long")])
     assert (settings["run"]["epochs"], settings["run"]["steps"]) == (3, math.ceil(3 * 35 / 8))
     assert (settings["optimizer"]["clip"], settings["data"]["batch_size"]) == (1, 8)
     assert losses[-1] < losses[0] - 0.5
@@ -157,6 +165,54 @@ def test_fine_tuning_from_the_command_line(pairs, whole, tmp_path, capsys):
     assert said.count(f"\n{prompt}") == 2
     assert train.main([*flags, "--steps", "2", "--out", str(tmp_path / "short")]) == 0
     assert len(losses_of(tmp_path / "short")) == 2
+
+
+def test_chat_gives_lines_the_form_of_the_pairs(tmp_path, monkeypatch, capsys):
+    """Each is a text of its own then; a template takes the place of the form, and holds for --prompt, too."""
+    out, flags = tmp_path / "run", ("--tokens", "6", "--temperature", "0")
+    fit(write(tmp_path / "pairs.jsonl", [(f"Q: {word}?\nA:", f" {word}") for word in "abcdefghij"]), out, steps=2)
+    config, parameters = daskgpt.load(out)
+
+    def answer(prompt, count=6):
+        tokens = daskgpt.sample(config, parameters, list(prompt.encode()), count, temperature=0, end=END)
+        return bytes(token for token in tokens if token != END)
+
+    def told(typed, *more):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        assert generate.main([str(out), *flags, *more]) == 0
+        return capsys.readouterr()
+
+    shown = "".join(sanitized([answer("Q: x?\nA:"), b"\n", answer("Q: y?\nA:"), b"\n\n"]))
+    for typed in ("x\ny\n", "Q: x?\ny?\n"):
+        assert told(typed, "-i").out == shown
+    assert r"'Q: ...?\nA:'" in told("x\n", "-i").err
+    shown = "".join(sanitized([answer("<x>\n"), b"\n"]))
+    assert told("x\n", "-i", "--template", r"<{}>\n").out == shown + "\n"
+    assert told("", "--template", r"<{}>\n", "--prompt", "x").out == "<x>\n" + shown
+    assert told("", "--prompt", "x").out == "x" + "".join(sanitized([answer("x"), b"\n"]))
+    with pytest.raises(ValueError, match="must have one {}"):
+        told("", "--template", "Q: A:")
+
+
+FORMS = [
+    ([], ("", "")),
+    (["Q: a?"] * 3, ("", "")),
+    (["a", "b"], ("", "")),
+    (["The animal: cat.", "The animal: cow."], ("The animal: ", ".")),
+    (["cats are", "dogs are"], ("", " are")),
+    (["{} a {}", "{} b {}"], ("{} ", " {}")),
+]
+
+
+@pytest.mark.parametrize(("prompts", "form"), FORMS)
+def test_form_of_prompts(prompts, form):
+    assert PromptForm.of(prompts) == form
+    assert all(PromptForm.of(prompts).around(prompt) == prompt for prompt in prompts)
+
+
+@pytest.mark.parametrize("found", [None, 3, ["a"], ["a", 1], {"before": "a"}, ["a", "b", "c"]])
+def test_damaged_forms_are_none(found):
+    assert not any(PromptForm.of_state(found))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,10 @@ SHOWN = [
     (lambda _: daskgpt.RunConfig(steps=5, out="<b>here</b>"), ("RunConfig", "steps", "5 *", "<b>here</b> *")),
     (lambda _: daskgpt.DataflowConfig(grain="block"), ("DataflowConfig", "grain", "block *", "batch_chunk auto")),
     (lambda _: daskgpt.plan(MODEL, DATA), ("model", "parameters", "at the peak", "critical path", "no step was run")),
-    (lambda _: RESULT, ("Result of 4 steps", "loss 5.500 nats a token in the first step, 3.500 in the last", "validation 3.250")),
+    (
+        lambda _: RESULT,
+        ("Result of 4 steps", "loss 5.500 nats a token in the first step, 3.500 in the last", "validation 3.250"),
+    ),
     (lambda timeline: timeline, ("attention", "linear", "critical path")),
 ]
 

@@ -190,6 +190,9 @@ def test_until_ends_a_text(written):
     arguments = "--prompt", "abc", "--tokens", 200, "--seed", 3
     whole = written(*arguments).out
     assert written(*arguments, "--until", whole[60:62]).out == whole[: whole.index(whole[60:62], 3) + 2] + "\n"
+    line = written("--prompt", "a\nb", "--tokens", 200, "--until", r"\n").out  # as a shell passes it
+    assert line.endswith("\n\n")
+    assert line.count("\n") == 3
 
 
 def test_end_of_text_is_not_shown_and_words_may_span_tokens():

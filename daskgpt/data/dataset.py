@@ -17,6 +17,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.data import tokenizer
 from daskgpt.data.file_kinds import PAIRS, TEXT, TOKENS
 from daskgpt.data.pairs import Examples, read_examples
+from daskgpt.data.prompt_form import PromptForm
 from daskgpt.data.source import PREPARED, STANDARD_LIBRARY, Source, recognize
 from daskgpt.data.text import SPANS, read_text, split_text, split_tokens
 from daskgpt.data.token_folder import MANIFEST, Part, encoding_of, read_manifest
@@ -99,6 +100,14 @@ class Dataset:
             got, advice = {"data": self.origin, "tokens": tokens.size}, "Give more text or a smaller batch."
             require(tokens.size > sequences * sequence_length, where, rule, got, advice)
         return self
+
+    @cached_property
+    def form(self) -> PromptForm:
+        """The form of the prompts of pairs; of text, none."""
+        if not isinstance(self.training, Examples):
+            return PromptForm()
+        decode = tokenizer.get_encoding(self.encoding_name).decode
+        return PromptForm.of([decode(self.training.prompt(number)) for number in range(self.training.count)])
 
     @cached_property
     def digest(self) -> str:

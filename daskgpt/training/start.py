@@ -236,10 +236,10 @@ def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[s
     `configuration` has every setting resolved, `asked` the dials as they were given: another machine resolves `auto`
     in its own way.
     """
+    data = {"next_batch": step, "position": "batches are a pure function of seed and step"} | fingerprint(job.tokens)
     return {
         "seed": job.run.seed,
-        "data": {"next_batch": step, "position": "batches are a pure function of seed and step"}
-        | fingerprint(job.tokens),
+        "data": data | ({"form": [*job.tokens.form]} if any(job.tokens.form) else {}),
         "configuration": resolved,
         "asked": {name: getattr(job.dataflow, name) for name in DIALS},
         "groups": job.groups,
