@@ -286,7 +286,7 @@ def test_the_loss_of_pairs_is_that_of_their_responses(model, tmp_path, capsys):
     said = capsys.readouterr().out
     found = evaluated(model, path, capsys)
     assert (found["pairs"], found["bytes"]) == (60, sum(len(answer) for _, answer in PAIRS))
-    assert f"validation {found['loss']:.3f}" in said
+    assert f"{found['loss']:.3f} on held-out text" in said
     assert evaluated(model, path, capsys, "--limit", "7")["pairs"] == 7
 
 

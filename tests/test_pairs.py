@@ -4,6 +4,7 @@ import io
 import json
 import math
 from dataclasses import replace
+from string import ascii_letters
 
 import dask
 import dask.array as da
@@ -170,7 +171,7 @@ def test_fine_tuning_from_the_command_line(pairs, whole, tmp_path, capsys):
 def test_chat_gives_lines_the_form_of_the_pairs(tmp_path, monkeypatch, capsys):
     """Each is a text of its own then; a template takes the place of the form, and holds for --prompt, too."""
     out, flags = tmp_path / "run", ("--tokens", "6", "--temperature", "0")
-    fit(write(tmp_path / "pairs.jsonl", [(f"Q: {word}?\nA:", f" {word}") for word in "abcdefghij"]), out, steps=2)
+    fit(write(tmp_path / "pairs.jsonl", [(f"Q: {word}?\nA:", f" {word}") for word in ascii_letters]), out, steps=2)
     config, parameters = daskgpt.load(out)
 
     def answer(prompt, count=6):

@@ -248,7 +248,7 @@ def test_flags_may_be_corrected_before_the_first_file(arguments, corrected, inpu
     Path("a.jsonl").write_text("".join(f'{{"title": "{number} x", "body": 3}}\n' for number in range(99)))
     Path("b.txt").write_text(text_of(90_000))
     Path("pair.txt").write_text("|".join(map(str, range(99))))
-    with pytest.raises(ValueError, match="must have the text field|must be|part must hold text"):
+    with pytest.raises(ValueError, match="must hold text"):
         prepared(tmp_path, *arguments.split(), *BYTES)
     prepared(tmp_path, *corrected.split(), *BYTES)
 

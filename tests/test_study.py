@@ -230,6 +230,8 @@ def test_speedup_and_efficiency_are_reported_for_every_phase(report):
     assert re.search(r"^\| forward \| 10.00 .* \| 5.00 \(5.00 .. 5.00\) \| 2.00 \| 100% \|$", text, re.M)
     assert re.search(r"^\| total \| 40.00 .* \| 25.00 \(25.00 .. 25.00\) \| 1.60 \| 80% \|$", text, re.M)
     runtime, speedup, efficiency = figures(Rows(rows))["phases"].axes
+    assert "| 1 thread | 2 threads | speedup on 2 threads | efficiency |" in text
+    assert "Speedups are over the sequential run: one thread, barrier phase." in text
     assert len(runtime.containers) == 4
     assert [list(line.get_ydata()) for line in speedup.lines] == [[1, 2], [1, 1.6], [1, 1.6], [1, 1.6], [1, 2]]
     assert list(efficiency.lines[3].get_ydata()) == [100, 80]
@@ -362,6 +364,7 @@ def test_without_a_run_on_one_thread_there_is_no_speedup(report):
     assert "| phase | 20.00 (20.00 .. 20.00) | 10.00 |\n" in text
     assert "| total | 20.00 (20.00 .. 20.00) | 10.00 |\n" in text
     assert "**Runs with the same chunks gave different losses: 2 x 64.**" in text
+    assert "Speedups" not in text
     assert len(figures(Rows(rows))["barriers"].axes) == len(figures(Rows(rows))["phases"].axes) == 1
     # One base, the sequential run, is that of both series.
     rows.append(row(replace(BASE, barrier="phase", threads=1), 0, 40.0))

@@ -266,7 +266,7 @@ class Executions(dict[str, Execution]):
         return f"note: other programs kept {self.others:.1f} cores busy; these are times of a share of the machine"
 
     def __repr__(self) -> str:
-        return f"{text_table([HEAD, *self.rows()])}\n{self.note}".rstrip()
+        return f"{text_table([HEAD, *self.rows()])}\nspeedup over {next(iter(self))}\n{self.note}".rstrip()
 
     def _repr_html_(self) -> str:
         """Return the table, and the timelines one below the other on one time scale: a strip a thread."""

@@ -116,7 +116,7 @@ def threads_section(view: Rows) -> Section:
         if most > least:
             text = sentence(count(most, "thread"), total[most], count(least, "thread"), total[least])
             conclusions.append(f"With {name}, {text}")
-    return _numbered(panels, "thread", conclusions) if panels else Section()
+    return _numbered(panels, "thread", conclusions, view.base) if panels else Section()
 
 
 def barriers_section(view: Rows) -> Section:
@@ -137,7 +137,7 @@ def barriers_section(view: Rows) -> Section:
     series: Series = {
         BARRIERS[name]: Curve(times, BARRIER_COLORS[name], base, guesses[name], guess) for name, times in found.items()
     }
-    section = _numbered({"a step": series}, "thread", conclusions)
+    section = _numbered({"a step": series}, "thread", conclusions, view.base)
     errors = [
         abs(guesses[name][threads].median / own.median - 1)
         for name, times in found.items()
@@ -178,10 +178,11 @@ def slicing_section(view: Rows) -> Section:
     return _numbered({"a step": series}, "chunk", conclusions)
 
 
-def _numbered(panels: Mapping[str, Series], what: str, conclusions: list[str]) -> Section:
+def _numbered(panels: Mapping[str, Series], what: str, conclusions: list[str], base: str = "") -> Section:
     """Show times by the number of threads or chunks; with a base, also speedup and efficiency of the largest number.
 
     panels   by title; each is a table and a row of the figure
+    base     the barrier of the sequential run
     """
     lines = []
     for name, series in panels.items():
@@ -191,8 +192,15 @@ def _numbered(panels: Mapping[str, Series], what: str, conclusions: list[str]) -
             if curve.base:
                 most, speedup = max(speedups(curve.times, curve.base).items())
                 rows[-1] += [rounded(speedup, 2), f"{speedup / most:.0%}"]
-        head = [f"{name} (ms)", *(count(n, what) for n in numbers), "speedup", "efficiency"]
+        head = [
+            f"{name} (ms)",
+            *(count(n, what) for n in numbers),
+            f"speedup on {count(numbers[-1], what)}",
+            "efficiency",
+        ]
         lines += [*_table([head[: max(map(len, rows))], *rows]), ""]
+    if base:
+        lines += [f"Speedups are over the sequential run: one thread, barrier {base}.", ""]
     return Section(conclusions, lines, partial(_against, panels, f"{what}s"))
 
 
@@ -370,7 +378,7 @@ def _against(panels: Mapping[str, Series], what: str) -> Figure:
         if based:
             axes[1].plot([*places.values()], numbers, ":", color="#888888")
             axes[2].axhline(100, ls=":", color="#888888")
-            axes[1].set(title="over the sequential run", ylabel="speedup (dotted: ideal)")
+            axes[1].set(title="over the sequential run (1 thread)", ylabel="speedup (dotted: ideal)")
             axes[2].set_ylabel("efficiency (%)")
         for own in axes:
             own.margins(x=0.12, y=0.08)

@@ -289,8 +289,12 @@ class Rows:
 
         On one thread a barrier between phases costs next to nothing, and phases have times of their own there.
         """
-        found = (spread(self.at(threads=1, barrier=barrier), column) for barrier in ("phase", "step", "none"))
-        return next((times for times in found if times), None)
+        return spread(self.at(threads=1, barrier=self.base), column) if self.base else None
+
+    @property
+    def base(self) -> str:
+        """Return the barrier of the sequential run; empty without one."""
+        return next((barrier for barrier in ("phase", "step", "none") if self.at(threads=1, barrier=barrier)), "")
 
     def records(self, arguments: Sequence[str]) -> list[Record]:
         """Return a record for each point, whose turns are its runs; `arguments` are the study's command line."""
