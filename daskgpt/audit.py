@@ -1,9 +1,9 @@
 """Audit a run: check its chain of digests, compute stretches between its checkpoints again, and compare.
 
-A run is one number: the same bits whatever the chunks, threads, workers and processor. So each stretch of steps, begun
-at a checkpoint, must lead to the losses, the model and the moments that are written. Deleted checkpoints between two
-that exist are compared by their digests. Nothing is written into the run's folder; a stretch needs room for two
-checkpoints among the temporary files (TMPDIR).
+A run has the same bits whatever the chunks, threads, workers and processor. So each stretch of steps that begins at a
+checkpoint must lead to the stored losses, model and moments. Deleted checkpoints between two that exist are compared
+by their digests. Nothing is written into the run's folder; a stretch needs room for two checkpoints among the
+temporary files (TMPDIR).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     """Print a line for each fault of the chain and for each stretch, and a verdict."""
     flags = Parser(prog="daskgpt.audit", description=__doc__, epilog=EPILOG)
     flags.add_argument("run", metavar="RUN", type=Path, help="run folder")
-    text = "for a stretch that differs, name tensors, and tell whether the run went on from what is written"
+    text = "for a stretch that differs, name the tensors, and say whether the run continued from the stored checkpoint"
     flags.add_argument("--find", action="store_true", help=text)
     add_flags(flags, AuditConfig)
     add_flags(flags, DataflowConfig)

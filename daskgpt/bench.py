@@ -15,7 +15,7 @@ memory      peak memory during the timed steps: this process, and the worker pro
 
 Speedup on more threads is measured by `python -m daskgpt.study --threads 1,2,4`; with --batch-chunk auto,
 --sequence-chunk auto and --grain auto, chunks and grain are chosen for each number of threads.
---calibrate measures what `python -m daskgpt.train --plan` predicts the time of a step from.
+--calibrate measures the costs from which `python -m daskgpt.train --plan` predicts the time of a step.
 --record FILE appends the measurement to a file, as a line of JSON with command, date, machine, versions and every turn.
 In a checkout of the repository, `python benchmarks/against.py` compares with other programs, and
 `python benchmarks/generation.py` times text generation.
@@ -41,7 +41,7 @@ def parser() -> Parser:
     """Return all flags."""
     flags = Parser(prog="daskgpt.bench", description=__doc__)
     add_model_flags(flags)
-    text = "measure kernels, tasks and messages for train --plan, in two to three minutes; no other flag counts"
+    text = "measure kernels, tasks and messages for train --plan, in two to three minutes; other flags are ignored"
     flags.add_argument("--calibrate", action="store_true", help=text)
     flags.add_argument("--json", action="store_true", help="print only the line of JSON that --record writes")
     flags.add_argument("--record", metavar="FILE", help="append the measurement to a file, as a line of JSON")

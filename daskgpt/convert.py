@@ -3,16 +3,16 @@
 IN is a run folder, a checkpoint, a model file of daskgpt (.safetensors) or llm.c (.bin, float32 or bfloat16), or a
 folder with Hugging Face's GPT-2 (config.json and model.safetensors). Without --to, the name of OUT decides the format:
 .safetensors daskgpt, .bin llmc, bf16.bin llmc-bfloat16, .gguf gguf (llama.cpp's; f16.gguf, bf16.gguf and q8_0.gguf have
-fewer bits a number), a name without an ending a folder for Hugging Face.
+fewer bits per number), a name without an ending a folder for Hugging Face.
 
-Files of pickled Python objects are never opened, since they can run anything. Where you trust one, these lines write
-what can be read here. A pytorch_model.bin of Hugging Face's, where PyTorch and transformers are installed:
+Files of pickled Python objects are never opened, since they can run anything. If you trust one, these lines convert
+it. A pytorch_model.bin of Hugging Face, with PyTorch and transformers installed:
 
     from transformers import GPT2LMHeadModel
     GPT2LMHeadModel.from_pretrained("FOLDER").save_pretrained("NEW_FOLDER")
 
-A ckpt.pt of nanoGPT, where PyTorch and safetensors are installed. Its GELU is the exact one; the one here is its tanh
-form, as GPT-2's, which moves logits by some thousandths:
+A ckpt.pt of nanoGPT, with PyTorch and safetensors installed. nanoGPT has the exact GELU; GPT-2 and daskgpt have the
+tanh form, which changes logits by some thousandths:
 
     import json, os, torch
     from safetensors.torch import save_file

@@ -1,9 +1,9 @@
 """Generate text with a trained model.
 
-Keys and values of the tokens so far are cached, so that a token reads every weight once. When a text outgrows the
-model's context, its newer half is read again. The last line, on standard error, reports the rate of tokens and the rate
-at which weights, keys and values were read, also as a share of the rate at which the same threads copy memory (bytes
-read and written). The share exceeds 100 % if the model stays in the processor's caches.
+Keys and values of the tokens so far are cached, so a new token reads every weight once. When a text outgrows the
+model's context, the model rereads the newer half. The last line, on standard error, reports the rate of tokens and the
+rate at which weights, keys and values were read, also as a share of the rate at which the same threads copy memory
+(bytes read and written). The share exceeds 100 % if the model stays in the processor's caches.
 
 -i chats: a typed line is added to the text, and the model continues the text until end-of-text, --until, or --tokens.
 An empty line lets it continue. Ctrl-C ends its reply, Ctrl-D the chat. A model that was not trained on questions and

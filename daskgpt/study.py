@@ -5,9 +5,9 @@ figures, and report.md with the conclusions.
 
 Without any of the lists below, points differ from one base point (all cores, barrier step, grain block, half of the
 sequences in a chunk) in one dial: threads and barriers, slicing, grain, scheduler and engine. With lists, every
-combination of their values is run; with --threads alone, each barrier on so many threads: fork-join, phases, tasks, and
-barrier-free. Barrier layer always has grain kernel, and the scheduler sync one thread. Unless it is --quick, a study
-predicts the times first, as --plan does, and calibrates a machine that is not yet calibrated.
+combination of their values is run; with --threads alone, each barrier on these numbers of threads: fork-join, phases,
+tasks, and barrier-free. Barrier layer always has grain kernel, and the scheduler sync one thread. Unless it is
+--quick, a study predicts the times first, as --plan does, and calibrates a machine that is not yet calibrated.
 --out FOLDER continues a study that was stopped; runs in its table are not repeated.
 --record FILE adds the measurements to a file when the study is complete: a line of JSON per point, with command, date,
 machine, versions, and the time of every run.
@@ -53,8 +53,8 @@ def parser() -> Parser:
     flags.add_argument(
         "--timelines",
         action="store_true",
-        help="write a timeline of each barrier instead, and a page of them all, in chunks of a quarter of the "
-        "sequences; of --repetitions recordings of each barrier the shortest is kept",
+        help="instead, write a timeline of each barrier and a page with all of them, in chunks of a quarter of the "
+        "sequences; of --repetitions recordings of each barrier, the shortest is kept",
     )
     flags.add_argument("--record", metavar="FILE", help="add the measurements to a file, a line of JSON per point")
     lists = flags.add_argument_group("Values to combine, with commas between them")

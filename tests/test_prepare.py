@@ -350,7 +350,7 @@ def test_columns_that_are_refused(tmp_path):
 
 def test_foreign_folders_are_left_alone(corpus, tmp_path):
     flags = (corpus / "below", *BYTES)
-    with pytest.raises(ValueError, match="must be new, empty, or begun"):
+    with pytest.raises(ValueError, match="must be new, empty, or left"):
         prepared(tmp_path, *flags, out=corpus)
     assert not (corpus / LOCK).exists()
     before = files_of(prepared(tmp_path, *flags))
@@ -358,7 +358,7 @@ def test_foreign_folders_are_left_alone(corpus, tmp_path):
         prepared(tmp_path, *flags, "--shard-tokens", 100)
     assert files_of(tmp_path / "out") == before
     (tmp_path / "out" / JOURNAL).unlink()
-    with pytest.raises(ValueError, match="must be new, empty, or begun"):
+    with pytest.raises(ValueError, match="must be new, empty, or left"):
         prepared(tmp_path, *flags)
 
 

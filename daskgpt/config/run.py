@@ -20,16 +20,16 @@ class DataConfig(Checked):
     data: str = setting(
         "stdlib",
         "stdlib (this Python's library source), a text file, folder, glob or pipe, token files (.bin), prepared "
-        "tokens, or pairs: records with prompt and response, of which responses are learned",
+        "tokens, or pairs: records with prompt and response, in which only responses are learned",
     )
     validation_data: str = setting(
-        "", "source of the validation, like --data; of prepared tokens, their held-out part; empty = a part of --data"
+        "", "source of the validation, as for --data; of prepared tokens, the held-out part; empty = a part of --data"
     )
     encoding: str = setting(
         "auto",
-        "text to token ids: bytes, gpt2, the file of a learned vocabulary, or learn:1024, which learns one of 1,024 "
-        "ids from the text; auto = that of prepared tokens, gpt2 for other token files and for models with GPT-2's "
-        "vocabulary, else bytes",
+        "how text becomes token ids: bytes, gpt2, the file of a learned vocabulary, or learn:1024 to learn a "
+        "vocabulary of 1,024 ids from the text; auto = that of prepared tokens, gpt2 for other token files and for "
+        "models with GPT-2's vocabulary, else bytes",
     )
     order: str = setting(
         "auto",
@@ -133,10 +133,10 @@ class DataflowConfig(Checked):
     """
 
     batch_chunk: int = setting(
-        0, "sequences in a chunk; divides the batch size; auto or 0 = by threads and times", words=AUTO
+        0, "sequences in a chunk, a divisor of the batch size; auto or 0 = chosen by threads and times", words=AUTO
     )
     sequence_chunk: int = setting(
-        0, "tokens of each sequence in a chunk; divides the sequence length; auto or 0 = likewise", words=AUTO
+        0, "tokens of each sequence in a chunk, a divisor of the sequence length; auto or 0 = likewise", words=AUTO
     )
     scheduler: str = setting(
         "auto",
@@ -178,8 +178,8 @@ class RunConfig(Checked):
     tokens: int = setting(0, "length of the run in tokens, such as 10M, in place of --steps", parse=count)
     minutes: float = setting(
         0.0,
-        "length of the run in minutes of training, all its processes together; the number of steps, which the learning "
-        "rate depends on, is estimated repeatedly; 0 = by steps",
+        "length of the run in minutes of training, those before a --resume included; the number of steps, on which the "
+        "learning rate depends, is estimated repeatedly; 0 = by steps",
         unit="minutes",
     )
     seed: int = setting(0, "seed of initial values, batches and samples")

@@ -43,7 +43,7 @@ class PrepareConfig(Checked):
     Scheduler and threads change no byte.
     """
 
-    out: str = setting("", "folder to write; if the same command has begun it, it is continued")
+    out: str = setting("", "folder to write, or to continue after the same command was stopped")
     encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary; empty = gpt2")
     learn_vocabulary: int = setting(0, "ids of a vocabulary to learn from the corpus; 0 = none", unit="ids", least=0)
     shard_tokens: int = setting(
@@ -60,7 +60,7 @@ class PrepareConfig(Checked):
     scheduler: str = setting(
         "auto", "sync, threads, local, or an address (see train); auto = DASK_SCHEDULER_ADDRESS, else threads"
     )
-    threads: int = setting(0, "threads, or worker processes of local; 0 = one a core", least=0, most=2**12)
+    threads: int = setting(0, "threads, or worker processes of local; 0 = one per core", least=0, most=2**12)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -175,7 +175,7 @@ def locked_folder(path: str) -> Iterator[Path]:
     folder = Path(path).expanduser()
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     fresh = all(name == LOCK or (name.startswith(".") and name.endswith(".tmp")) for name in names)
-    rule, advice = "the folder must be new, empty, or begun by the same command", "Name another with --out."
+    rule, advice = "the folder must be new, empty, or left by the same command", "Name another with --out."
     good = (fresh or JOURNAL in names) and (folder.is_dir() or not folder.exists())
     require(good, WHERE, rule, {"out": folder}, advice)
     with written(folder, WHERE):

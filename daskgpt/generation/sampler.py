@@ -109,7 +109,7 @@ def sample(
     Errors       at once: ValueError for an empty prompt, a token outside the vocabulary, a number out of its bounds, an
                  unknown precision, parameters that are not of this configuration; TypeError for values of other kinds
     Cost         a token reads every weight once, and the cached keys and values of the context. When a text outgrows
-                 the context, its newer half is read again (`Texts`).
+                 the context, the model rereads its newer half (`Texts`).
 
     >>> import daskgpt
     >>> config = daskgpt.preset("tiny", blocks=1)

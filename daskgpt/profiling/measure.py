@@ -52,9 +52,9 @@ class BenchConfig(BatchConfig):
     """Settings of a measurement."""
 
     steps: int = setting(10, "timed steps", unit="steps", least=1, most=2**20)
-    warmup: int = setting(3, "steps before them", unit="steps", least=1, most=2**20)
+    warmup: int = setting(3, "untimed steps before them", unit="steps", least=1, most=2**20)
     recorded: int = setting(
-        3, "steps after them in which every kernel call is recorded", unit="steps", least=1, most=2**10
+        3, "further steps, in which every kernel call is recorded", unit="steps", least=1, most=2**10
     )
 
 

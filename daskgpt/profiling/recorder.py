@@ -158,7 +158,7 @@ class TimelineConfig(Checked):
 
     timeline: str = setting(
         "",
-        "write what the last steps ran when to FILE.json and FILE.html, in the run's folder if FILE names none",
+        "write a timeline of the last steps to FILE.json and FILE.html, in the run's folder unless FILE names one",
         unit="file",
     )
     timeline_steps: int = setting(4, "how many steps a timeline shows", unit="steps", least=1)
@@ -221,7 +221,7 @@ class DaskReportConfig(Checked):
 
     performance_report: str = setting(
         "",
-        "write Dask's performance report of a run on a cluster to FILE.html, in the run's folder if FILE names none",
+        "write Dask's performance report of a run on a cluster to FILE.html, in the run's folder unless FILE names one",
         unit="file",
     )
 

@@ -65,10 +65,10 @@ class StudyConfig(BatchConfig):
     steps: int = setting(5, "least number of timed steps of a run", unit="steps", least=1, most=2**20)
     seconds: float = setting(1.0, "least time that a run's timed steps take together", unit="seconds", least=0)
     # Settings that are auto are chosen in the first two steps.
-    warmup: int = setting(3, "steps before them", unit="steps", least=3, most=2**20)
+    warmup: int = setting(3, "untimed steps before them", unit="steps", least=3, most=2**20)
     repetitions: int = setting(3, "how often every point is run", least=1)
     minutes: float = setting(
-        28.0, "no repetition but the first one is begun if it would probably end later", unit="minutes", least=0
+        28.0, "after the first repetition, begin none that would probably end later", unit="minutes", least=0
     )
     out: str = setting("", "folder of the study, an earlier one to continue; empty = studies/DATE-TIME")
 
