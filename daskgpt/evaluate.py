@@ -11,7 +11,7 @@ Pairs of prompt and response: the same figures, of the responses and the end-of-
 
 Multiple choice, from llm.c's evaluation files (version 20240522) or HellaSwag's own (.jsonl):
 accuracy      how often the right completion has the least loss of all its tokens together
-normalised    how often it has the least loss per token: the figure that llm.c prints, and the usual one for HellaSwag
+normalized    how often it has the least loss per token: the figure that llm.c prints, and the usual one for HellaSwag
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ def multiple_choice(weights: Weights, questions: list[Question], threads: int) -
     compile_kernels(uses={"decoding", weights.config.norm})
     coming = answers(weights, questions, weights.config.positions, threads)
     found = list(tqdm(coming, total=len(questions), unit="question", disable=None, leave=False))
-    right, normalised = map(sum, zip(*found))
+    right, normalized = map(sum, zip(*found))
     return {
         "questions": len(found),
         "completions": round(float(np.mean([len(question.completions) for question in questions])), 2),
         "right": right,
-        "right_normalised": normalised,
+        "right_normalized": normalized,
         "accuracy": round(right / len(found), 6),
-        "accuracy_normalised": round(normalised / len(found), 6),
+        "accuracy_normalized": round(normalized / len(found), 6),
     }
 
 
@@ -155,7 +155,7 @@ def describe(facts: dict[str, str], found: dict[str, Any]) -> str:
     if "questions" in found:
         count = found["questions"]
         data = f"{count:,} questions of {found['completions']:g} completions"
-        lines = {"accuracy": _share(found["right"], count), "normalised": _share(found["right_normalised"], count)}
+        lines = {"accuracy": _share(found["right"], count), "normalized": _share(found["right_normalized"], count)}
     else:
         data = f"{found['tokens']:,} tokens, {found['bytes']:,} bytes, sequences of {found['sequence_length']}"
         data = f"responses of {found['pairs']:,} pairs: {data}" if "pairs" in found else data

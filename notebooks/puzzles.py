@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
-COLOURS = {"Your turn.": "#6b7280", "Right.": "#15803d", "Not yet.": "#b45309"}
+COLORS = {"Your turn.": "#6b7280", "Right.": "#15803d", "Not yet.": "#b45309"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,7 +27,7 @@ class Verdict:
         return f"{self.head} {self.text}".strip()
 
     def _repr_html_(self) -> str:
-        style = f"border-left: 4px solid {COLOURS[self.head]}; padding: 4px 10px"
+        style = f"border-left: 4px solid {COLORS[self.head]}; padding: 4px 10px"
         return f'<div style="{style}"><b>{self.head}</b> {escape(self.text)}</div>'
 
 

@@ -125,7 +125,7 @@ def test_llmc_questions_round_trip(evaluated, tmp_path):
         assert (question.context.tolist(), question.label) == (context, label)
         assert [each.tolist() for each in question.completions] == completions
     told = evaluated("--data", path)
-    assert all(words in told for words in ("3 questions of 2.67 completions", "accuracy", "normalised"))
+    assert all(words in told for words in ("3 questions of 2.67 completions", "accuracy", "normalized"))
 
 
 def test_hellaswag_questions(evaluated, tmp_path):
