@@ -234,6 +234,12 @@ def test_wrong_lines_are_refused_by_number(tmp_path, line, said):
     assert not out.exists()
 
 
+def test_a_few_short_pairs_suffice(tmp_path):
+    dataset = load_dataset(str(write(tmp_path / "pairs.jsonl", PAIRS[:8])), sequence_length=64)
+    assert (dataset.training.count, dataset.validation.count) == (7, 1)
+    assert dataset.validation.size < 64
+
+
 def test_too_few_pairs_are_refused(tmp_path):
     for pairs, said in (
         (PAIRS[:3], "pairs=3, too long=0"),

@@ -90,12 +90,13 @@ class Dataset:
         return _sequences(self.training, sequence_length, sequence_length)
 
     def checked(self, where: str, batch_size: int, sequence_length: int) -> Dataset:
-        """Return the dataset.
+        """Return the dataset. Each pair fills a sequence, so any number of them suffices.
 
         Errors   ValueError if training has fewer tokens than a batch and one more, or validation fewer than a sequence
                  and one more
         """
-        for kind, tokens, sequences in (("training", self.training, batch_size), ("validation", self.validation, 1)):
+        parts = (("training", self.training, batch_size), ("validation", self.validation, 1))
+        for kind, tokens, sequences in () if isinstance(self.training, Examples) else parts:
             rule = f"the {kind} part must hold a batch of {sequences} x {sequence_length} tokens and one more"
             got, advice = {"data": self.origin, "tokens": tokens.size}, "Give more text or a smaller batch."
             require(tokens.size > sequences * sequence_length, where, rule, got, advice)
