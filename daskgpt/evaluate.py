@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tiktoken import Encoding
 from tqdm import tqdm
 
 from daskgpt.config.errors import require
@@ -34,7 +33,7 @@ from daskgpt.data.file_kinds import QUESTIONS
 from daskgpt.data.pairs import Examples
 from daskgpt.data.questions import Question, read_questions
 from daskgpt.data.source import PREPARED, TRAINING, recognize
-from daskgpt.data.tokenizer import get_encoding, sizes_of
+from daskgpt.data.tokenizer import Encoding, get_encoding, sizes_of
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, response_losses, sequence_losses
 from daskgpt.generation.sampler import DecodingConfig

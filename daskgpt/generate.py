@@ -22,12 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import tee
 
-from tiktoken import Encoding
-
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import documented, setting
 from daskgpt.data.prompt_form import PromptForm
-from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.data.tokenizer import Encoding, encode, get_encoding
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, DecodingConfig, Rate, Texts, prompt_ids
 from daskgpt.generation.sanitize import readable, shown
@@ -65,7 +63,7 @@ class Writer:
 
     def ids(self, text: str) -> list[int]:
         """Return a text as tokens. Errors   ValueError if it is empty, or a token is not in the model's vocabulary"""
-        return prompt_ids(self.weights.config, encode(self.encoding, text))
+        return prompt_ids(self.weights.config, encode(self.encoding, text, "prompt"))
 
     def texts(self, prompts: list[list[int]], longest: int = 0) -> Texts:
         return Texts(self.weights, prompts, self.context, longest, self.options.threads)

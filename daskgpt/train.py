@@ -16,7 +16,7 @@ from daskgpt.config.model import PRESETS, GPT2Config, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.source import STANDARD_LIBRARY
-from daskgpt.data.tokenizer import get_encoding
+from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.generation.sampler import sampled
 from daskgpt.generation.sanitize import readable, shown
 from daskgpt.profiling.plan import check_plan, predict
@@ -180,7 +180,7 @@ def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
     encoding, steps, asked = get_encoding(job.tokens.encoding_name), state.step, list(job.tokens.prompt)
     threads, length = 0 if scheduler.in_place else 1, job.data.sequence_length
     options: dict[str, Any] = {"temperature": 0.8, "seed": job.run.seed, "threads": threads, "context": length}
-    end, prompt = encoding.eot_token if asked else None, asked or encoding.encode("\n")
+    end, prompt = encoding.eot_token if asked else None, asked or encode(encoding, "\n").tolist()
     writing = partial(sampled, job.config, prompt=prompt, count=job.run.sample_tokens, end=end, **options)
     tokens = call_on_model(scheduler, state, writing)
     text = "".join(readable(encoding, [*asked, *shown(encoding, tokens, end)]))

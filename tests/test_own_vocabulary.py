@@ -13,8 +13,6 @@ from daskgpt.data.dataset import load_dataset
 from daskgpt.data.text import END
 from daskgpt.data.tokenizer import get_encoding, learn_vocabulary, vocabulary_of
 
-pytest.importorskip("tokenizers")
-
 SEEN, HELD_OUT = "the quick brown fox jumps over the lazy dog\n", "zyxwvu zyxwvu zyxwvu zyxwvu zyxwvu zyxwvu zyxwvu\n"
 
 

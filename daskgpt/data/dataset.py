@@ -21,7 +21,7 @@ from daskgpt.data.prompt_form import PromptForm
 from daskgpt.data.source import PREPARED, STANDARD_LIBRARY, Source, recognize
 from daskgpt.data.text import SPANS, read_text, split_text, split_tokens
 from daskgpt.data.token_folder import MANIFEST, Part, encoding_of, read_manifest
-from daskgpt.formats.llmc import read_tokens
+from daskgpt.formats.llmc import id_dtype, read_tokens
 
 Batch = tuple[Any, ...]  # tokens, targets, and of pairs loss weights of the targets; each (B, T)
 RANDOM, EPOCHS = "random", "epochs"
@@ -32,14 +32,13 @@ class MappedTokens:
     """Several memory-mapped rows of tokens as one; indexing by a slice or by positions returns arrays.
 
     Shapes   (N,), N the sum of its parts
-    Dtype    uint16
+    Dtype    that of its parts, uint16 or uint32
     Cost     selected tokens are copied, nothing else is read
     """
 
-    dtype = np.dtype(np.uint16)
-
     def __init__(self, parts: Sequence[np.ndarray]) -> None:
         self.parts = list(parts)
+        self.dtype = np.result_type(np.uint16, *self.parts)
         self.ends = np.cumsum([part.size for part in self.parts], dtype=np.int64)
         self.size = int(self.ends[-1]) if self.parts else 0
 
@@ -67,7 +66,7 @@ class Dataset:
     prompt   tokens of a held-out prompt; empty for text
 
     Shapes   training (N,), validation (M,)
-    Dtype    uint16
+    Dtype    uint16 or uint32
     """
 
     training: Tokens
@@ -116,11 +115,11 @@ class Dataset:
 
         Cost     reads all tokens once, unless the digests of their files are known
         """
-        found = hashlib.sha256("".join(self.shards).encode())
+        found, dtype = hashlib.sha256("".join(self.shards).encode()), id_dtype(self.vocabulary).newbyteorder("<")
         for tokens in () if self.shards else (self.training, self.validation):
             assert not isinstance(tokens, Examples), "their digest is that of the pairs"
             for first in range(0, tokens.size, HASHED_TOKENS):
-                found.update(np.ascontiguousarray(tokens[first : first + HASHED_TOKENS], "<u2").data)
+                found.update(np.ascontiguousarray(tokens[first : first + HASHED_TOKENS], dtype).data)
         return found.hexdigest()
 
 
@@ -201,8 +200,8 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source.name}
     require(source.kind == TEXT or not learned, where, rule, got, "Name the encoding of these tokens.")
     rule, got = "the encoding must be that of the tokens", {"encoding": name, "source": f"{source.name} ({written})"}
-    require(not written or name == written, where, rule, got, "Leave --encoding out.")
-    return name
+    require(not written or tokenizer.mean_the_same(name, written), where, rule, got, "Leave --encoding out.")
+    return written or name
 
 
 def _load(source: Source, name: str, fraction: float, held_out: str, sequence_length: int) -> Dataset:
@@ -230,7 +229,8 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
     if tokenizer.is_to_be_learned(name):
         name = tokenizer.learn_encoding(texts[0], tokenizer.size_to_learn(name), name)
     codec = tokenizer.get_encoding(name)
-    training, validation = (_join([tokenizer.encode(codec, text) for text in part], codec.eot_token) for part in texts)
+    encoded = ([tokenizer.encode(codec, text, source.name) for text in part] for part in texts)
+    training, validation = (_join(part, codec.eot_token) for part in encoded)
     return Dataset(training, validation, codec.n_vocab, name, origin)
 
 
@@ -244,7 +244,7 @@ def _token_files(source: Source, vocabulary: int) -> np.ndarray:
 
 def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
     """Return the pieces in one row, each after an end-of-text, since no piece continues the previous one."""
-    mark = np.array([end_of_text], pieces[0].dtype if pieces else np.uint16)
+    mark = np.array([end_of_text], id_dtype(end_of_text + 1))
     marked = [array for piece in pieces for array in ((piece,) if piece[0] == end_of_text else (mark, piece))]
     return np.concatenate(marked) if marked else mark[:0]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tiktoken import Encoding
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import digest_of
@@ -19,7 +18,7 @@ from daskgpt.data.file_kinds import pair_fields
 from daskgpt.data.reading import records
 from daskgpt.data.source import Source
 from daskgpt.data.text import runs
-from daskgpt.data.tokenizer import encode
+from daskgpt.data.tokenizer import Encoding, encode
 
 WHERE = "read_pairs"
 Pair = tuple[str, str]
@@ -82,7 +81,7 @@ class Examples:
     filler   the id after the end of an example
 
     Shapes   tokens (N,), lengths and prompts (n,)
-    Dtype    tokens uint16, lengths and prompts int64
+    Dtype    tokens uint16 or uint32, lengths and prompts int64
     """
 
     tokens: np.ndarray
@@ -160,7 +159,7 @@ def read_examples(
     most, cut, lost = sequence_length + 1, 0, 0
     for run in runs(len(pairs), 1, fraction, held_out):
         for texts in pairs[run.start : run.stop]:
-            prompt, response = (encode(codec, text) for text in texts)
+            prompt, response = (encode(codec, text, source.name) for text in texts)
             whole = np.concatenate([prompt, response, np.array([codec.eot_token], prompt.dtype)])
             if prompt.size >= most:
                 lost += 1

@@ -23,8 +23,18 @@ from daskgpt.config.files import digest_of, replacing
 from daskgpt.data import corpus, tokenizer
 from daskgpt.data.corpus import WHERE, PrepareConfig
 from daskgpt.data.reading import LINES
-from daskgpt.data.token_folder import Encoded, FolderWriter, Manifest, locked_folder, read_manifest
-from daskgpt.formats.vocabulary import END_OF_TEXT, is_learned, know_vocabulary, known_vocabulary, read_vocabulary
+from daskgpt.data.token_folder import (
+    TOKENIZER_FILE,
+    VOCABULARY_FILE,
+    Encoded,
+    FolderWriter,
+    Manifest,
+    locked_folder,
+    read_manifest,
+)
+from daskgpt.formats.byte_characters import END_OF_TEXT
+from daskgpt.formats.llmc import id_dtype
+from daskgpt.formats.vocabulary import is_learned, know_vocabulary, known_vocabulary, read_vocabulary
 
 PASSAGE_BYTES = 2**14  # of a text file that is one document; whole passages of it are held out
 LEARNED_BYTES = 100_000_000  # bytes of text from which a vocabulary is learned, spread over the corpus
@@ -70,14 +80,16 @@ class Preparation:
         paths = [os.path.abspath(os.path.expanduser(path)) for path in self.inputs]
         command = {"settings": self.settings, "inputs": paths}
         with locked_folder(self.config.out) as path:
-            folder = FolderWriter(path, decides, command, self.config.shard_tokens)
+            ids = tokenizer.vocabulary_size(self.encoding) if self.encoding else self.config.learn_vocabulary
+            folder = FolderWriter(path, decides, command, self.config.shard_tokens, id_dtype(ids))
             self.existed, self.again = folder.finished, folder.again
             if self.existed:
                 return read_manifest(path, WHERE)
             name = self.encoding or self._learned(folder)
             content = known_vocabulary(name).content if is_learned(name) else ""
-            if content and not folder.vocabulary.is_file():
-                with replacing(folder.vocabulary, WHERE) as file:
+            kept = path / (TOKENIZER_FILE if content.startswith("{") else VOCABULARY_FILE)
+            if content and not kept.is_file():
+                with replacing(kept, WHERE) as file:
                     file.write(content.encode())
             tell(sum(part.bytes for part in folder.parts.values()))
 
@@ -91,13 +103,14 @@ class Preparation:
 
     def _learned(self, folder: FolderWriter) -> str:
         """Return the name of the corpus's own vocabulary, learned now or by an earlier process."""
-        if folder.vocabulary.is_file():
-            return read_vocabulary(folder.vocabulary)
+        kept = folder.folder / VOCABULARY_FILE
+        if kept.is_file():
+            return read_vocabulary(kept)
         every = max(1, -(-self.size // LEARNED_BYTES))
         sample = islice(corpus.blocks(self.sources, self.config), 0, None, every)
         sampled = (passages_of(block, self.config) for block in sample)
         texts = (passage.text for passages in sampled for passage in passages if passage and not passage.held_out)
-        return tokenizer.learn_encoding(texts, self.config.learn_vocabulary, str(folder.vocabulary))
+        return tokenizer.learn_encoding(texts, self.config.learn_vocabulary, str(kept))
 
     def _finish(self, folder: FolderWriter, name: str) -> Manifest:
         """Close the files, and write and return the manifest, which completes the folder.
@@ -127,12 +140,15 @@ class Passage:
 
     size   of its text in UTF-8 [bytes]
     opens  whether it begins a document
+    place  byte or row of its file at which it begins
     """
 
     text: str
     size: int
     opens: bool
     held_out: bool
+    path: str
+    place: int
 
 
 def passages_of(block: corpus.Block, config: PrepareConfig) -> Iterator[Passage | None]:
@@ -151,7 +167,8 @@ def passages_of(block: corpus.Block, config: PrepareConfig) -> Iterator[Passage 
                 yield None
             elif not opens or text.strip():
                 encoded = text.encode()
-                yield Passage(text, len(encoded), opens, _is_held_out(encoded, config.validation_fraction))
+                held_out = _is_held_out(encoded, config.validation_fraction)
+                yield Passage(text, len(encoded), opens, held_out, piece.path, place)
                 opens = False
 
 
@@ -215,10 +232,10 @@ def _field(line: str, piece: corpus.Piece, place: int, config: PrepareConfig) ->
 
 @dataclass(frozen=True)
 class BlockEncoder:
-    """Encodes blocks; it is sent to tasks, with a learned vocabulary if there is one.
+    """Encodes blocks; it is sent to tasks, with the encoding's vocabulary if it has its own.
 
     name      of the encoding
-    content   of the file of a learned encoding, else ""
+    content   of the file of an encoding that is known by its content, else ""
     """
 
     name: str
@@ -228,7 +245,7 @@ class BlockEncoder:
     def __call__(self, block: corpus.Block) -> Encoded:
         """Encode a block. Cost   tiktoken's time, without Python's lock"""
         codec = _codec(self.name, self.content, threading.get_ident())
-        runs: tuple[list[list[str]], list[list[str]]] = ([], [])
+        runs: tuple[list[list[Passage]], list[list[Passage]]] = ([], [])
         sizes, skipped, continued, last = [0, 0], 0, -1, None
         for passage in passages_of(block, self.config):
             if passage is None:
@@ -239,7 +256,7 @@ class BlockEncoder:
                 continued = part
             if part != last or passage.opens:
                 runs[part].append([])
-            runs[part][-1].append(passage.text)
+            runs[part][-1].append(passage)
             sizes[part] += passage.size
             last = part
         tokens = [_encoded(codec, own, part == continued) for part, own in enumerate(runs)]
@@ -248,7 +265,7 @@ class BlockEncoder:
 
 
 @lru_cache(maxsize=256)
-def _codec(name: str, content: str, thread: int) -> tiktoken.Encoding:
+def _codec(name: str, content: str, thread: int) -> tokenizer.Encoding:
     """Return the encoding of a thread.
 
     An encoding's regular expressions keep their scratch data in a pool. Its first thread has a place there, all others
@@ -259,15 +276,19 @@ def _codec(name: str, content: str, thread: int) -> tiktoken.Encoding:
     return tokenizer.get_encoding(name)
 
 
-def _encoded(codec: tiktoken.Encoding, runs: list[list[str]], unmarked: bool) -> np.ndarray:
+def _encoded(codec: tokenizer.Encoding, runs: list[list[Passage]], unmarked: bool) -> np.ndarray:
     """Return runs of passages as tokens, end-of-text before each; with `unmarked`, not before the first one."""
-    texts = ["".join(run) for run in runs]
-    if not texts:
-        return np.empty(0, np.uint16)
-    if codec.name == "bytes" or any(END_OF_TEXT in text for text in texts):
-        mark = np.array([codec.eot_token], np.uint16)
-        found = [array for text in texts for array in (mark, tokenizer.encode(codec, text))]
-        return np.concatenate(found[unmarked:])
+    dtype, texts = id_dtype(codec.n_vocab), ["".join(passage.text for passage in run) for run in runs]
     # One call for all of them: documents may be short, and each call costs some microseconds under Python's lock.
     whole = END_OF_TEXT.join(texts if unmarked else ["", *texts])
-    return codec.encode_to_numpy(whole, allowed_special={END_OF_TEXT}, disallowed_special=()).astype(np.uint16)
+    tiktokens = isinstance(codec, tiktoken.Encoding) and codec.name != "bytes"
+    if tiktokens and whole.count(END_OF_TEXT) == len(texts) - unmarked:
+        try:
+            return codec.encode_to_numpy(whole, allowed_special={END_OF_TEXT}, disallowed_special=()).astype(dtype)
+        except BaseException as error:  # which `encode` mends, or names the text
+            if not tokenizer.is_of_tokenizer(error):
+                raise
+    mark, found = np.array([codec.eot_token], dtype), [np.empty(0, dtype)]
+    for text, run in zip(texts, runs):
+        found += [mark, tokenizer.encode(codec, text, f"{run[0].path}, from {run[0].place:,} on")]
+    return np.concatenate(found[:1] + found[1 + unmarked :])

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tiktoken import Encoding
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.data.reading import DOCUMENT, records
 from daskgpt.data.source import Source
-from daskgpt.data.tokenizer import encode
+from daskgpt.data.tokenizer import Encoding, encode
 from daskgpt.formats.llmc import HEADER_BYTES, QUESTIONS, read_header
 
 WHERE = "read_questions"

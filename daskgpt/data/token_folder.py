@@ -2,7 +2,7 @@
 
     DIR/train_000000.bin ...   llm.c's token files; one that is not full has no header yet
         val_000000.bin ...
-        vocabulary.tiktoken    if it was learned
+        vocabulary.tiktoken    if it was learned; vocabulary.json if it is that of a Hugging Face folder
         manifest.json          written last: without it the folder is incomplete
 
 The journal records the block of the input up to which everything is on the disk, and the length of each file then. A
@@ -24,11 +24,12 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import digest_of, locked, replacing, sync, sync_folder, written
-from daskgpt.formats.llmc import HEADER_BYTES, TOKENS, header_of
+from daskgpt.formats.llmc import HEADER_BYTES, token_header
 from daskgpt.formats.vocabulary import is_learned, read_vocabulary
 
 WHERE = "prepare"
 MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".lock", "vocabulary.tiktoken"
+TOKENIZER_FILE = "vocabulary.json"
 VERSION, KIND = 1, "daskgpt tokens"
 PARTS = ("train", "val")
 BLOCKS_BETWEEN = 32  # after which the journal is written again
@@ -99,7 +100,7 @@ class Manifest:
 class Encoded:
     """A block as tokens, each document after an end-of-text.
 
-    tokens       of both parts, (N,) uint16
+    tokens       of both parts, (N,) uint16 or uint32
     documents    number in both parts; consecutive passages of one text count once
     sizes        of both parts' texts in UTF-8 [bytes]
     continued    the part of the first passage if that may continue the previous block, and so has no end-of-text before
@@ -135,10 +136,16 @@ def encoding_of(folder: Path, manifest: Manifest, where: str) -> str:
     Errors   ValueError if its vocabulary is another one than that of its tokens
     """
     encoding = manifest.encoding
-    found = read_vocabulary(folder / VOCABULARY_FILE) if is_learned(encoding) else encoding
+    found = read_vocabulary(vocabulary_file(folder)) if is_learned(encoding) else encoding
     rule, got = f"the vocabulary must be unchanged, {encoding}", {"folder": folder, "encoding": found}
     require(found == encoding, where, rule, got, "Prepare it again.")
     return encoding
+
+
+def vocabulary_file(folder: Path) -> Path:
+    """Return the file of a folder's own vocabulary, which exists only where it has one."""
+    path = folder / TOKENIZER_FILE
+    return path if path.is_file() else folder / VOCABULARY_FILE
 
 
 def read_manifest(folder: Path, where: str) -> Manifest:
@@ -193,16 +200,24 @@ class FolderWriter:
     again     whether unfinished content of other inputs or settings was removed
     """
 
-    def __init__(self, folder: Path, decides: Mapping[str, Any], command: Mapping[str, Any], shard_tokens: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        decides: Mapping[str, Any],
+        command: Mapping[str, Any],
+        shard_tokens: int,
+        dtype: np.dtype[Any],
+    ) -> None:
         """decides       inputs and settings that decide the content
         command       settings and inputs as the user gave them
         shard_tokens  tokens of a full file
+        dtype         of tokens, uint16 or uint32
 
         Errors    ValueError if the folder holds tokens of another command; OSError if the system refuses
         """
         self.folder, self.shard_tokens = folder, shard_tokens
         self.decides, self.command = digest_of(decides), digest_of(command)
-        self.vocabulary, self.finished = folder / VOCABULARY_FILE, (folder / MANIFEST).is_file()
+        self.dtype, self.finished = dtype.newbyteorder("<"), (folder / MANIFEST).is_file()
         known = self._known()
         self.again = known is None
         known = known or {"blocks": 0, "last": -1, "skipped": 0, **{name: asdict(Part()) for name in PARTS}}
@@ -214,7 +229,11 @@ class FolderWriter:
             if self.again:
                 self.save(decides="")  # nobody continues from here if this process is killed before the next line
                 for leftover in folder.glob("*"):
-                    if leftover.name == VOCABULARY_FILE or leftover.match("train_*.bin") or leftover.match("val_*.bin"):
+                    if (
+                        leftover.name in (VOCABULARY_FILE, TOKENIZER_FILE)
+                        or leftover.match("train_*.bin")
+                        or leftover.match("val_*.bin")
+                    ):
                         leftover.unlink()
             if not self.finished:
                 self.save()
@@ -261,7 +280,7 @@ class FolderWriter:
         """
         with written(self.folder, WHERE):
             if block.continued >= 0 and self.last != block.continued:
-                self._append(PARTS[block.continued], np.array([block.end_of_text], np.uint16))
+                self._append(PARTS[block.continued], np.array([block.end_of_text], self.dtype))
                 self.parts[PARTS[block.continued]].documents += 1
             for name, tokens, documents, size in zip(PARTS, block.tokens, block.documents, block.sizes):
                 self._append(name, tokens)
@@ -293,8 +312,8 @@ class FolderWriter:
             now, tokens = np.split(tokens, [self.shard_tokens - part.begun])
             with self._current(name).open("ab") as file:
                 # A new file gets room for its header; an old one loses what was written after the journal.
-                file.truncate(HEADER_BYTES + 2 * part.begun)
-                file.write(np.ascontiguousarray(now, "<u2").data)
+                file.truncate(HEADER_BYTES + self.dtype.itemsize * part.begun)
+                file.write(np.ascontiguousarray(now, self.dtype).data)
             part.tokens += now.size
             if part.begun == self.shard_tokens:
                 self._close(name)
@@ -303,8 +322,8 @@ class FolderWriter:
         """Write the header of a part's current file."""
         part, path = self.parts[name], self._current(name)
         with path.open("r+b") as file:
-            file.truncate(HEADER_BYTES + 2 * part.begun)
-            file.write(header_of(TOKENS, 1, part.begun))
+            file.truncate(HEADER_BYTES + self.dtype.itemsize * part.begun)
+            file.write(token_header(self.dtype, part.begun))
             file.flush()
             sync(file.fileno())
             file.seek(0)

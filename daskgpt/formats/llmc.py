@@ -23,17 +23,18 @@ from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import parameter_shapes, tensors, value_count
 
 HEADER_BYTES = 256 * 4
-MODEL, DEBUG_STATE, TOKENS, QUESTIONS = 20240326, 20240327, 20240520, 20240522
+MODEL, DEBUG_STATE, TOKENS, WIDE_TOKENS, QUESTIONS = 20240326, 20240327, 20240520, 20240801, 20240522
 KINDS = {  # kinds of files, by the first number
     MODEL: "model",
     DEBUG_STATE: "debug state",
     20240328: "tokenizer",
     TOKENS: "token file",
-    20240801: "token file of Llama 3",
+    WIDE_TOKENS: "token file of 4-byte ids",
     QUESTIONS: "evaluation set",
     20240527: "train state; give the model file beside it",
 }
-TOKEN_DTYPES = {TOKENS: "<u2"}  # of the ids in a token file
+# Dtypes of the ids in a token file, and its version; the wider ones are Llama 3's.
+TOKEN_DTYPES, TOKEN_VERSIONS = {TOKENS: "<u2", WIDE_TOKENS: "<u4"}, {TOKENS: 1, WIDE_TOKENS: 7}
 FLOAT32_VERSION, BFLOAT16_VERSION = 3, 5
 DTYPES = {FLOAT32_VERSION: "F32", BFLOAT16_VERSION: "BF16"}  # dtypes by the version of a model file
 SIZES = ("positions", "vocabulary", "blocks", "heads", "channels", "padded_vocabulary")  # header numbers 2 to 7
@@ -179,6 +180,17 @@ def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
 # Tokens
 
 
+def id_dtype(ids: int) -> np.dtype[Any]:
+    """Return the dtype of tokens, uint16 or uint32, for a number of ids."""
+    return np.dtype(np.uint16 if ids <= 2**16 else np.uint32)
+
+
+def token_header(dtype: np.dtype[Any], count: int) -> bytes:
+    """Return the header of a file of so many tokens."""
+    kind = TOKENS if dtype.itemsize == 2 else WIDE_TOKENS
+    return header_of(kind, TOKEN_VERSIONS[kind], count)
+
+
 def read_tokens(path: FilePath, dtype: str = "<u2") -> np.ndarray:
     """Return the tokens of a file.
 
@@ -198,10 +210,11 @@ def read_tokens(path: FilePath, dtype: str = "<u2") -> np.ndarray:
     # some 480 ids of 0 at the beginning.
     zeros = start.size == 256 and np.count_nonzero(start[8:]) <= 8
     if zeros or (start.size > 0 and int(start[0]) in KINDS):
-        count = read_header(path, where, TOKENS, (1,))[2]
+        kind = WIDE_TOKENS if start[0] == WIDE_TOKENS else TOKENS
+        count, dtype = read_header(path, where, kind, (TOKEN_VERSIONS[kind],))[2], TOKEN_DTYPES[kind]
         require(count > 0, where, "the file must hold tokens", got | {"count": count}, "Write it again.")
-        _check_size(path, where, 2 * count)
-        return np.asarray(np.memmap(path, "<u2", mode="r", offset=HEADER_BYTES, shape=(count,)))
+        _check_size(path, where, np.dtype(dtype).itemsize * count)
+        return np.asarray(np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(count,)))
     width = np.dtype(dtype).itemsize
     rule = f"ids without a header must be {width} bytes each"
     require(size > 0 and size % width == 0, where, rule, got, "It is truncated, or holds no token ids.")

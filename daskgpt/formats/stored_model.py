@@ -158,17 +158,18 @@ def require_file(path: Path, where: str) -> None:
     require(path.is_file(), where, "the file must exist", {"path": path}, advice, FileNotFoundError)
 
 
-def read_json(path: Path, where: str, what: str) -> dict[str, Any]:
+def read_json(path: Path, where: str, what: str, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     what     the object's name in error messages
+    most     bytes that the file may have
 
     Errors   FileNotFoundError; ValueError for a file that is too long or not an object
     """
     require_file(path, where)
     size = path.stat().st_size
-    rule, advice = f"{what} must be a JSON object of at most {MAX_JSON_BYTES:,} bytes", "Copy or write it again."
-    require(size <= MAX_JSON_BYTES, where, rule, {"path": path, "bytes": size}, advice)
+    rule, advice = f"{what} must be a JSON object of at most {most:,} bytes", "Copy or write it again."
+    require(size <= most, where, rule, {"path": path, "bytes": size}, advice)
     try:
         known = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from tiktoken import Encoding
+from daskgpt.data.tokenizer import Encoding
 
 MOST_IN_A_RUN = 4  # escapes that are shown of a run of unprintable characters
 

@@ -16,7 +16,7 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import Dataset, encoding_for, load_dataset
 from daskgpt.data.source import PREPARED, recognize
-from daskgpt.data.tokenizer import encoding_named, encoding_of, encoding_of_model, is_to_be_learned
+from daskgpt.data.tokenizer import encoding_named, encoding_of, encoding_of_model, is_to_be_learned, mean_the_same
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import short
 from daskgpt.kernels.bfloat16.isa import unit
@@ -162,7 +162,13 @@ class WarmStart:
         if not own:
             return encoding_of_model(self.config.vocabulary) if wanted == "auto" else wanted
         rule, got = "the encoding must be that of the model to start from", got | {"init": f"{self.init} ({own})"}
-        require(wanted in ("auto", own), "train", rule, got | {"encoding": wanted}, "Leave --encoding out.")
+        require(
+            wanted == "auto" or mean_the_same(wanted, own),
+            "train",
+            rule,
+            got | {"encoding": wanted},
+            "Leave --encoding out.",
+        )
         return own
 
 

@@ -1,0 +1,250 @@
+"""Tests of Hugging Face's added tokens, of ids above 65,535, and of texts that are hard for a tokenizer."""
+
+import json
+
+import numpy as np
+import pytest
+import tiktoken
+from prepared_texts import prepared, tokens_of
+
+import daskgpt
+from daskgpt import convert, generate
+from daskgpt.data import tokenizer
+from daskgpt.data.dataset import BatchLoader, load_dataset
+from daskgpt.data.token_folder import read_manifest
+from daskgpt.data.tokenizer import encode, encoding_named, get_encoding, specials_of, vocabulary_of
+from daskgpt.formats import tokenizer_folder, vocabulary
+from daskgpt.formats.byte_characters import CHARACTERS
+from daskgpt.formats.tokenizer_folder import LibraryEncoding, pipeline_of
+from daskgpt.formats.vocabulary import know_vocabulary, library_of, written_vocabulary
+from daskgpt.training.checkpoint import encoding_and_length, open_model_of
+
+ADDED = [
+    {"content": "<|user|>", "special": True, "normalized": False},
+    {"content": "<|end|>", "special": True, "normalized": False, "lstrip": True},
+    {"content": "word", "single_word": True},
+    {"content": "New York", "rstrip": True},
+    {"content": "é日", "special": False},
+]
+LINE = "<|user|> the word, words <|end|>New York  the é日 The e\u0301 12\n<|endoftext|>the"
+
+
+def written(folder, pipeline=(), files="tokenizer.json"):
+    """A folder whose tokens are the bytes in their order, four merged ones, and ADDED from 261 on."""
+    folder.mkdir()
+    ids = {character: byte for byte, character in CHARACTERS.items()}
+    ids |= {"th": 256, "the": 257, "Ġthe": 258, "12": 259, "<|endoftext|>": 260}
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("1", "2")]
+    added = [{"single_word": False, "lstrip": False, "rstrip": False, "normalized": True} | token for token in ADDED]
+    kind = "PreTrainedTokenizerFast" if files == "tokenizer.json" else "GPT2Tokenizer"
+    config = {"eos_token": "<|end|>", "tokenizer_class": kind}
+    config["added_tokens_decoder"] = {str(261 + n): token for n, token in enumerate(added)}
+    if files == "tokenizer.json":
+        (folder / files).write_text(json.dumps(pipeline_of(ids, merges) | dict(pipeline)))
+    else:
+        (folder / "vocab.json").write_text(json.dumps(ids))
+        (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(" ".join(pair) + "\n" for pair in merges))
+    if files == "added_tokens.json":
+        (folder / files).write_text(json.dumps({token["content"]: 261 + n for n, token in enumerate(added)}))
+        (folder / "special_tokens_map.json").write_text('{"eos_token": "<|end|>"}')
+    else:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+# Of the same folders, transformers 4.57 and 5.24 make these ids.
+ORDINARY = [261, 258, 32, 263, 44, 32, *b"words", 262, 264, 257, 32, 265, 32, *b"The e\xcc\x81 ", 259, 10]
+PLAIN = [*ORDINARY, *b"<|endoftext|>", 257]
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, LEVEL]}
+LIMITS = {"truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}}
+LIMITS["padding"] = {"strategy": {"Fixed": 90}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+LIMITS["padding"] |= {"pad_type_id": 0, "pad_token": "!"}
+
+
+def changed(old, new):
+    """PLAIN with some ids in place of others."""
+    at = next(n for n in range(len(PLAIN)) if PLAIN[n : n + len(old)] == old)
+    return PLAIN[:at] + new + PLAIN[at + len(old) :]
+
+
+FOLDERS = {
+    "tokenizer.json": ({}, "tokenizer.json", PLAIN),
+    "vocab.json": ({}, "vocab.json", [*ORDINARY, 260, 257]),
+    # There, added tokens have no flags.
+    "added_tokens.json": (
+        {},
+        "added_tokens.json",
+        [261, 258, 32, 263, 44, 32, 263, ord("s"), 32, 262, 264, 32, 258, *ORDINARY[14:], 260, 257],
+    ),
+    "digits": ({"pre_tokenizer": DIGITS}, "tokenizer.json", changed([259], [*b"12"])),
+    "NFC": ({"normalizer": {"type": "NFC"}}, "tokenizer.json", changed([*b"e\xcc\x81"], [*"é".encode()])),
+    "limits": (LIMITS, "tokenizer.json", PLAIN),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_added_tokens_are_those_of_transformers(kind, tmp_path, monkeypatch):
+    pipeline, files, expected = FOLDERS[kind]
+    name = encoding_named(str(written(tmp_path / "folder", pipeline, files)))
+    codec = get_encoding(name)
+    assert encode(codec, LINE).tolist() == expected
+    assert (codec.n_vocab, codec.eot_token, next(iter(specials_of(name)))) == (266, 262, "<|end|>")
+    assert codec.decode(expected).startswith("<|user|> the word, words")
+    assert codec.decode([265]) == "é日"
+    monkeypatch.setattr(vocabulary, "KNOWN", {})  # as in another process
+    assert know_vocabulary(codec.content, "a model") == name
+
+
+def test_added_tokens_in_texts_pairs_and_prepared_folders(tmp_path, monkeypatch):
+    folder = str(written(tmp_path / "folder"))
+    (tmp_path / "t.txt").write_text("".join(f"{LINE}\n{n}\n" for n in range(40)))
+    (tmp_path / "p.jsonl").write_text((json.dumps({"prompt": "<|user|>", "response": " word<|end|>"}) + "\n") * 20)
+    text = load_dataset(str(tmp_path / "t.txt"), encoding_named(folder))
+    assert text.training[: 1 + len(PLAIN)].tolist() == [262, *PLAIN]
+    pairs = load_dataset(str(tmp_path / "p.jsonl"), encoding_named(folder), sequence_length=8)
+    assert pairs.training.tokens[:5].tolist() == [261, 32, 263, 262, 262]
+    out = prepared(tmp_path, tmp_path / "t.txt", "--encoding", folder, "--separator", "\n")
+    name = read_manifest(out, "test").encoding
+    assert name == encoding_named(folder)
+    assert 261 in tokens_of(out, "train")
+    monkeypatch.setattr(vocabulary, "KNOWN", {})
+    assert load_dataset(str(out)).encoding_name == name == encoding_named(str(out / "vocabulary.json"))
+
+
+def test_a_tokenizer_travels_with_its_model(tmp_path, monkeypatch, capsys):
+    folder, run = written(tmp_path / "folder"), tmp_path / "run.safetensors"
+    name = encoding_named(str(folder))
+    config = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, positions=64, vocabulary=266)
+    daskgpt.save(run, config, daskgpt.initial_parameters(config, seed=0), encoding=name)
+    monkeypatch.setattr(vocabulary, "KNOWN", {})
+    assert encoding_and_length(open_model_of(run))[0] == name
+    assert generate.main([str(run), "--prompt", "<|user|> the word", "--tokens", "2", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("<|user|> the word")
+    assert convert.main([str(run), str(tmp_path / "back")]) == 0
+    assert get_encoding(encoding_named(str(tmp_path / "back"))).tokens == get_encoding(name).tokens
+    assert encode(get_encoding(encoding_named(str(tmp_path / "back"))), LINE).tolist() == PLAIN
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 262
+
+
+# Files of vocabularies of earlier versions name special tokens, which are not recognized in texts.
+EARLIER = written_vocabulary({bytes([byte]): byte for byte in range(256)} | {b"th": 256})
+EARLIER += "PC9zPg== 257 end\nPHBhZD4= 258 special\n"
+
+
+def test_tokenizers_of_earlier_versions(tmp_path):
+    codec = get_encoding(name := know_vocabulary(EARLIER, "test"))
+    assert name.startswith("learned-259-")
+    assert (encode(codec, "th</s>").tolist(), codec.eot_token) == ([256, *b"</s>"], 257)
+    (tmp_path / "tokenizer.json").write_text(library_of(vocabulary_of(name)).to_str())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    same = encoding_named(str(tmp_path))
+    assert same != name
+    assert tokenizer.mean_the_same(name, same)
+    assert not tokenizer.mean_the_same(same, encoding_named(str(written(tmp_path / "other"))))
+
+
+# Ids above 65,535
+
+
+def test_wide_ids_are_kept(tmp_path):
+    ids = {character: byte for byte, character in CHARACTERS.items()}
+    ids |= {f"<{n}>": n for n in range(256, 69_999)} | {"th": 69_301, "<|endoftext|>": 69_999}
+    del ids["<69301>"]
+    (tmp_path / "wide").mkdir()
+    (tmp_path / "wide" / "tokenizer.json").write_text(json.dumps(pipeline_of(ids, [("t", "h")])))
+    name = encoding_named(str(tmp_path / "wide"))
+    codec = get_encoding(name)
+    assert (codec.n_vocab, codec.eot_token) == (70_000, 69_999)
+    assert encode(codec, "the").tolist() == [69_301, ord("e")]
+    (tmp_path / "t.txt").write_text("".join(f"that thing {n}\n" for n in range(600)))
+    (tmp_path / "p.jsonl").write_text((json.dumps({"prompt": "th", "response": "th"}) + "\n") * 20)
+    out = prepared(tmp_path, tmp_path / "t.txt", "--encoding", tmp_path / "wide", "--separator", "\n")
+    header = np.fromfile(out / "train_000000.bin", "<i4", 3)
+    stored = np.fromfile(out / "train_000000.bin", "<u4", offset=1024)
+    assert header.tolist() == [20240801, 7, stored.size]
+    assert stored[:2].tolist() == [69_999, 69_301]
+    for dataset in (load_dataset(str(out)), load_dataset(str(tmp_path / "t.txt"), name)):
+        assert (dataset.training.dtype, dataset.training[:2].tolist()) == (np.uint32, [69_999, 69_301])
+        loader = BatchLoader(dataset, 4, 8, 0, dataset.order)
+        ((tokens, _),) = loader.take([0])
+        loader.close()
+        assert 69_301 in tokens
+        assert set(np.unique(tokens)) <= {*b"a ting0123456789\n", 69_301, 69_999}
+    pairs = load_dataset(str(tmp_path / "p.jsonl"), name, sequence_length=4).training
+    assert pairs.tokens[:3].tolist() == [69_301, 69_301, 69_999]
+    tokens = load_dataset(str(out / "train_000000.bin"), name)
+    assert (tokens.training.dtype, tokens.training.max()) == (np.uint32, 69_999)
+
+
+# Hard texts
+
+
+def test_a_library_gets_pieces_with_the_ids_of_the_whole(tmp_path, monkeypatch):
+    codec = get_encoding(encoding_named(str(written(tmp_path / "folder"))))
+    random = np.random.default_rng(0)
+    parts = ["the", " ", "\n", "word", "words", "<|user|>", "<|end|>", "New York", "  ", "a", "12", "\n\n", "!"]
+    monkeypatch.setattr(tokenizer_folder, "PIECE", 20)
+    for _ in range(200):
+        text = "".join(random.choice(parts, random.integers(0, 60)))
+        assert encode(codec, text).tolist() == codec.library.encode(text).ids, repr(text)
+    assert sum(1 for _ in codec._pieces("the word\n" * 100)) > 20
+
+
+RANKS = {bytes([byte]): byte for byte in range(256)}
+RANKS |= {token: 256 + n for n, token in enumerate([b"  ", b"    ", b"^^", b"aa", b"\n\n", b" a", b"\r\n"])}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x" + " " * 1_000_000 + "y\n", "x" + "\n" * 1_000_000 + "y", "^" * 100_000, "a" * 1_000_000, " " * 100_000],
+    ids=["spaces", "newlines", "carets", "letters", "only spaces"],
+)
+def test_long_runs_have_the_ids_of_the_whole(text):
+    name = know_vocabulary(written_vocabulary(RANKS), "test")
+    found = encode(get_encoding(name), text)
+    assert np.array_equal(found, library_of(vocabulary_of(name)).encode(text).ids)
+
+
+def test_white_space_is_cut_where_the_pattern_ends_a_piece(monkeypatch):
+    codec = get_encoding(know_vocabulary(written_vocabulary(RANKS), "test"))
+    monkeypatch.setattr(tokenizer, "_LONG_SPACE", 1)
+    random, parts = (
+        np.random.default_rng(0),
+        ["a", " ", "\n", "\t", "\u3000", "\x85", "\x1c", "1", "'s", "!", "\r\n", "é"],
+    )
+    for _ in range(500):
+        text = "".join(random.choice(parts, random.integers(0, 30)))
+        assert tokenizer._ids(codec, tokenizer._parts(text)).tolist() == codec.encode_ordinary(text), repr(text)
+
+
+class PanicException(BaseException):
+    """What Rust's panics are in Python."""
+
+
+@pytest.mark.parametrize("error", [ValueError("Max stack size exceeded"), PanicException("bad split")])
+def test_a_failure_in_a_tokenizer_names_text_and_line(error, tmp_path, monkeypatch):
+    codec = get_encoding(encoding_named(str(written(tmp_path / "folder"))))
+    whole = LibraryEncoding._ids
+
+    def failing(self, text):
+        if "bad" in text:
+            raise error
+        return whole(self, text)
+
+    monkeypatch.setattr(LibraryEncoding, "_ids", failing)
+    with pytest.raises(ValueError, match=rf"encode: .*text=a.txt, at='bad', error={error}"):
+        encode(codec, "good\nbad", "a.txt")
+    (tmp_path / "t.txt").write_text("good\n" * 10 + "bad\n")
+    with pytest.raises(ValueError, match=r"t.txt, from 0 on, at='bad"):
+        prepared(tmp_path, tmp_path / "t.txt", "--encoding", tmp_path / "folder", "--scheduler", "sync")
+    with pytest.raises(ValueError, match=r"t.txt, at='bad"):
+        load_dataset(str(tmp_path / "t.txt"), codec.name)
+
+
+def test_half_a_character_is_an_error_with_its_place():
+    codec = get_encoding(know_vocabulary(written_vocabulary(RANKS), "test"))
+    assert isinstance(codec, tiktoken.Encoding)
+    for each in (codec, get_encoding("bytes")):
+        with pytest.raises(ValueError, match="text=prompt, at='b"):
+            encode(each, "a\nb\ud83d", "prompt")
