@@ -228,13 +228,9 @@ class FolderWriter:
                 leftover.unlink(missing_ok=True)
             if self.again:
                 self.save(decides="")  # nobody continues from here if this process is killed before the next line
-                for leftover in folder.glob("*"):
-                    if (
-                        leftover.name in (VOCABULARY_FILE, TOKENIZER_FILE)
-                        or leftover.match("train_*.bin")
-                        or leftover.match("val_*.bin")
-                    ):
-                        leftover.unlink()
+                own = (VOCABULARY_FILE, TOKENIZER_FILE, *(f"{part}_*.bin" for part in PARTS))
+                for leftover in (path for name in own for path in folder.glob(name)):
+                    leftover.unlink()
             if not self.finished:
                 self.save()
 
