@@ -61,7 +61,8 @@ TURNED = {
 # Tests of each folder of the package, which run after those that mention the changed module.
 NEAR = {
     "config": "flags settings command_lines start",
-    "data": "data_dataset data_text data_encodings data_loading data_split data_token_files prepare tokenizers",
+    "data": "data_dataset data_text data_encodings data_loading data_split data_token_files prepare tokenizers "
+    "added_tokens",
     "formats": "formats_huggingface formats_llmc formats_run_model formats_gguf safetensors_files convert fuzz",
     "generation": "generating sampling evaluate readable lived_in",
     "graph": "grain chunks groups clipping one_number distribute timeline",

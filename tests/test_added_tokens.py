@@ -12,7 +12,7 @@ from daskgpt import convert, generate
 from daskgpt.data import tokenizer
 from daskgpt.data.dataset import BatchLoader, load_dataset
 from daskgpt.data.token_folder import read_manifest
-from daskgpt.data.tokenizer import encode, encoding_named, get_encoding, specials_of, vocabulary_of
+from daskgpt.data.tokenizer import encode, encoding_named, get_encoding, learn_encoding, specials_of, vocabulary_of
 from daskgpt.formats import tokenizer_folder, vocabulary
 from daskgpt.formats.byte_characters import CHARACTERS
 from daskgpt.formats.tokenizer_folder import LibraryEncoding, pipeline_of
@@ -216,6 +216,16 @@ def test_white_space_is_cut_where_the_pattern_ends_a_piece(monkeypatch):
     for _ in range(500):
         text = "".join(random.choice(parts, random.integers(0, 30)))
         assert tokenizer._ids(codec, tokenizer._parts(text)).tolist() == codec.encode_ordinary(text), repr(text)
+
+
+def test_a_vocabulary_is_learned_from_long_words_in_pieces():
+    words = ["^" * 200_000, "x" + " " * 300_000, "ab" * 100_000]
+    name = learn_encoding([f"{word} the fox\n" * 2 for word in words], 400, "test")
+    codec = get_encoding(name)
+    for word in words:
+        assert encode(codec, word).size < len(word) / 50
+    assert all(len(piece) <= 1001 for piece in tokenizer._pieces("y " + "x" * 5000))
+    assert list(tokenizer._pieces("the fox\n" * 1000)) == ["the fox\n" * 1000]
 
 
 class PanicException(BaseException):

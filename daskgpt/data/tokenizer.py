@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +45,10 @@ SECONDS_TO_CONNECT = 5.0
 Encoding = tiktoken.Encoding | LibraryEncoding
 
 LEARN = "learn:"  # prefix of the number of ids: the encoding is learned from the training text
-SMALLEST, LARGEST = 258, 65536  # ids of a vocabulary that is learned
+SMALLEST, LARGEST = 258, 2**20  # ids of a vocabulary that is learned
 _PIECE = 2**20  # characters that the learner gets at once
+# The learner's time grows with the square of a word's length, so words are cut at multiples of so many characters.
+_WORD, _LONG_WORD = 500, re.compile(r"\S{500}|\s{500}")
 
 
 def vocabulary_size(name: str) -> int:
@@ -185,7 +188,8 @@ def _parts(text: str) -> Iterator[str]:
 
 def is_of_tokenizer(error: BaseException) -> bool:
     """Return whether an error is one of a tokenizer's own: a panic of Rust's is no Exception and has no public name."""
-    return isinstance(error, (ValueError, TypeError, RuntimeError)) or type(error).__name__ == "PanicException"
+    own = isinstance(error, Exception) and not isinstance(error, (MemoryError, OSError))
+    return own or type(error).__name__ == "PanicException"
 
 
 def _failing_line(encoding: Encoding, text: str) -> str:
@@ -285,8 +289,14 @@ def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:
 
     origin   of the vocabulary, for error messages
     """
-    pieces = (text[start : start + _PIECE] for text in texts for start in range(0, len(text), _PIECE))
-    return vocabularies.know_vocabulary(vocabularies.written_vocabulary(learn_vocabulary(pieces, size)), origin)
+    learned = learn_vocabulary((piece for text in texts for piece in _pieces(text)), size)
+    return vocabularies.know_vocabulary(vocabularies.written_vocabulary(learned), origin)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    within = (place for place in range(0, len(text), _WORD) if _LONG_WORD.match(text, place))
+    cuts = {0, len(text), *range(0, len(text), _PIECE), *within}
+    return (text[start:stop] for start, stop in pairwise(sorted(cuts)))
 
 
 def learn_vocabulary(texts: Iterable[str], size: int) -> dict[bytes, int]:

@@ -98,7 +98,7 @@ class LibraryEncoding:
             if same := self._ids(before + after) == self._ids(before) + self._ids(after):
                 yield text[start:cut]
                 start = cut
-            place = cut + (PIECE if same else 1)
+            place = cut + (PIECE if same else AROUND)
         yield text[start:]
 
 
@@ -136,7 +136,7 @@ def read_folder(folder: Path) -> str:
         library = _library_of(pipeline, folder)
         _check(folder, library)
         end = _end_of_text(folder, library, _add_tokens(library, folder))
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, UnicodeError) as error:
         got, advice = f"path={folder} ({type(error).__name__})", "Copy them again."
         raise refusal(ValueError, WHERE, "the tokenizer's files must be whole", got, advice) from error
     library.no_truncation()
@@ -149,7 +149,7 @@ def _pipeline_in(folder: Path) -> dict[str, Any]:
     if pipeline := _read(folder, TOKENIZER):
         return pipeline
     if (folder / MERGES).is_file() and (ids := _read(folder, VOCABULARY)):
-        lines = (folder / MERGES).read_text(encoding="utf-8").splitlines()
+        lines = (folder / MERGES).read_text(encoding="utf-8", errors="replace").splitlines()
         return pipeline_of(ids, [line.split(" ") for line in lines if line and not line.startswith("#version")])
     wrong = [name for name in FOREIGN if (folder / name).is_file()]
     rule = f"a folder's tokenizer must be {TOKENIZER}, or {VOCABULARY} and {MERGES}"
@@ -202,9 +202,9 @@ def _add_tokens(library: Tokenizer, folder: Path) -> Any:
     if not (folder / TOKENIZER).is_file() and END_OF_TEXT in library.get_vocab().keys() - names:
         named.append(END_OF_TEXT)  # GPT-2's class adds it
     decoder = settings.get("added_tokens_decoder", {})
-    tokens = [_token(decoder[i]) for i in sorted(decoder, key=int)]
+    tokens = [_token(decoder[i]) for i in sorted(decoder, key=lambda i: (len(i), i))]  # by their numbers
     known = {token.content for token in (*library.get_added_tokens_decoder().values(), *tokens)}
-    for name in sorted(added.keys() - known, key=lambda name: int(added[name])):
+    for name in sorted(added.keys() - known, key=lambda name: added[name]):
         tokens.append(AddedToken(name, normalized=name not in names, special=name in names))
     known |= added.keys()
     library.add_tokens(tokens + [_token(token, special=True) for token in named if _content(token) not in known])
@@ -215,7 +215,7 @@ def _add_tokens(library: Tokenizer, folder: Path) -> Any:
 
 
 def _content(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
+    return token if isinstance(token, str) else token["content"]
 
 
 def _token(token: str | Mapping[str, Any], **flags: bool) -> AddedToken:
