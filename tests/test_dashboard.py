@@ -1,62 +1,269 @@
-"""Tests of the page "daskgpt" on Dask's dashboard: what it collects and shows, by a scheduler made by hand."""
+"""Tests of the page "daskgpt" on Dask's dashboard: what it collects and shows, on a real scheduler in this process."""
 
+import time
+import urllib.request
 from types import SimpleNamespace
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
+from distributed import Client, LocalCluster
+from distributed.diagnostics import task_stream
+from machines import wait_until
 
-from daskgpt.profiling.dashboard import WAITING, Call, Collected, Page, column, idle_share, overlap_share
-from daskgpt.schedulers.dask_internals import KERNEL
+from daskgpt.graph.program import Span
+from daskgpt.profiling.dashboard import (
+    IDLE,
+    NOTHING,
+    WAITING,
+    Collected,
+    Page,
+    Part,
+    begin,
+    column,
+    dask_setup,
+    end,
+    idle_share,
+    overlap_share,
+    shares,
+)
+from daskgpt.schedulers import latest_calls
+from daskgpt.schedulers.connect import borrowed_cluster
+from daskgpt.schedulers.latest_calls import ASKED, KEPT, LatestCall
+from daskgpt.schedulers.links import ranks_of
+from daskgpt.schedulers.protocol import clock_offset
 from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
+from daskgpt.schedulers.workers import PrepareWorker
 
-CALLS = [
-    Call("a", "linear.forward", 0.0, 2.0),
-    Call("b", "linear.forward", 1.0, 3.0),
-    Call("b", "gelu.forward", 3.0, 4.0),
-    Call("a", "linear.backward", 3.5, 4.0),
-]
-
-
-def test_busy_and_overlap_shares():
-    assert idle_share(CALLS, 2) == 1 - 5.5 / 8
-    assert overlap_share(CALLS) == 0.5 / 4, "two of one name are no overlap of layers"
-    assert overlap_share([]) == idle_share([], 2) == idle_share(CALLS, 0) == 0
+CALLS = {
+    "a": [
+        LatestCall("linear.forward-h.0.mlp", 0, 0.0, 2.0),
+        LatestCall("receive.linear.backward-wte", 0, 2.0, 3.5),
+        LatestCall("linear.backward-wte", 0, 3.5, 4.0),
+    ],
+    "b": [LatestCall("linear.forward-h.1.mlp", 0, 1.0, 3.0), LatestCall("gelu.forward-h.0.mlp", 0, 3.0, 4.0)],
+}
 
 
-def test_page_shows_collected_events():
-    workers = {name: SimpleNamespace(name=f"worker {name}", metrics={METRIC: {"received": 100.0}}) for name in "ab"}
-    kernel = ("execute", "prefix", f"{KERNEL}linear.forward", "seconds")
-    scheduler = SimpleNamespace(workers=workers, total_nthreads=2, plugins={})
-    scheduler.cumulative_worker_metrics = {kernel: 2.0, (*kernel[:1], "other", *kernel[2:]): 1.0, "else": 9.0}
-    found, page, other = Collected(scheduler), Page(scheduler), Page(scheduler)
-    other.update()
-    assert "--preload" in other.numbers.text
-    scheduler.plugins = {Collected.name: found}
-    page.update()
-    assert page.numbers.text == WAITING
-    for call in [Call("a", "old", -9.0, -1.5), *CALLS]:
-        startstops = [{"action": name, "start": call.start, "stop": call.end} for name in ("compute", "transfer")]
-        found.transition(f"{call.name}-1", "processing", "memory", startstops=startstops, worker=call.worker)
-        found.transition(f"{call.name}-1", "waiting", "memory", startstops=startstops, worker=call.worker)
-    assert list(found.calls)[1:] == found.latest == CALLS
-    assert found.kernel_seconds() == {"linear.forward": 3.0}
+@pytest.fixture(scope="module")
+def cluster():
+    options = {"n_workers": 2, "threads_per_worker": 2, "processes": False, "dashboard_address": "127.0.0.1:0"}
+    with LocalCluster(**options) as cluster, Client(cluster) as client:
+        yield cluster, client
+
+
+@pytest.fixture
+def collected(cluster):
+    """What the page collects from a run."""
+    found, client = cluster
+    assert client.run_on_scheduler(lambda dask_scheduler: begin(dask_scheduler, "run"))
+    yield found.scheduler.plugins[Collected.name]
+    client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "run"))
+
+
+def status(client):
+    """What the dashboard answers to a browser that opens the page."""
+    try:
+        port = client.cluster.scheduler.http_server.port
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}/daskgpt").status
+    except HTTPError as error:
+        return error.code
+
+
+def test_idle_and_overlap_are_those_of_kernels():
+    part = Part([(worker, call) for worker, calls in CALLS.items() for call in calls], 0.0, 4.0, [*CALLS])
+    found = shares(part, 2)
+    assert found == {
+        "linear.forward": 0.5,
+        "receive": 1.5 / 8,
+        "gelu.forward": 1 / 8,
+        "linear.backward": 0.5 / 8,
+        IDLE: 1 / 8,
+    }
+    assert [*found][:3] == ["linear.forward", "receive", "gelu.forward"], "the greatest first"
+    assert idle_share(found) == 2.5 / 8, "who waits for a message is idle"
+    assert overlap_share(part) == 0.5 / 4, "two of one layer are no overlap of layers, and neither is a wait"
+    nothing = Part([], 0.0, 0.0, [])
+    assert (shares(nothing, 2), idle_share({}), overlap_share(nothing)) == ({}, 0, 0)
+
+
+def test_scheduler_without_dashboard_has_no_page():
+    scheduler = SimpleNamespace(http_application=SimpleNamespace(applications=[]), plugins={})
+    assert not begin(scheduler, "run")
+    assert scheduler.plugins == {}
+    end(scheduler, "run")
+
+
+def test_page_shows_collected_events(cluster, collected, monkeypatch):
+    scheduler = cluster[0].scheduler
+    addresses = dict(zip("ab", sorted(scheduler.workers)))
+    workers = {name: scheduler.workers[address] for name, address in addresses.items()}
+    cluster[0].loop.add_callback(collected.timer.stop)  # nobody asks
+    page = Page(scheduler)
+    assert page.update()
+    assert (page.numbers.text, page.threads.factors) == (WAITING, [NOTHING])
+    for name, calls in CALLS.items():
+        new = [("old", 7, -9.0, -1.5), *((name, 7, *when) for name, _, *when in calls)]
+        collected.take(addresses[name], new, cut=False, now=4.0)
+    part = collected.latest()
+    assert (part.start, part.end) == (-1.0, 4.0), "five seconds"
+    assert [call for _, call in part.calls] == [*CALLS["a"], *CALLS["b"]]
+    for worker in workers.values():
+        monkeypatch.setitem(worker.metrics, METRIC, {"received": 100.0})
     steps = [{"step": number, "loss": 3.0 - number, "tokens_per_s": 10.0} for number in range(3)]
     steps[1] |= {"validation_loss": 1.5, "lost_steps": 1}
-    found.log_event("another topic", steps[0])
+    scheduler.log_event("another topic", steps[0])
     for step in steps[:2]:
-        found.log_event(TOPIC, step)
+        scheduler.log_event(TOPIC, step)
     page.update()
     workers["a"].metrics[METRIC]["received"] = 500.0
-    found.log_event(TOPIC, steps[2])
+    scheduler.log_event(TOPIC, steps[2])
     page.update()
-    assert (found.runs, found.recoveries, found.bytes_a_step()) == (1, 1, 200)
-    assert column(found.steps, "validation_loss") == ([2], [1.5])
+    assert (collected.runs, collected.recoveries, collected.bytes_a_step()) == (1, 1, 200)
+    assert column(collected.steps, "validation_loss") == ([2], [1.5])
     assert [page.loss.data[axis].tolist() for axis in "xy"] == [[1, 2, 3], [3, 2, 1]]
     assert page.validation.data["y"].tolist() == [1.5]
-    assert page.calls.data["right"].tolist() == pytest.approx(np.array([call.end - 4 for call in CALLS]))
-    assert (page.calls.data["worker"][0], page.kernels.data["seconds"]) == ("worker a", [3.0])
-    for words in ("step <b>3<", "<b>1.000<", "<b>1.500<", "<b>31%<", "layers <b>12%<", "<b>200<", "recoveries <b>1<"):
+    calls = [*CALLS["a"], *CALLS["b"]]
+    assert page.calls.data["right"].tolist() == pytest.approx(np.array([call.end - 4 for call in calls]))
+    assert set(page.calls.data["lane"]) == {f"worker {n}, thread 1" for n in (0, 1)}
+    assert len(page.threads.factors) == 4, "idle threads have lanes"
+    assert "5 s" in page.lanes.title.text
+    assert page.kinds.data["name"] == ["linear.forward", "receive", "gelu.forward", "linear.backward", IDLE]
+    assert len({*page.kinds.data["color"]}) == 5, "layers and passes have colors of their own"
+    # Of 20 seconds of four threads: kernels 5.5, waits 1.5.
+    for words in ("step <b>3<", "<b>1.000<", "<b>1.500<", "<b>72%<", "layers <b>12%<", "<b>200<", "recoveries <b>1<"):
         assert words in page.numbers.text.replace("200B", "200<")
-    found.log_event(TOPIC, steps[0])  # another run begins
+    scheduler.log_event(TOPIC, steps[0])  # another run begins
     page.update()
-    assert (found.runs, page.loss.data["x"].tolist(), found.bytes_a_step()) == (2, [1], 0)
+    assert (collected.runs, page.loss.data["x"].tolist(), collected.bytes_a_step()) == (2, [1], 0)
+    for name in "ab":
+        collected.take(addresses[name], [("gelu.forward-h.0.mlp", 1, 5.0, 5.5)] * (name == "a"), name == "a", now=6.0)
+    part = collected.latest()
+    assert (part.start, part.end, len(part.calls)) == (5.0, 6.0, 1), "nothing is shown before calls that were left out"
+    assert part.workers == [*addresses.values()]
+    collected.take(addresses["a"], [], cut=False, now=20.0)
+    assert collected.latest().workers == [addresses["a"]], "a worker that is silent"
+
+
+def test_page_ends_with_the_run(cluster):
+    found, client = cluster
+    client.run_on_scheduler(lambda dask_scheduler: begin(dask_scheduler, "run"))
+    page = Page(found.scheduler)
+    assert page.update()
+    client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "run"))
+    assert not page.update()
+    assert "has ended" in page.numbers.text
+
+
+def test_tasks_of_a_run_and_workers_that_leave(collected):
+    spans = [{"action": name, "start": 1.0, "stop": 2.0} for name in ("transfer", "compute")]
+    for key, states in [("linear.forward-1", ("processing", "memory")), ("rank.window-1", ("processing", "memory"))]:
+        collected.transition(key, *states, startstops=spans, worker="a", thread=3)
+    collected.transition("linear.forward-2", "waiting", "memory", startstops=spans, worker="a", thread=3)
+    assert {worker: [*calls] for worker, calls in collected.calls.items()} == {
+        "a": [LatestCall("linear.forward", 0, 1.0, 2.0)]
+    }
+    collected.take(
+        "a", [("gelu.forward-x", 4, 1.5, 3.0), ("gelu.forward-x", 5, 2.5, 3.5), ("add.forward-x", 4, 4, 5)], False, 5
+    )
+    assert [call.thread for call in collected.calls["a"]] == [0, 1, 0, 1], "a new thread takes a free lane"
+    collected.remove_worker(None, "a")
+    assert collected.calls == collected.lanes == collected.known == {}
+
+
+def spans_of(*calls):
+    return [Span((f"{name}_-token", 0), thread, start, stop) for name, thread, start, stop in calls]
+
+
+def test_worker_returns_its_latest_calls(cluster):
+    worker = min(cluster[0].workers.values(), key=lambda worker: worker.address)
+    assert latest_calls.latest_calls(worker, 0.0, 9)[:2] == ([], False)
+    before = spans_of(("add.forward-x", 1, 0.0, 1.0))
+    now = spans_of(("add.forward-x", 1, 1.00001, 2.0), ("add.forward-y", 2, 2.0, 3.0), ("add.forward-x", 1, 2.5, 3.5))
+    ranks_of(worker).programs["run"] = SimpleNamespace(recent=[before, now])
+    try:
+        offset, before_asked = clock_offset(), time.time()
+        calls, cut, now_there = latest_calls.latest_calls(worker, 0.0, 9)
+        assert not cut
+        assert before_asked <= now_there <= time.time()
+        assert [(call.name, call.thread) for call in calls] == [
+            ("add.forward-x", 1),
+            ("add.forward-y", 2),
+            ("add.forward-x", 1),
+        ]
+        assert calls[0].start == pytest.approx(offset, abs=0.01)
+        assert calls[0].end == pytest.approx(offset + 2, abs=0.01), "two calls that follow each other are one"
+        assert latest_calls.latest_calls(worker, 0.0, 2)[1], "a call was left out"
+        assert len(latest_calls.latest_calls(worker, offset + 2.8, 9)[0]) == 2, "those that have ended since then"
+        assert latest_calls.latest_calls(worker, offset + 2.8, 2)[1] is False
+        now += spans_of(*[("add.forward-x", 1, 4.0, 4.0)] * KEPT)
+        assert latest_calls.latest_calls(worker, 0.0, 9)[1], "a look takes bounded time"
+    finally:
+        del ranks_of(worker).programs["run"]
+
+
+async def collected_asks(dask_scheduler):
+    dask_scheduler.plugins[Collected.name].ask()
+
+
+def test_scheduler_asks_only_while_somebody_looks(cluster, collected):
+    found, client = cluster
+    prepare = PrepareWorker(client)
+    client.register_plugin(prepare)
+    worker = min(found.workers.values(), key=lambda worker: worker.address)
+    wait_until(lambda: all(METRIC in own.metrics for own in found.scheduler.workers.values()))
+    program = SimpleNamespace(recent=[spans_of(("gelu.forward-h.0", 1, 1.0, 2.0))], link=SimpleNamespace(close=list))
+    ranks_of(worker).programs[client.id] = program
+    client.run_on_scheduler(collected_asks)
+    assert collected.asking == collected.calls == {}, "nobody looks"
+    Page(found.scheduler).update()
+    wait_until(lambda: worker.address in collected.calls, "an answer")
+    assert [call.name for call in collected.calls[worker.address]] == ["gelu.forward-h.0"]
+    stream = task_stream.TaskStreamPlugin(found.scheduler)
+    found.scheduler.add_plugin(stream)
+    soon = time.perf_counter() + 60
+    program.recent.append(spans_of(("receive.gelu.forward-h.0", 1, soon, soon)))
+    wait_until(lambda: stream.buffer, "a call in the task stream")
+    drawn = stream.buffer[-1]
+    assert (drawn["worker"], drawn["startstops"][0]["action"]) == (worker.address, "transfer")
+    found.scheduler.remove_plugin(stream.name)
+    client.unregister_worker_plugin(prepare.name)
+    wait_until(lambda: ASKED not in worker.handlers, "the handler is removed")
+
+
+def test_page_is_there_while_runs_are(cluster):
+    _, client = cluster
+    colors = dict(task_stream.colors)
+
+    def task_color(key):
+        return task_stream.colors["compute"]({"key": key, "status": "OK"})
+
+    assert status(client) == 404
+    plugins = client.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.plugins])
+    for run in ("one", "two"):
+        client.run_on_scheduler(lambda dask_scheduler, run=run: begin(dask_scheduler, run))
+        assert status(client) == 200
+    names = [
+        f"{name}-h.0" for name in ("linear.forward", "linear.backward", "add.forward", "attention.forward", "adamw")
+    ]
+    assert len({task_color(name) for name in names}) == len(names), "layers and passes have colors of their own"
+    assert task_color("inc-1") == task_stream.color_of_message({"key": "inc-1", "status": "OK"}), "others have Dask's"
+    client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "one"))
+    assert status(client) == 200
+    client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "two"))
+    client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "two"))
+    assert status(client) == 404
+    assert task_stream.colors == colors
+    assert client.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.plugins]) == plugins
+    client.run_on_scheduler(lambda dask_scheduler: dask_setup(dask_scheduler))
+    client.run_on_scheduler(lambda dask_scheduler: (begin(dask_scheduler, "run"), end(dask_scheduler, "run")))
+    assert status(client) == 200, "a preload stays"
+    client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, ""))
+
+
+def test_borrowed_cluster_has_the_page_of_a_run(cluster):
+    _, client = cluster
+    with borrowed_cluster(client) as scheduler:
+        assert scheduler.description.endswith("/daskgpt")
+        assert status(client) == 200
+    assert status(client) == 404

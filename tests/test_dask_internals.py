@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from distributed import Client, LocalCluster, WorkerPlugin, wait
 from distributed.core import Status
+from distributed.diagnostics import task_stream
 from distributed.diagnostics.task_stream import TaskStreamPlugin
+from distributed.utils import color_of
 from machines import wait_until
 
 from daskgpt.schedulers import dask_internals as internals
@@ -76,6 +78,32 @@ def test_task_stream_shows_a_call(cluster):
 
     found = cluster[1].run_on_scheduler(draw)
     assert found[-1] == ("attention.forward", [{"action": "transfer", "start": 1.0, "stop": 2.0}])
+
+
+def test_task_streams_are_colored(cluster):
+    def color(key, status="OK"):
+        return task_stream.colors["compute"]({"key": key, "status": status})
+
+    before = dict(task_stream.colors)
+    internals.color_task_streams({"gelu.forward": "#010203", "erred": "red", "other": ""}.get)
+    assert color("gelu.forward-h.0_-1") == "#010203"
+    assert (color("erred-1", "error"), color("other-1")) == ("black", color_of("other"))
+    internals.color_task_streams(None)
+    assert task_stream.colors == before
+
+
+def test_scheduler_asks_a_worker(cluster):
+    address, worker = min(workers_of(cluster).items())
+
+    def double(value):
+        return 2 * value
+
+    async def ask(dask_scheduler):
+        return await internals.ask_worker(dask_scheduler, address, "daskgpt-double", value=4)
+
+    internals.handle_messages(worker, "daskgpt-double", double)
+    assert cluster[1].run_on_scheduler(ask) == 8
+    del worker.handlers["daskgpt-double"]
 
 
 def test_worker_messages_and_heartbeats(cluster):

@@ -1,13 +1,20 @@
-"""A page "daskgpt" on Dask's own dashboard: `dask scheduler --preload daskgpt.profiling.dashboard`.
+"""A page "daskgpt" on the dashboard of Dask's scheduler while runs use it, and their kernels in its task streams.
 
-It shows loss and speed by step, the tasks of each worker in the last seconds, kernels by layer, and some numbers. Dask
-imports a preload before it opens the dashboard, and opens all pages of its table `applications`.
+The page shows loss and speed by step, the kernel calls of each thread in the last seconds, and what these threads did
+in that time. A run adds the page and removes it. With `dask scheduler --preload daskgpt.profiling.dashboard` it stays
+between runs.
+
+While somebody looks at a page, the scheduler asks the workers for their latest kernel calls. A worker that does not
+answer is not asked again, and of too many calls only the last ones are sent: nothing queues.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import asyncio
+import time
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,67 +22,196 @@ from bokeh.layouts import column as below
 from bokeh.layouts import row
 from bokeh.models import ColumnDataSource, Div, FactorRange, HoverTool, NumeralTickFormatter
 from bokeh.plotting import figure
+from bokeh.server.tornado import BokehTornado
 from distributed import SchedulerPlugin
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
-from distributed.dashboard.scheduler import applications, template_variables
+from distributed.dashboard.core import BokehApplication
+from distributed.dashboard.scheduler import template_variables
+from distributed.diagnostics.task_stream import TaskStreamPlugin
 from distributed.utils import key_split
+from tornado.ioloop import IOLoop, PeriodicCallback
 from tqdm import tqdm
 
-from daskgpt.profiling.timeline import OTHER_COLOR, color_of, different_at_once, seconds_of
-from daskgpt.schedulers.dask_internals import KERNEL
+from daskgpt.profiling.timeline import OTHER_COLOR, color_of, different_at_once, is_message, seconds_of
+from daskgpt.schedulers.dask_internals import add_to_task_stream, ask_worker, color_task_streams
+from daskgpt.schedulers.latest_calls import ASKED, RECEIVE, LatestCall
 from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
 
 PAGE = TOPIC  # the path of the page behind the dashboard's address
-CALLS, STEPS = 4000, 5000  # the latest that are kept, of steps that were published
+CALLS, STEPS = 4000, 5000  # the latest that are kept, of a worker, and of the steps that were published
 WINDOW = 5.0  # seconds of lanes
 EVERY = 1000  # milliseconds between two updates
+ASKING = 500  # milliseconds between two questions to a worker, of up to 16 workers; of more, longer
+ANSWER = 1200  # calls that all workers together answer: Dask's task stream shows a thousand
+PATIENCE = 5.0  # seconds in which a worker answers, and a page that is open asks again
 MEAN = 20  # steps of a mean
-KERNELS = 12  # bars at most
+KERNELS = 14  # bars at most
 # Tasks of several kernels, by what `graph.fuse.title` calls them.
 TASKS = {"tokens.forward": "#4269d0", "tokens.backward": "#2a4380", "tokens.head": "#ff8ab7", "update": "#7f8c99"}
+IDLE, IDLE_COLOR = "idle", "#e4e4e4"
+NOTHING = "no kernel yet"
 WAITING = "No run has sent a step yet: <code>python -m daskgpt.train --scheduler ...</code>"
 
 
 def dask_setup(scheduler: Any) -> None:
-    """Begin to collect, and add the page to the dashboard's menu; called by Dask when the scheduler starts."""
-    scheduler.add_plugin(Collected(scheduler))
-    pages = template_variables(scheduler)["pages"]
-    if PAGE not in pages:
-        pages.append(PAGE)
+    """Add the page for good; called by Dask when a scheduler with this preload starts."""
+    begin(scheduler, "")
 
 
-class Call(NamedTuple):
-    """A task that has run: its worker, the common name of such tasks, start and end as seconds of the epoch."""
+def begin(scheduler: Any, run: str) -> bool:
+    """Add the page for a run, or for good if its name is empty; return whether the scheduler has a dashboard."""
+    served = [app for app in scheduler.http_application.applications if isinstance(app, BokehTornado)]
+    if not served:
+        return False
+    if Collected.name not in scheduler.plugins:
+        scheduler.add_plugin(Collected(scheduler, served[0].prefix))
+    scheduler.plugins[Collected.name].users.add(run)
+    return True
 
-    worker: str
-    name: str
+
+def end(scheduler: Any, run: str) -> None:
+    """Remove the page after its last run."""
+    if (collected := scheduler.plugins.get(Collected.name)) is not None:
+        collected.users.discard(run)
+        if not collected.users:
+            scheduler.remove_plugin(Collected.name)
+            collected.stop()
+
+
+class Part(NamedTuple):
+    """A part of the time.
+
+    calls    in it, clipped to it, each with its worker
+    workers  all whose calls are known
+    """
+
+    calls: list[tuple[str, LatestCall]]
     start: float
     end: float
+    workers: Sequence[str]
 
 
 class Collected(SchedulerPlugin):
-    """The latest tasks and steps.
+    """The latest kernel calls and steps, and the page that shows them.
 
-    calls     as they end
+    users     names of the runs that the page is there for
+    calls     of each worker, by its address, with the numbers of lanes as threads
+    lanes     the last call in each lane of a worker
+    known     from when to when the calls of each worker are known
     steps     records of steps, see `schedulers.worker_metrics`, with `received_bytes` of all workers so far
     runs      number of runs that have sent steps; those of the latest run are kept
     recoveries  number of recoveries from a loss
+    looked    when a page last showed something
     """
 
     name = "daskgpt-dashboard"
 
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
-        self.calls: deque[Call] = deque(maxlen=CALLS)
+    def __init__(self, scheduler: Any, prefix: str = "") -> None:
+        """prefix   of all paths of the dashboard"""
+        self.scheduler, self.users = scheduler, set[str]()
+        self.calls: dict[str, deque[LatestCall]] = {}
+        self.lanes: dict[str, list[LatestCall]] = {}
+        self.known: dict[str, tuple[float, float]] = {}
         self.steps: deque[dict[str, Any]] = deque(maxlen=STEPS)
         self.runs = self.recoveries = 0
+        self.looked = self.asked = -PATIENCE
+        self.asking: dict[str, asyncio.Task[None]] = {}
+        variables = template_variables(scheduler)
+        self.pages = variables["pages"]
+        self.pages.append(PAGE)
+        self.served = BokehApplication({f"/{PAGE}": show}, scheduler, prefix, variables)
+        self.served.initialize(IOLoop.current())
+        self.served.start()
+        scheduler.http_application.add_application(self.served)
+        color_task_streams(_known_color)
+        self.timer = PeriodicCallback(self.ask, ASKING)
+        self.timer.start()
+
+    def stop(self) -> None:
+        """Remove the page."""
+        self.timer.stop()
+        for asking in self.asking.values():
+            asking.cancel()
+        color_task_streams(None)
+        self.pages.remove(PAGE)
+        self.scheduler.http_application.applications.remove(self.served)
+        self.served.stop()
+
+    async def close(self) -> None:
+        """Remove the page, since the scheduler ends."""
+        self.stop()
+
+    def ask(self) -> None:
+        """Ask the workers for their latest calls, if a run is there and somebody looks."""
+        now, workers = time.monotonic(), self.scheduler.workers.items()
+        prepared = [address for address, worker in workers if METRIC in worker.metrics]
+        looked = now - self.looked < PATIENCE or TaskStreamPlugin.name in self.scheduler.plugins
+        if looked and any(self.users) and now - self.asked > ASKING / 1000 * (len(prepared) / 16 - 0.5):
+            self.asked = now
+            for address in set(prepared) - self.asking.keys():
+                self.asking[address] = asyncio.create_task(self._ask(address, ANSWER // len(prepared) + 1))
+
+    async def _ask(self, worker: str, most: int) -> None:
+        _, since = self.known.get(worker, (0.0, 0.0))
+        try:
+            with suppress(OSError, asyncio.TimeoutError):  # it has left, or hangs
+                asked = ask_worker(self.scheduler, worker, ASKED, since=since, most=most)
+                self.take(worker, *await asyncio.wait_for(asked, PATIENCE))
+        finally:
+            del self.asking[worker]
+
+    def take(self, worker: str, answer: Iterable[Sequence[Any]], cut: bool, now: float) -> None:
+        """Keep calls of a worker, and show them in Dask's task streams.
+
+        cut   whether there were more before them: the calls from before that are forgotten
+        now   the time of the answer
+        """
+        new = [
+            self._in_lane(worker, call) for call in sorted(map(LatestCall._make, answer), key=lambda call: call.start)
+        ]
+        kept = self.calls.setdefault(worker, deque(maxlen=CALLS))
+        if cut:
+            kept.clear()
+        kept.extend(new)
+        first = new[0].start if new else now
+        since = first if cut else self.known.get(worker, (first, now))[0]
+        self.known[worker] = max(since, kept[0].start) if len(kept) == CALLS else since, now
+        for call in new:
+            action = "transfer" if call.name.startswith(RECEIVE) else "compute"
+            span = {"action": action, "start": call.start, "stop": call.end}
+            add_to_task_stream(self.scheduler, worker, call.thread, call.name, span)
+
+    def _in_lane(self, worker: str, call: LatestCall) -> LatestCall:
+        """Return a call with the number of a lane of its worker as its thread: windows have different threads."""
+        lanes = self.lanes.setdefault(worker, [])
+        number = next((number for number, lane in enumerate(lanes) if lane.thread == call.thread), None)
+        if number is None:
+            ended = [number for number, lane in enumerate(lanes) if lane.end <= call.start]
+            number = min(ended, key=lambda number: lanes[number].end, default=len(lanes))
+        lanes[number : number + 1] = [call]
+        return call._replace(thread=number)
+
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        self.calls.pop(worker, None)
+        self.lanes.pop(worker, None)
+        self.known.pop(worker, None)
 
     def transition(
-        self, key: Any, start: str, finish: str, *_: Any, startstops: Sequence[Any] = (), worker: str = "", **__: Any
+        self,
+        key: Any,
+        start: str,
+        finish: str,
+        *_: Any,
+        startstops: Sequence[Any] = (),
+        worker: str = "",
+        thread: int = 0,
+        **__: Any,
     ) -> None:
-        if start == "processing" and finish == "memory":
+        """Keep the tasks of a run that Dask itself schedules (`--engine tasks`)."""
+        if start == "processing" and finish == "memory" and _known_color(name := key_split(key)):
             ran = [own for own in startstops or () if own["action"] == "compute"]
-            self.calls.extend(Call(worker, key_split(key), own["start"], own["stop"]) for own in ran)
+            kept = self.calls.setdefault(worker, deque(maxlen=CALLS))
+            kept.extend(self._in_lane(worker, LatestCall(name, thread, own["start"], own["stop"])) for own in ran)
 
     def log_event(self, topic: str, msg: Any) -> None:
         if topic != TOPIC:
@@ -88,11 +224,19 @@ class Collected(SchedulerPlugin):
         self.steps.append({**msg, "received_bytes": received})
         self.recoveries += "lost_steps" in msg
 
-    @property
-    def latest(self) -> list[Call]:
-        """The calls of the last seconds before the end of the latest call."""
-        end = max((call.end for call in self.calls), default=0.0)
-        return [call for call in self.calls if call.end > end - WINDOW]
+    def latest(self) -> Part:
+        """Return the calls of the last seconds of which all workers have sent theirs."""
+        newest = max((end for _, end in self.known.values()), default=0.0)
+        there = sorted(worker for worker, (_, end) in self.known.items() if end > newest - WINDOW)
+        end = min((self.known[worker][1] for worker in there), default=0.0)
+        start = max([end - WINDOW, *(self.known[worker][0] for worker in there)])
+        found = [
+            (worker, call._replace(start=max(call.start, start), end=min(call.end, end)))
+            for worker in there
+            for call in self.calls[worker]
+            if call.end > start and call.start < end
+        ]
+        return Part(found, start, end, there)
 
     def bytes_a_step(self) -> float:
         """Return the mean bytes per step that workers receive from each other, over the last steps."""
@@ -101,25 +245,30 @@ class Collected(SchedulerPlugin):
         first, last = self.steps[-min(len(self.steps), MEAN)], self.steps[-1]
         return float((last["received_bytes"] - first["received_bytes"]) / (last["step"] - first["step"]))
 
-    def kernel_seconds(self) -> Counter[str]:
-        """Return all seconds of kernels so far, by layer and pass, from Dask's fine performance metrics."""
-        found: Counter[str] = Counter()
-        for key, value in self.scheduler.cumulative_worker_metrics.items():
-            if isinstance(key, tuple) and key[0] == "execute" and str(key[-2]).startswith(KERNEL):
-                found[key[-2].removeprefix(KERNEL)] += value
-        return found
+
+def kind_of(name: str) -> str:
+    """Return layer and pass of a call, as `linear.backward`, from its name; of a message, its direction."""
+    return name.partition(".")[0] if is_message(name) else name.partition("-")[0]
 
 
-def idle_share(calls: Sequence[Call], threads: int) -> float:
-    """Return the share of the threads' time, from the first start to the last end, in which no task ran."""
-    length = max((call.end for call in calls), default=0.0) - min((call.start for call in calls), default=0.0)
-    busy = sum(call.end - call.start for call in calls)
-    return max(0.0, 1 - busy / (threads * length)) if threads * length else 0.0
+def shares(part: Part, threads: int) -> dict[str, float]:
+    """Return the shares of the threads' time that each kind of call took, the greatest first, and `IDLE`."""
+    busy, whole = defaultdict[str, float](float), threads * (part.end - part.start)
+    for _, call in part.calls:
+        busy[kind_of(call.name)] += (call.end - call.start) / whole
+    ordered = dict(sorted(busy.items(), key=lambda own: -own[1]))
+    return ordered | {IDLE: max(0.0, 1 - sum(busy.values()))} if busy else {}
 
 
-def overlap_share(calls: Iterable[Call]) -> float:
-    """Return the share of the time in which tasks run, in which tasks of different names do."""
-    counts = different_at_once((call.start, call.end, call.name) for call in calls)
+def idle_share(found: Mapping[str, float]) -> float:
+    """Return the share of the threads' time in which no kernel ran: they had no task, or waited for a message."""
+    return sum(share for kind, share in found.items() if kind == IDLE or is_message(kind))
+
+
+def overlap_share(part: Part) -> float:
+    """Return the share of the time in which kernels run, in which kernels of different layers or passes do."""
+    ran = [call for _, call in part.calls if not is_message(call.name)]
+    counts = different_at_once((call.start, call.end, kind_of(call.name)) for call in ran)
     some, several = (seconds_of(counts, least) for least in (1, 2))
     return several / some if some else 0.0
 
@@ -140,10 +289,12 @@ def show(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
     doc.template_variables["active_page"] = "daskgpt"
     doc.template_variables.update(extra)
     doc.theme = BOKEH_THEME
-    doc.add_periodic_callback(page.update, EVERY)
 
+    def update() -> None:
+        if not page.update():
+            doc.remove_periodic_callback(updating)
 
-applications[f"/{PAGE}"] = show
+    updating = doc.add_periodic_callback(update, EVERY)
 
 
 class Page:
@@ -157,8 +308,9 @@ class Page:
         self.shown = 0, -1
         self.numbers = Div(text=WAITING, sizing_mode="stretch_width")
         self.loss, self.validation, self.speed = (ColumnDataSource({"x": [], "y": []}) for _ in range(3))
-        self.calls = ColumnDataSource({"left": [], "right": [], "worker": [], "name": [], "color": [], "ms": []})
-        self.kernels = ColumnDataSource({"name": [], "seconds": [], "color": []})
+        nothing: dict[str, Any] = {"lane": [NOTHING], "name": [NOTHING], "color": ["white"]}  # Bokeh warns of no data
+        self.calls = ColumnDataSource({**nothing, "left": [-1.0], "right": [0.0], "ms": [0.0]})
+        self.kinds = ColumnDataSource({**nothing, "share": [1.0]})
         losses = _figure("Loss [nats a token] by step", tools="pan,wheel_zoom,reset", min_width=240)
         losses.line("x", "y", source=self.loss, color="#4269d0", legend_label="of the step")
         losses.scatter("x", "y", source=self.validation, color="#ff725c", size=7, legend_label="validation")
@@ -166,37 +318,39 @@ class Page:
         speeds = _figure("Tokens a second by step", tools="pan,wheel_zoom,reset", min_width=240)
         speeds.line("x", "y", source=self.speed, color="#3ca951")
         speeds.y_range.start, speeds.yaxis.formatter = 0, NumeralTickFormatter(format="0,0")
-        self.workers, self.names = FactorRange(factors=[]), FactorRange(factors=[])
-        title = "Tasks of each worker in the last seconds"
-        lanes = _figure(title, tools="xpan,xwheel_zoom,reset", y_range=self.workers)
-        lanes.hbar("worker", left="left", right="right", height=0.7, color="color", source=self.calls, line_width=0)
-        lanes.add_tools(HoverTool(tooltips=[("", "@name, @ms{0.0} ms")]))
-        lanes.xaxis.axis_label = "s"
-        bars = _figure("Kernels by layer and pass, seconds of all workers", tools="", y_range=self.names)
-        bars.hbar("name", right="seconds", height=0.7, color="color", source=self.kernels)
+        self.threads, self.names = FactorRange(factors=[NOTHING]), FactorRange(factors=[NOTHING])
+        self.lanes = _figure(NOTHING, tools="xpan,xwheel_zoom,reset", y_range=self.threads)
+        self.lanes.hbar("lane", left="left", right="right", height=0.8, color="color", source=self.calls, line_width=0)
+        self.lanes.add_tools(HoverTool(tooltips=[("", "@name, @ms{0.00} ms")]))
+        self.lanes.xaxis.axis_label, self.lanes.x_range.range_padding = "s", 0
+        bars = _figure("What the threads did in that time", tools="", y_range=self.names, height=330)
+        bars.hbar("name", right="share", height=0.7, color="color", source=self.kinds)
+        bars.xaxis.formatter, bars.x_range.start = NumeralTickFormatter(format="0%"), 0
         curves = row(losses, speeds, sizing_mode="stretch_width")
-        self.root = below(self.numbers, curves, lanes, bars, sizing_mode="stretch_width", name="daskgpt")
+        self.root = below(self.numbers, self.lanes, bars, curves, sizing_mode="stretch_width", name="daskgpt")
 
-    def update(self) -> None:
-        """Show the latest tasks and steps."""
-        found = self.scheduler.plugins.get(Collected.name)
-        if found is None:
-            self.numbers.text = "The scheduler must be started with --preload daskgpt.profiling.dashboard."
-            return
-        calls = found.latest
-        self._show_steps(found)
-        self._show_calls(calls)
-        most = dict(found.kernel_seconds().most_common(KERNELS))
-        self.names.factors = [*reversed(most)]
-        self.kernels.data = {"name": [*most], "seconds": [*most.values()], "color": [_color(name) for name in most]}
-        if found.steps:
-            self.numbers.text = self._described(found, calls)
+    def update(self) -> bool:
+        """Show the latest calls and steps; return whether the page goes on."""
+        collected = self.scheduler.plugins.get(Collected.name)
+        if collected is None:
+            self.numbers.text += "<p>The run has ended. Open this page again in the next one.</p>"
+            return False
+        collected.looked = time.monotonic()
+        self._show_steps(collected)
+        part = collected.latest()
+        found = shares(part, sum(self.scheduler.workers[worker].nthreads for worker in part.workers))
+        if part.calls:
+            self._show_calls(part)
+            self._show_shares(found)
+        if collected.steps:
+            self.numbers.text = self._described(collected, part, found)
+        return True
 
-    def _show_steps(self, found: Collected) -> None:
+    def _show_steps(self, collected: Collected) -> None:
         """Send new steps only: sending all of them each time would be the largest cost of the page."""
-        new_run = self.shown[0] != found.runs
+        new_run = self.shown[0] != collected.runs
         latest = -1 if new_run else self.shown[1]
-        new = [record for record in found.steps if record["step"] > latest]
+        new = [record for record in collected.steps if record["step"] > latest]
         for source, name in ((self.loss, "loss"), (self.validation, "validation_loss"), (self.speed, "tokens_per_s")):
             x, y = column(new, name)
             points = {"x": np.array(x, np.int32), "y": np.array(y, np.float32)}
@@ -204,45 +358,63 @@ class Page:
                 source.data = points
             elif x:
                 source.stream(points, rollover=STEPS)
-        self.shown = found.runs, new[-1]["step"] if new else latest
+        self.shown = collected.runs, new[-1]["step"] if new else latest
 
-    def _show_calls(self, calls: list[Call]) -> None:
-        end = max((call.end for call in calls), default=0.0)
-        names = {address: str(worker.name) for address, worker in self.scheduler.workers.items()}
-        calls = [call for call in calls if call.worker in names]
-        self.workers.factors = sorted(set(names.values()), reverse=True)
+    def _show_calls(self, part: Part) -> None:
+        lanes = [self._lane(worker, call.thread) for worker, call in part.calls]
+        calls = [call for _, call in part.calls]
+        seconds = part.end - part.start
+        self.lanes.title.text = f"Kernels of each thread, the last {seconds:.2g} s; red: waits for another worker"
+        threads = {self._lane(own, n) for own in part.workers for n in range(self.scheduler.workers[own].nthreads)}
+        self.threads.factors = sorted({*threads, *lanes}, reverse=True)
         self.calls.data = {
-            "left": np.array([call.start - end for call in calls], np.float32),
-            "right": np.array([call.end - end for call in calls], np.float32),
-            "worker": [names[call.worker] for call in calls],
+            "left": np.array([call.start - part.end for call in calls], np.float32),
+            "right": np.array([call.end - part.end for call in calls], np.float32),
+            "lane": lanes,
             "name": [call.name for call in calls],
-            "color": [_color(call.name) for call in calls],
+            "color": [_color(kind_of(call.name)) for call in calls],
             "ms": np.array([(call.end - call.start) * 1e3 for call in calls], np.float32),
         }
 
-    def _described(self, found: Collected, calls: list[Call]) -> str:
-        latest, validation = found.steps[-1], self.validation.data["y"]
+    def _lane(self, address: str, number: int) -> str:
+        worker = self.scheduler.workers[address]
+        name = f"worker {worker.name}" if str(worker.name).isdigit() else str(worker.name)
+        return f"{name}, thread {number + 1}" if worker.nthreads > 1 else name
+
+    def _show_shares(self, found: Mapping[str, float]) -> None:
+        kinds = [kind for kind in found if kind != IDLE][:KERNELS]
+        kinds += [IDLE]
+        self.names.factors = kinds[::-1]
+        colors = [IDLE_COLOR if kind == IDLE else _color(kind) for kind in kinds]
+        self.kinds.data = {"name": kinds, "share": [found[kind] for kind in kinds], "color": colors}
+
+    def _described(self, collected: Collected, part: Part, found: Mapping[str, float]) -> str:
+        latest, validation = collected.steps[-1], self.validation.data["y"]
         parts = [
             f"step <b>{latest['step'] + 1:,}</b>",
             f"loss <b>{latest['loss']:.3f}</b>",
             *([f"validation <b>{validation[-1]:.3f}</b>"] if len(validation) else []),
             f"<b>{latest['tokens_per_s']:,.0f}</b> tokens/s",
-            f"idle <b>{idle_share(calls, self.scheduler.total_nthreads):.0%}</b>",
-            f"overlap of layers <b>{overlap_share(calls):.0%}</b>",
-            f"between workers <b>{tqdm.format_sizeof(found.bytes_a_step(), 'B')}</b> a step",
-            f"recoveries <b>{found.recoveries}</b>",
+            f"idle <b>{idle_share(found):.0%}</b>",
+            f"overlap of layers <b>{overlap_share(part):.0%}</b>",
+            f"between workers <b>{tqdm.format_sizeof(collected.bytes_a_step(), 'B')}</b> a step",
+            f"recoveries <b>{collected.recoveries}</b>",
         ]
         return f"<div style='font-size: 15px'>{' &nbsp; '.join(parts)}</div>"
 
 
-def _figure(title: str, **options: Any) -> Any:
-    plot = figure(height=250, sizing_mode="stretch_width", title=title, **options)
+def _figure(title: str, height: int = 250, **options: Any) -> Any:
+    plot = figure(height=height, sizing_mode="stretch_width", title=title, **options)
     plot.toolbar.logo = None
     return plot
 
 
+def _known_color(name: str) -> str:
+    """Return the color of a kernel's layer and pass, or of a task of several kernels; "" for any other task."""
+    layer, _, way = name.partition("-")[0].partition(".")
+    own = color_of(layer, way == "backward")
+    return TASKS.get(name, "" if color_of(layer, False) == OTHER_COLOR else own)
+
+
 def _color(name: str) -> str:
-    """Return the color of a kernel's layer, or of a task of several kernels."""
-    layer, _, way = name.partition(".")
-    found = color_of(layer, way.startswith("backward"))
-    return TASKS.get(name, found) if color_of(layer, False) == OTHER_COLOR else found
+    return _known_color(name) or OTHER_COLOR

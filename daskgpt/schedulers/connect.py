@@ -24,13 +24,13 @@ from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.dask_internals import scheduler_identity
 from daskgpt.schedulers.local import ENVIRONMENT
-from daskgpt.schedulers.membership import SENT, Cleanup, check_versions, register, remove_run, running
+from daskgpt.schedulers.membership import SENT, Cleanup, check_versions, register, remove_run, running, show_run
+from daskgpt.schedulers.worker_metrics import TOPIC
 from daskgpt.schedulers.workers import PrepareWorker
 
 CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
 HEARTBEATS_TIMEOUT = 3  # seconds; a worker that is starting need not be waited for
-PRELOAD, PAGE = "distributed.scheduler.preload", "daskgpt.profiling.dashboard"  # by name: it is in a layer above
 SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
 LOGGED = "distributed.admin.low-level-log-length"
 # Intervals of what Dask's processes do between tasks: (Dask's default, ours). With two workers on two cores, workers,
@@ -50,8 +50,7 @@ _warned: set[str] = set()
 @contextmanager
 def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
     with _cluster_of_processes(workers) as cluster, _client("local", address=cluster) as client:
-        described = f"local cluster, {workers} worker processes, dashboard {cluster.dashboard_link}"
-        yield _ready(client, described, ends_with_it=True)
+        yield _ready(client, f"local cluster, {workers} worker processes", ends_with_it=True)
 
 
 def _cluster_of_processes(workers: int) -> LocalCluster:
@@ -64,11 +63,7 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
         raise SystemExit(1)
     resource_tracker.ensure_running()  # otherwise the start of a worker does this, and enables interrupts again
     try:
-        settings: dict[str, Any] = {
-            PRELOAD: [*dask.config.get(PRELOAD), PAGE],
-            SPAWN: {**dask.config.get(SPAWN), **ENVIRONMENT},
-            LOGGED: SENT,
-        }
+        settings: dict[str, Any] = {SPAWN: {**dask.config.get(SPAWN), **ENVIRONMENT}, LOGGED: SENT}
         settings |= {name: own for name, (usual, own) in BETWEEN_TASKS.items() if dask.config.get(name) == usual}
         with delayed_interrupts(), dask.config.set(settings), warnings.catch_warnings():
             # Another dashboard may have the usual port: Dask takes a free one then.
@@ -141,13 +136,7 @@ def _described(client: Any, kind: str, address: str, named: str = "") -> str:
     at = f"{address} ({named})" if named else address
     count = len(found["workers"])
     workers = f"{count} worker{'s' * (count != 1)} (more take part as they come)"
-    page = "" if client.run_on_scheduler(has_page) else f" (a page for runs: dask scheduler --preload {PAGE})"
-    return f"{kind} at {at}, {workers}, dashboard {client.dashboard_link}{page}"
-
-
-def has_page() -> bool:
-    """Return whether this scheduler process has the dashboard page for runs."""
-    return PAGE in sys.modules
+    return f"{kind} at {at}, {workers}"
 
 
 @contextmanager
@@ -209,7 +198,10 @@ def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> Clus
     deadline = time.monotonic() + HEARTBEATS_TIMEOUT  # for a heartbeat of every worker that says that it is prepared
     while len(running(client)) < len(running(client, prepared=False)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return ClusterScheduler(client, description)
+    link = str(client.dashboard_link)
+    if client.run_on_scheduler(show_run, client.id):
+        link = f"{link.removesuffix('status')}{TOPIC}"
+    return ClusterScheduler(client, f"{description}, dashboard {link}")
 
 
 def warn_of_open(addresses: Iterable[str]) -> None:

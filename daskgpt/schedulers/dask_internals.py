@@ -14,7 +14,9 @@ from typing import Any
 from distributed.client import ClosedClientError
 from distributed.comm import connect
 from distributed.core import Status
+from distributed.diagnostics import task_stream
 from distributed.diagnostics.task_stream import TaskStreamPlugin
+from distributed.utils import key_split
 
 BUSY = ("thread-cpu", "thread-noncpu")  # labels of the time in which a thread runs a task
 KERNEL = "kernel "  # prefix of our own labels, of kernels in merged tasks, whose time Dask subtracts from the task
@@ -86,6 +88,24 @@ def add_to_task_stream(dask_scheduler: Any, worker: str, thread: int, name: str,
     for plugin in dask_scheduler.plugins.values():
         if isinstance(plugin, TaskStreamPlugin):
             plugin.transition(name, "processing", "memory", nbytes=0, type=b"", typename="", **known)
+
+
+def color_task_streams(color: Callable[[str], str] | None) -> None:
+    """Let all task streams of this process color tasks by the common part of their keys.
+
+    color   returns a color, or "" for that of Dask; None: Dask's own colors, of which several names share one
+    """
+
+    def chosen(message: Mapping[str, Any]) -> str:
+        found = color(key_split(message["key"])) if color and message["status"] == "OK" else ""
+        return found or str(task_stream.color_of_message(message))
+
+    task_stream.colors["compute"] = chosen if color else task_stream.color_of_message
+
+
+async def ask_worker(dask_scheduler: Any, worker: str, handler: str, **arguments: Any) -> Any:
+    """Call a handler of a worker from the scheduler; return what it answers. Without the handler, no answer comes."""
+    return await getattr(dask_scheduler.rpc(worker), handler)(**arguments)
 
 
 # Of a worker's process.

@@ -6,9 +6,11 @@ import asyncio
 import functools
 import hashlib
 import logging
+import sys
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from daskgpt.schedulers.dask_internals import (
 from daskgpt.schedulers.worker_metrics import METRIC
 
 PREFIX = "daskgpt-"  # of the names of plugins
+PAGE = "daskgpt.profiling.dashboard"  # by name: it is in a layer above
 SENT = 20  # messages that scheduler and client keep
 TRIES, PAUSE = 10, 0.2  # seconds between two
 PACKAGES = ("dask", "distributed", "numpy", "numba")
@@ -61,11 +64,24 @@ def register(client: Any, plugin: Any) -> None:
             raise refusal(RuntimeError, "daskgpt", rule, got, "Start workers in an equal environment.") from None
 
 
-async def remove_run(client: str, dask_scheduler: Any) -> None:
-    """Remove a client's run: its plugins, from the scheduler and all workers, and failed tasks that nobody wants.
+def show_run(client: str, dask_scheduler: Any) -> bool:
+    """Begin to show a client's run on a page of the scheduler's dashboard; return whether it has one.
 
     client   its id
     """
+    with suppress(Exception):  # the run does not need it, and Bokeh may be missing there
+        return bool(import_module(PAGE).begin(dask_scheduler, client))
+    return False
+
+
+async def remove_run(client: str, dask_scheduler: Any) -> None:
+    """Remove a client's run: its page, its plugins, from the scheduler and all workers, and failed tasks that nobody
+    wants.
+
+    client   its id
+    """
+    if PAGE in sys.modules:
+        sys.modules[PAGE].end(dask_scheduler, client)
     with suppress(Exception):  # a worker has just gone, or the scheduler is closing
         await remove_plugins(dask_scheduler, PREFIX, f"-{client}")
     forget_failures(dask_scheduler)

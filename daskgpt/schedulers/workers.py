@@ -14,7 +14,16 @@ from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.program import RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
-from daskgpt.schedulers.dask_internals import KERNEL, Received, closes, executed, send_heartbeat, thread_count
+from daskgpt.schedulers.dask_internals import (
+    KERNEL,
+    Received,
+    closes,
+    executed,
+    handle_messages,
+    send_heartbeat,
+    thread_count,
+)
+from daskgpt.schedulers.latest_calls import ASKED, LatestCall, latest_calls
 from daskgpt.schedulers.links import end_programs, leave, ranks_of
 from daskgpt.schedulers.local import keep_memory
 from daskgpt.schedulers.machine import IN_BRIEF, product_rate, resident_memory
@@ -43,6 +52,11 @@ class PrepareWorker(WorkerPlugin):
         compile_all(np.float32, bfloat16=False)  # what bfloat16 needs is loaded at its first product
         keep_memory()
         RECORDER.meter = meter_kernels
+
+        def latest(since: float, most: int) -> tuple[list[LatestCall], bool, float]:
+            return latest_calls(worker, since, most)
+
+        handle_messages(worker, ASKED, latest)
         if METRIC not in worker.metrics:
             worker.metrics[METRIC] = Count(worker)
         await send_heartbeat(worker)
@@ -54,6 +68,7 @@ class PrepareWorker(WorkerPlugin):
         self.users.subtract((None, worker.id))
         if not self.users[worker.id]:
             worker.metrics.pop(METRIC, None)
+            worker.handlers.pop(ASKED, None)
             del self.users[worker.id]
         if not self.users[None]:
             PrepareWorker.limits.restore_original_limits()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Lock
@@ -20,10 +21,9 @@ from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.dask_internals import thread_count
+from daskgpt.schedulers.latest_calls import KEPT, RECEIVE
 from daskgpt.schedulers.links import LEFT, LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
-from daskgpt.schedulers.protocol import clock_offset
-from daskgpt.schedulers.task_stream import RECEIVE, ShownCall, shown_calls
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Arrays, Job
 from daskgpt.training.step import JobSteps, Limits, Outcome, State, as_weights, weights_in
@@ -38,7 +38,6 @@ class Window(NamedTuple):
     outcomes  of its steps; with local steps, of each replica, see `LocalSteps.run_own`
     seconds   that they took
     messages  lines for the terminal
-    calls     the last kernel calls, for Dask's task stream
     tasks     number of tasks of a step
     grain     their size
     """
@@ -46,7 +45,6 @@ class Window(NamedTuple):
     outcomes: Any
     seconds: float
     messages: list[str]
-    calls: list[ShownCall]
     tasks: int
     grain: str
 
@@ -67,6 +65,7 @@ class RankProgram:
         self.busy = Lock()  # held by a window
         self.inherited: dict[int, dict[str, list[np.ndarray]]] = {}  # rows of ranks that have left, by array
         self.first, self.kept = 0, list[Span]()  # step of the first run, and spans for a timeline
+        self.recent = deque[list[Span]](maxlen=2)  # spans of the last two windows, for the dashboard
         self.steps = self._steps(number, most_threads)
 
     def _steps(self, number: int, most_threads: int) -> Any:
@@ -111,6 +110,7 @@ class RankProgram:
         with self.busy:
             start, self.job.horizon.changes = time.perf_counter(), [(0, length)]
             with recorded_spans() as spans:
+                self.recent.append(spans)
                 try:
                     outcomes = self._run(first, batches, limits)
                 except BaseException:
@@ -121,9 +121,10 @@ class RankProgram:
             seconds, done = time.perf_counter() - start, self.link.ranks.done
             kernels = (span for span in spans if not str(span.key[0]).startswith(RECEIVE))
             done["busy"] += sum(span.end - span.start for span in kernels) - seconds
-            step, calls = self.steps.step, shown_calls(spans, clock_offset())
+            del spans[:-KEPT]
+            step = self.steps.step
             done["tasks"] += len(batches) * step.runnable.tasks
-            self.last = Window(outcomes, seconds, messages, calls, step.runnable.tasks, step.grain)
+            self.last = Window(outcomes, seconds, messages, step.runnable.tasks, step.grain)
             return self.last
 
     def _run(self, first: int, batches: Sequence[Batch], limits: Limits) -> Any:

@@ -23,7 +23,6 @@ from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.failures import loss, losses_as_errors, places_apart
 from daskgpt.schedulers.links import end_programs, leaving
 from daskgpt.schedulers.protocol import WorkerLost
-from daskgpt.schedulers.task_stream import show_calls
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.diloco import LocalSteps
@@ -179,9 +178,6 @@ class RankSteps(Steps):
         for line in ended[0].messages:
             self.say(f"rank 0     {line}")
         self.tasks, self.used_grain = sum(window.tasks for window in ended), ended[0].grain
-        calls = {address: window.calls for address, window in zip(self.addresses, ended)}
-        with suppress(OSError):  # the run does not need it
-            self.scheduler.client.run_on_scheduler(show_calls, calls, wait=False)
         self.live = LiveState(self, first + len(batches))
         outcomes = self.local.mean([window.outcomes for window in ended]) if self.local else ended[0].outcomes
         return outcomes, self.live
