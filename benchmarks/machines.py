@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -111,12 +111,15 @@ class Machines:
             self.kill(name)
         self.log.close()
 
-    def start_worker(self, host: int = 0, *, nanny: bool = False, memory: str = "auto") -> str:
+    def start_worker(
+        self, host: int = 0, *, nanny: bool = False, memory: str = "auto", contact: Sequence[str] = ()
+    ) -> str:
         """The name of a new worker, which may take seconds to come.
 
         host    where; 0 = where the fewest are
         nanny   whether there is a process before it that starts it again
         memory  how much it may take, as `dask worker` takes it
+        contact flags for its addresses, in place of --host
         """
         name, self.count = f"w{self.count}", self.count + 1
         if self.hosts and not host:
@@ -131,13 +134,13 @@ class Machines:
             "--local-directory",
             str(self.folder / name),
         ]
-        self._start(name, host, "worker", self.address, "--memory-limit", memory, *flags)
+        self._start(name, host, "worker", self.address, "--memory-limit", memory, *flags, contact=contact)
         return name
 
-    def _start(self, name: str, host: int, *command: str) -> None:
+    def _start(self, name: str, host: int, *command: str, contact: Sequence[str] = ()) -> None:
         self.at[name] = host
         address = self.hosts.addresses[host] if self.hosts else "127.0.0.1"
-        flags = ["--host", address, "--dashboard-address", f"{address}:0", "--no-dashboard"]
+        flags = [*(contact or ("--host", address)), "--dashboard-address", f"{address}:0", "--no-dashboard"]
         started = [sys.executable, "-m", "dask", *command, *flags]
         self.processes[name] = subprocess.Popen(
             self.hosts.command(host, started) if self.hosts else started,

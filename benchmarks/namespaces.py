@@ -103,6 +103,11 @@ class Hosts:
         """What was cut is as before."""
         self._run(f"bridge -n {self.switch} link set dev port{host} state 3")
 
+    def part(self, *hosts: int) -> None:
+        """These hosts reach each other no more, silently; they reach all others."""
+        for host in hosts:
+            self._run(f"bridge -n {self.switch} link set dev port{host} isolated on")
+
     def kill(self, host: int) -> None:
         """End every process of a host with SIGKILL."""
         found = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True)

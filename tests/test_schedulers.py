@@ -17,6 +17,7 @@ from small_runs import fit, losses_of, metrics_of, tensors_of
 
 import daskgpt
 from daskgpt.schedulers import connect, failures, machine, membership, opening, worker_metrics, workers
+from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.training import recovery
 from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.recovery import RecoveryPoints
@@ -153,13 +154,15 @@ def test_recovery_continues_from_the_newest_state(client, small_text, run, again
     assert not pending, "later steps change a state in place"
 
 
-def recovering(who, *, asked=False, minutes=10.0):
+def recovering(who):
     """Return a recovery that finds the given workers at each look, its output, and the number of reports."""
     there, said, told = iter(who), [], []
-    scheduler = SimpleNamespace(in_place=False, addresses=lambda: set(next(there)), silent=lambda: {"b"})
-    job = SimpleNamespace(run=SimpleNamespace(worker_minutes=minutes, snapshot_every=0))
+    monitor = SimpleNamespace(left={"b": "which sent no heartbeat"}, stuck={})
+    own = {"addresses": lambda: set(next(there)), "look": lambda: None, "monitor": monitor}
+    scheduler = SimpleNamespace(in_place=False, client=SimpleNamespace(nthreads=dict), **own)
+    job = SimpleNamespace(run=SimpleNamespace(snapshot_every=0))
     steps = SimpleNamespace(look=told.append, scheduler=scheduler)
-    return recovery.Recovery(job, steps, None, said.append, lambda: asked), said, told
+    return recovery.Recovery(job, steps, None, said.append), said, told
 
 
 def test_run_without_progress_between_losses_ends():
@@ -300,15 +303,18 @@ def test_identity_covers_every_source_file(tmp_path, monkeypatch):
     assert len(set(found)) == 3
 
 
-def test_waiting_for_a_worker_ends():
-    lost = failures.WorkerLost("here", "rule", "got")
-    for asked, minutes, got in ((False, 0, "for 0 minutes"), (True, 1, "for 0 s, when a stop was requested")):
-        with pytest.raises(failures.ClusterLost, match=got):
-            recovering([""] * 9, asked=asked, minutes=minutes)[0]._await_worker(lost)
-    for who, words in ((["", "", "", "a"], 1), (["a"], 0)):
-        found, said, _ = recovering(who)
-        found._await_worker(lost)
-        assert len(said) == words
+def test_waiting_for_a_worker_ends(monkeypatch):
+    with LocalCluster(n_workers=0, **OPTIONS) as empty, Client(empty) as client:
+        scheduler, said = ClusterScheduler(client, ""), []
+        for asked, minutes, got in ((False, 0, "for 0 minutes"), (True, 1, "for 0 s, when a stop was requested")):
+            with pytest.raises(failures.ClusterLost, match=got):
+                scheduler.attend(said.append, lambda asked=asked: asked, 0, minutes)
+        assert len(said) == 2
+        there = iter([[], [], ["tcp://127.0.0.1:1"]])
+        monkeypatch.setattr("daskgpt.schedulers.cluster.running", lambda client: next(there))
+        scheduler.monitor.stop_requested = lambda: False
+        scheduler.await_worker()
+        assert said[2:] == ["workers    all are gone: the run ends unless one comes in 1 minutes"]
 
 
 def test_worker_usage_is_reported():

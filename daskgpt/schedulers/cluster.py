@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -17,14 +17,21 @@ from distributed import Future, span, wait
 from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import GraphRun
-from daskgpt.schedulers.dask_internals import holders
-from daskgpt.schedulers.failures import HeartbeatMonitor, loss, losses_as_errors
+from daskgpt.schedulers.dask_internals import LOOKING, awaited, holders
+from daskgpt.schedulers.failures import (
+    LeftOut,
+    WorkerMonitor,
+    loss,
+    losses_as_errors,
+    unreached_words,
+)
+from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.local import ahead_of
 from daskgpt.schedulers.membership import check_versions, members, running
-from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, WorkerLost
+from daskgpt.schedulers.protocol import ClusterLost, ProcessSpans, Scheduler, WorkerLost
 from daskgpt.schedulers.workers import begin_spans, take_spans
 
-LOOKING = 0.5  # seconds between two looks at the workers while waiting for results
+REACHING = 10.0  # seconds of waiting after which workers are asked whether they reach each other
 TAG = "daskgpt"  # of the span of a run's tasks
 
 
@@ -34,7 +41,12 @@ class ClusterScheduler(Scheduler):
     Keys contain the number of the run, since equal keys mean equal results on a cluster. A future at a leaf is not
     sent: the tasks that read it refer to its key.
 
-    needed   addresses of the workers that the run cannot do without: waiting for results ends when one is gone
+    name     identifies the run on the cluster; several may have one client
+    monitor  names workers that take no tasks, and has `say` and `stop_requested` of the run
+    minutes  to wait for a worker that takes tasks
+    apart    workers that the run does without for some time
+    needed   addresses of the workers that the run cannot do without: waiting for results ends when one is gone, or
+             takes no tasks
     """
 
     in_place = False  # Dask may compute a lost result again from its inputs
@@ -42,8 +54,11 @@ class ClusterScheduler(Scheduler):
     def __init__(self, client: Any, description: str) -> None:
         self.client, self.description = client, description
         with span(TAG):  # otherwise Dask opens a span for each submission, and keeps it
-            self.annotation = {"span": dask.get_annotations()["span"]}
-        self.silence = HeartbeatMonitor(client)
+            self.span = dask.get_annotations()["span"]
+        self.name = f"{client.id}-{uuid4().hex[:8]}"
+        self.monitor, self.minutes, self.apart = WorkerMonitor(client), 0.0, LeftOut()
+        self.since = 0.0  # when the wait for results began, or workers were last asked whether they reach each other
+        self.told = set[tuple[str, str]]()  # pairs of addresses that do not reach each other
         self.needed: set[str] = set()
 
     @property
@@ -60,7 +75,7 @@ class ClusterScheduler(Scheduler):
         new |= {key: future.key for key, future in held.items()}
         data = with_leaves(graph, {key: value for key, value in leaves.items() if key not in held})
         layer = in_one_layer({key: in_run(node, number) for key, node in renamed(data, new).items()})
-        with losses_as_errors(self.client), dask.annotate(**self.annotation):
+        with losses_as_errors(self.client), self._annotated():
             return list(self.client.get(layer, [new[key] for key in keys], sync=False))
 
     def submit_to(
@@ -71,19 +86,27 @@ class ClusterScheduler(Scheduler):
         moves   whether the call may be made on another worker if that one is gone
         """
         where = {"workers": [address], "allow_other_workers": moves} if address else {}
-        with losses_as_errors(self.client), dask.annotate(**self.annotation):
+        with losses_as_errors(self.client), self._annotated():
             return self.client.submit(function, *arguments, key=f"{name}-{uuid4().hex}", pure=False, **where)
 
+    def _annotated(self) -> Any:
+        """Annotate tasks that are submitted: they belong to the run, and run on the workers that it uses."""
+        where = {"workers": sorted(self.addresses()), "allow_other_workers": True} if self.apart.now else {}
+        return dask.annotate(span=self.span, **where)
+
     def fetch(self, handles: list[Any]) -> list[Any]:
+        self.since = time.monotonic()
         with losses_as_errors(self.client):
-            fetching = self.client.sync(_begun, self.client, handles)
-            try:
-                while not self.client.sync(_soon, [fetching]):
-                    self._look()
-            except WorkerLost:
-                self.client.loop.add_callback(fetching.cancel)
-                raise
-            return list(self.client.sync(_result, fetching))
+            return list(awaited(self.client, self._look, self.client.gather, handles))
+
+    def call_on(self, function: Callable[..., Any], *arguments: Any, workers: Iterable[str] | None = None) -> Any:
+        """Call a function in the processes of some workers, or of all, beside their tasks; return results by address.
+
+        Workers that are gone are left out.
+        """
+        options = {"workers": None if workers is None else list(workers), "on_error": "ignore"}
+        with losses_as_errors(self.client):
+            return awaited(self.client, self.monitor.look, self.client.run, function, *arguments, **options)
 
     def fetch_together(self, handles: list[Any]) -> list[Any]:
         """Return the results of tasks that wait for each other: once one fails, do not wait for the others."""
@@ -103,19 +126,53 @@ class ClusterScheduler(Scheduler):
 
     def _wait(self, handles: list[Any], which: str = "ALL_COMPLETED") -> None:
         """Wait for all futures, or for the first one."""
+        self.since = time.monotonic()
         while handles and not self.client.sync(_soon, handles, which):
             self._look()
+
+    def look(self) -> set[str]:
+        """Look at the workers; return which of those that are needed are gone or take no tasks.
+
+        While no worker takes tasks, this waits.
+
+        Errors   ClusterLost if none does in time, or a stop is requested
+        """
+        with losses_as_errors(self.client):
+            self.monitor.look()
+            there = self.client.nthreads().keys()
+        if there and there <= self.monitor.stuck.keys():
+            self.await_worker()
+        return {address for address in self.needed if address not in there or address in self.monitor.stuck}
 
     def _look(self) -> None:
         """Check the workers while waiting for results: Dask itself would wait forever.
 
-        Errors   WorkerLost if a needed worker, or the last one, is gone
+        Errors   WorkerLost if a needed worker, or the last one, is gone, takes no tasks, or does not reach another
         """
-        self.silence.look()
-        if self.client.status == "running":
-            there = self.client.nthreads().keys()
-            if not there or self.needed - there:
-                raise loss(self.client, "a worker")
+        if self.client.status != "running":
+            return
+        if self.look() or not self.client.nthreads():
+            raise loss(self.client, "a worker")
+        if time.monotonic() - self.since > REACHING:  # Dask tries to fetch results from unreachable workers forever
+            self.since = time.monotonic()
+            if not self.without_unreached(sorted(self.needed or self.addresses())):
+                raise loss(self.client, "a worker that others do not reach")
+
+    def await_worker(self) -> None:
+        """Wait until a worker takes tasks. Errors   ClusterLost if none does in time, or a stop is requested"""
+        begin, waited, said = time.monotonic(), 0.0, ""
+        while not self.addresses():
+            with losses_as_errors(self.client):
+                self.monitor.look()
+                gone = not self.client.nthreads()
+            if not said and (gone or self.monitor.stuck):
+                said = "all are gone" if gone else "none takes tasks"
+                self.monitor.say(f"workers    {said}: the run ends unless one comes in {self.minutes:g} minutes")
+            if (over := waited > 60 * self.minutes) or self.monitor.stop_requested():
+                when = f"{self.minutes:g} minutes" if over else f"{waited:.0f} s, when a stop was requested"
+                raise ClusterLost("train", "the cluster must have a worker that takes tasks", f"none for {when}")
+            time.sleep(0.2)
+            waited = time.monotonic() - begin
 
     def settled(self, handles: list[Any]) -> bool:
         """Return whether results are made, without waiting. Errors as of `fetch`."""
@@ -128,26 +185,56 @@ class ClusterScheduler(Scheduler):
         """Return whether each result is in the memory of a worker; values of this process are."""
         keys = [handle.key for handle in handles if isinstance(handle, Future) and handle.status == "finished"]
         with losses_as_errors(self.client):
-            held = holders(self.client, keys)
+            held = {key: set(where) - self.apart.now for key, where in holders(self.client, keys).items()}
         return [bool(held.get(handle.key)) if isinstance(handle, Future) else True for handle in handles]
 
     def addresses(self) -> set[str]:
         with losses_as_errors(self.client):
-            return set(running(self.client))
+            there = set(running(self.client))
+        return there - self.apart.now or there
 
-    def admit(self, packed: bool, silence: float = 0.0) -> None:
+    def without_unreached(self, addresses: Sequence[str]) -> bool:
+        """Return whether all of some workers reach each other; if not, do without one of them for some time.
+
+        Both addresses are named once.
+        """
+        with losses_as_errors(self.client):
+            found = {"": self.client.run_on_scheduler(unreached, addresses)}
+        others = [address for address in addresses if address not in found[""]]
+        found |= self.call_on(unreached, others, workers=others) if len(others) > 1 else {}
+        pairs = {(source, target): why for source, own in found.items() for target, why in own.items()}
+        if not pairs or len(addresses) < 2:
+            return True
+        for (source, target), why in pairs.items():
+            if (source, target) not in self.told:
+                self.monitor.say(f"workers    {unreached_words(source or 'the scheduler', target, why)}")
+        self.told |= pairs.keys()
+        # The one in most pairs is to blame; of two, the one that cannot be reached.
+        blame = Counter(address for pair in pairs for address in pair if address)
+        blame.update({target: 0.5 for _, target in pairs})
+        apart = max(addresses, key=lambda address: blame[address])
+        self.monitor.left[apart] = "which others do not reach"
+        self.apart.add(apart)
+        return False
+
+    def admit(self, packed: bool) -> None:
         if packed:  # everything else was checked when the cluster was opened
             with losses_as_errors(self.client):
-                check_versions(self.client, packed)
-        self.silence.seconds = silence
+                check_versions(self.client, self.name, packed, self.monitor.look)
 
-    def silent(self) -> set[str]:
-        """Return the addresses of the workers that were ended because they sent no heartbeat."""
-        return self.silence.left
+    def attend(
+        self, say: Callable[[str], None], stop_requested: Callable[[], bool], seconds: float, minutes: float
+    ) -> None:
+        self.monitor.say, self.monitor.stop_requested, self.monitor.seconds = say, stop_requested, seconds
+        self.minutes = minutes
+        self.await_worker()
+        while not self.without_unreached(sorted(self.addresses())):
+            pass
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         results = [function(*arguments)] if here else []
-        return results + list(self.client.run(function, *arguments).values())
+        with losses_as_errors(self.client):
+            return results + list(awaited(self.client, self._look, self.client.run, function, *arguments).values())
 
     def worker_metrics(self, name: str) -> dict[str, Any]:
         with losses_as_errors(self.client):
@@ -172,13 +259,11 @@ class ClusterScheduler(Scheduler):
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
         found: list[ProcessSpans] = []
-        with losses_as_errors(self.client):
-            self.client.run(begin_spans, on_error="ignore")  # workers may leave at any moment
+        self.call_on(begin_spans)
         try:
             yield found
         finally:
-            with losses_as_errors(self.client):
-                taken = self.client.run(take_spans, on_error="ignore")
+            taken = self.call_on(take_spans)
             workers = members(self.client)
         for address, worker in sorted(workers.items(), key=lambda item: str(item[1]["name"])):
             if address in taken:
@@ -190,7 +275,8 @@ class ClusterScheduler(Scheduler):
             return value
         with losses_as_errors(self.client):
             try:
-                return self.client.scatter([value], hash=False)[0]
+                where = list(self.addresses()) if self.apart.now else None
+                return self.client.scatter([value], workers=where, hash=False)[0]
             except KeyError:  # the scheduler knows that worker no longer
                 raise loss(self.client, "a worker") from None
 
@@ -201,20 +287,9 @@ async def _soon(handles: list[Any], which: str = "ALL_COMPLETED") -> bool:
     A timeout is a value and no error: an error that passes through `Client.sync` forms a cycle with the frames below
     it, and what they refer to, such as the state of a step, would stay on the workers until garbage is collected.
     """
-    if isinstance(handles[0], asyncio.Future):
-        return bool((await asyncio.wait(handles, timeout=LOOKING))[0])
     try:
         with handles[0].client.as_current():  # `wait` would use the newest client of this process
             await wait(handles, timeout=LOOKING, return_when=which)
     except TimeoutError:
         return False
     return True
-
-
-async def _begun(client: Any, handles: list[Any]) -> Any:
-    """Begin to fetch results; return a future of the event loop."""
-    return asyncio.ensure_future(client.gather(handles, asynchronous=True))
-
-
-async def _result(fetching: Any) -> Any:
-    return await fetching

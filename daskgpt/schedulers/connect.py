@@ -22,9 +22,11 @@ from distributed.comm.addressing import get_address_host, parse_address
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.dask_internals import scheduler_identity
+from daskgpt.schedulers.dask_internals import LOOKING, scheduler_identity
+from daskgpt.schedulers.failures import REACHED
+from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.local import ENVIRONMENT
-from daskgpt.schedulers.membership import SENT, Cleanup, check_versions, register, remove_run, running, show_run
+from daskgpt.schedulers.membership import SENT, Cleanup, check_versions, members, register, remove_run, running, show_run
 from daskgpt.schedulers.worker_metrics import TOPIC
 from daskgpt.schedulers.workers import PrepareWorker
 
@@ -50,7 +52,7 @@ _warned: set[str] = set()
 @contextmanager
 def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
     with _cluster_of_processes(workers) as cluster, _client("local", address=cluster) as client:
-        yield _ready(client, f"local cluster, {workers} worker processes", ends_with_it=True)
+        yield _ready(ClusterScheduler(client, f"local cluster, {workers} worker processes"), ends_with_it=True)
 
 
 def _cluster_of_processes(workers: int) -> LocalCluster:
@@ -88,7 +90,7 @@ def connected_cluster(address: str, named: str = "") -> Iterator[ClusterSchedule
     else:
         client = _client(address, address=address)
     with _silent_client(), client:
-        yield _ready(client, _described(client, "cluster", address, named))
+        yield _ready(ClusterScheduler(client, _described(client, "cluster", address, named)))
 
 
 @contextmanager
@@ -100,11 +102,12 @@ def borrowed_cluster(client: Any) -> Iterator[ClusterScheduler]:
     address = client_address(client)
     kind = type(client.cluster).__name__ if client.cluster else "cluster"
     with _silent_client():
+        scheduler = ClusterScheduler(client, _described(client, kind, address))
         try:
-            yield _ready(client, _described(client, kind, address))
+            yield _ready(scheduler)
         finally:
             with suppress(OSError, RuntimeError, ValueError):  # its cluster is gone
-                client.run_on_scheduler(remove_run, client.id)
+                client.run_on_scheduler(remove_run, scheduler.name)
 
 
 def client_address(client: Any) -> str:
@@ -125,12 +128,13 @@ def _described(client: Any, kind: str, address: str, named: str = "") -> str:
 
     named   the setting that the address comes from
     """
-    try:
-        client.wait_for_workers(1, timeout=WORKERS_TIMEOUT)
-    except TimeoutError:
-        rule, got = "the cluster must have a worker", f"none at scheduler={address} in {WORKERS_TIMEOUT} seconds"
-        advice = f"Start one with `dask worker {address}`."
-        raise refusal(RuntimeError, "open_scheduler", rule, got, advice) from None
+    end = time.monotonic() + WORKERS_TIMEOUT
+    while not members(client):  # `Client.wait_for_workers` does not count those that are paused
+        if time.monotonic() > end:
+            rule, got = "the cluster must have a worker", f"none at scheduler={address} in {WORKERS_TIMEOUT} seconds"
+            advice = f"Start one with `dask worker {address}`."
+            raise refusal(RuntimeError, "open_scheduler", rule, got, advice)
+        time.sleep(0.1)
     found = scheduler_identity(client)
     warn_of_open([found["address"], *found["workers"]])
     at = f"{address} ({named})" if named else address
@@ -189,19 +193,45 @@ def _client(shown: str, **arguments: Any) -> Client:
     raise refusal(RuntimeError, "open_scheduler", rule, f"scheduler={shown} ({reason})", advice)
 
 
-def _ready(client: Any, description: str, *, ends_with_it: bool = False) -> ClusterScheduler:
-    """ends_with_it   whether the cluster ends with its client: then no plugin has to be removed"""
+def _ready(scheduler: ClusterScheduler, *, ends_with_it: bool = False) -> ClusterScheduler:
+    """Prepare the workers for a run.
+
+    ends_with_it   whether the cluster ends with its client: then no plugin has to be removed
+
+    Errors         RuntimeError if a worker cannot be reached, or differs from this process
+    """
+    client, run, look = scheduler.client, scheduler.name, scheduler.monitor.look
+    _require_reachable(scheduler)
     if not ends_with_it:
-        register(client, Cleanup(client))
-    check_versions(client, packed=False)  # before workers compile kernels
-    register(client, PrepareWorker(client))
+        register(client, Cleanup(client.id, run), look)
+    check_versions(client, run, packed=False, look=look)  # before workers compile kernels
+    scheduler.monitor.compiling = True
+    register(client, PrepareWorker(run), look)
     deadline = time.monotonic() + HEARTBEATS_TIMEOUT  # for a heartbeat of every worker that says that it is prepared
     while len(running(client)) < len(running(client, prepared=False)) and time.monotonic() < deadline:
         time.sleep(0.05)
     link = str(client.dashboard_link)
-    if client.run_on_scheduler(show_run, client.id):
+    if client.run_on_scheduler(show_run, run):
         link = f"{link.removesuffix('status')}{TOPIC}"
-    return ClusterScheduler(client, f"{description}, dashboard {link}")
+    scheduler.description += f", dashboard {link}"
+    return scheduler
+
+
+def _require_reachable(scheduler: ClusterScheduler) -> None:
+    """Check that the scheduler reaches all workers; wait until those are ended that send no heartbeat either.
+
+    Errors   RuntimeError naming one that sends heartbeats, and both addresses
+    """
+    client, monitor, begin = scheduler.client, scheduler.monitor, time.monotonic()
+    while found := client.run_on_scheduler(unreached, list(members(client))):
+        monitor.look()
+        known = time.monotonic() - begin > HEARTBEATS_TIMEOUT
+        heard = {address for address, own in monitor.watched.items() if own.silence < HEARTBEATS_TIMEOUT / 2}
+        if known and (address := min(heard & found.keys(), default="")):
+            rule = "the scheduler must be able to connect to every worker"
+            got = f"scheduler={client_address(client)}, worker={address} ({found[address]})"
+            raise refusal(RuntimeError, "open_scheduler", rule, got, REACHED)
+        time.sleep(LOOKING)
 
 
 def warn_of_open(addresses: Iterable[str]) -> None:

@@ -20,6 +20,7 @@ from distributed.utils import key_split
 
 BUSY = ("thread-cpu", "thread-noncpu")  # labels of the time in which a thread runs a task
 KERNEL = "kernel "  # prefix of our own labels, of kernels in merged tasks, whose time Dask subtracts from the task
+LOOKING = 0.5  # seconds between two looks at the workers while waiting
 NANNY_SECONDS = 2  # in which a nanny ends its worker; none answers where the whole machine is gone
 
 
@@ -49,6 +50,33 @@ def end_worker(client: Any, address: str) -> None:
     """Let the scheduler close a worker that may not answer, and its nanny start another."""
     how = {"wait_for_workers": False, "on_error": "return", "timeout": NANNY_SECONDS}
     client.sync(client.scheduler.restart_workers, workers=[address], stimulus_id="daskgpt-silent", **how)
+
+
+async def _begun(method: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    return asyncio.ensure_future(method(*arguments, **options))
+
+
+async def _is_done(running: Any) -> bool:
+    return bool((await asyncio.wait([running], timeout=LOOKING))[0])
+
+
+async def _result(running: Any) -> Any:
+    return await running
+
+
+def awaited(client: Any, look: Callable[[], Any], method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return the result of a client's method, and call `look` while waiting for it: Dask itself would wait forever.
+
+    Errors   those of the method, and of `look`, which end the wait
+    """
+    running = client.sync(_begun, method, arguments, options)
+    try:
+        while not client.sync(_is_done, running):
+            look()
+    except BaseException:
+        client.loop.add_callback(running.cancel)
+        raise
+    return client.sync(_result, running)
 
 
 # Of the scheduler's process.

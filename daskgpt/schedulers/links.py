@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
@@ -14,14 +15,41 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from distributed.comm.addressing import parse_address, parse_host_port
 from distributed.protocol import to_serialize
 
 from daskgpt.schedulers.dask_internals import connection, event_loop, handle_messages
+from daskgpt.schedulers.local import return_memory
 
 OP = "daskgpt-message"  # the handler of a worker
 LEAVING, LEFT, RECEIVED = "leaving", "left", "received"  # channels of a rank that leaves, and of the replies to it
 LEAVING_SECONDS = 25.0  # that a worker waits until its ranks have left; Dask ends one that closes for half a minute
+CONNECT_SECONDS = 8.0  # after which an address counts as unreachable
 SMALL_BYTES = 1 << 19  # arrays below this are copied, which costs less than a part of a message of their own
+
+
+async def unreached(addresses: Sequence[str]) -> dict[str, str]:
+    """Return the addresses that this process cannot connect to, each with the reason.
+
+    A process that is stopped can be connected to: the system answers.
+    """
+
+    async def attempt(address: str) -> str:
+        protocol, place = parse_address(address)
+        if protocol not in ("tcp", "tls"):
+            return ""
+        try:
+            opened = asyncio.open_connection(*parse_host_port(place))
+            _, writer = await asyncio.wait_for(opened, CONNECT_SECONDS)
+        except TimeoutError:
+            return f"no answer in {CONNECT_SECONDS:g} s"
+        except OSError as error:
+            return os.strerror(error.errno) if error.errno else str(error)
+        writer.close()
+        return ""
+
+    reasons = await asyncio.gather(*map(attempt, addresses))
+    return {address: reason for address, reason in zip(addresses, reasons) if reason}
 
 
 class LostRank(OSError):
@@ -60,8 +88,11 @@ def ranks_of(worker: Any) -> WorkerRanks:
 def end_programs(run: str, dask_worker: Any) -> None:
     """Remove the programs of runs whose names begin with `run` from a worker, with their states."""
     programs = ranks_of(dask_worker).programs
-    for name in [name for name in programs if name.startswith(run)]:
+    ended = [name for name in programs if name.startswith(run)]
+    for name in ended:
         programs.pop(name).link.close()
+    if ended:
+        return_memory()
 
 
 async def leave(run: str, dask_worker: Any) -> None:

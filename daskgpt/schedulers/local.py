@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,13 @@ def keep_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all((mallopt(M_ARENA_MAX, 1), mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1)))
+
+
+def return_memory() -> None:
+    """Return what glibc holds of freed memory to the system, which `keep_memory` lets it keep."""
+    if platform.libc_ver()[0] == "glibc":
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 PLACES = 512  # items in one graph, see `Scheduler.each`

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
@@ -23,6 +23,7 @@ from daskgpt.config.errors import refusal
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.schedulers.dask_internals import (
+    awaited,
     forget_failures,
     keep_fewer_messages,
     refuse_work,
@@ -38,20 +39,22 @@ TRIES, PAUSE = 10, 0.2  # seconds between two
 PACKAGES = ("dask", "distributed", "numpy", "numba")
 
 
-def plugin_name(client: Any, name: str) -> str:
+def plugin_name(run: str, name: str) -> str:
     """Return the name of a run's plugin; two runs at once have one each."""
-    return f"{PREFIX}{name}-{client.id}"
+    return f"{PREFIX}{name}-{run}"
 
 
-def register(client: Any, plugin: Any) -> None:
+def register(client: Any, plugin: Any, look: Callable[[], Any]) -> None:
     """Register a plugin with the scheduler or with all workers; retry when a worker leaves meanwhile.
+
+    look     called while this waits
 
     Errors   OSError if all tries fail, or the scheduler is gone; RuntimeError if a process refuses the plugin or cannot
              import it
     """
     for more in reversed(range(TRIES)):
         try:
-            client.register_plugin(plugin)
+            awaited(client, look, client.register_plugin, plugin)
             return
         except OSError:
             if not more or client.status != "running":
@@ -64,26 +67,19 @@ def register(client: Any, plugin: Any) -> None:
             raise refusal(RuntimeError, "daskgpt", rule, got, "Start workers in an equal environment.") from None
 
 
-def show_run(client: str, dask_scheduler: Any) -> bool:
-    """Begin to show a client's run on a page of the scheduler's dashboard; return whether it has one.
-
-    client   its id
-    """
+def show_run(run: str, dask_scheduler: Any) -> bool:
+    """Begin to show a run on a page of the scheduler's dashboard; return whether it has one."""
     with suppress(Exception):  # the run does not need it, and Bokeh may be missing there
-        return bool(import_module(PAGE).begin(dask_scheduler, client))
+        return bool(import_module(PAGE).begin(dask_scheduler, run))
     return False
 
 
-async def remove_run(client: str, dask_scheduler: Any) -> None:
-    """Remove a client's run: its page, its plugins, from the scheduler and all workers, and failed tasks that nobody
-    wants.
-
-    client   its id
-    """
+async def remove_run(run: str, dask_scheduler: Any) -> None:
+    """Remove a run: its page, its plugins, from the scheduler and all workers, and failed tasks that nobody wants."""
     if PAGE in sys.modules:
-        sys.modules[PAGE].end(dask_scheduler, client)
+        sys.modules[PAGE].end(dask_scheduler, run)
     with suppress(Exception):  # a worker has just gone, or the scheduler is closing
-        await remove_plugins(dask_scheduler, PREFIX, f"-{client}")
+        await remove_plugins(dask_scheduler, PREFIX, f"-{run}")
     forget_failures(dask_scheduler)
 
 
@@ -93,8 +89,8 @@ class Cleanup(SchedulerPlugin):
     Meanwhile the scheduler remembers few messages to workers: each window's message has all its tokens.
     """
 
-    def __init__(self, client: Any) -> None:
-        self.name, self.client = plugin_name(client, "cleanup"), client.id
+    def __init__(self, client: str, run: str) -> None:
+        self.name, self.client, self.run = plugin_name(run, "cleanup"), client, run
         self.removing: asyncio.Task[None] | None = None
 
     async def start(self, scheduler: Any) -> None:
@@ -106,7 +102,7 @@ class Cleanup(SchedulerPlugin):
     def remove_client(self, scheduler: Any, client: str) -> None:
         # This is called when the client disconnects, and when its connection ends.
         if client == self.client and self.removing is None:
-            self.removing = asyncio.create_task(remove_run(client, scheduler))
+            self.removing = asyncio.create_task(remove_run(self.run, scheduler))
 
 
 def members(client: Any) -> dict[str, dict[str, Any]]:
@@ -170,10 +166,10 @@ class VersionCheck(WorkerPlugin):
         refuse_work(worker)
 
 
-def check_versions(client: Any, packed: bool) -> None:
+def check_versions(client: Any, run: str, packed: bool, look: Callable[[], Any]) -> None:
     """Let only workers take part that are equal to this process, whether they are there or join later.
 
     Errors   RuntimeError naming a worker that is there and what of it differs
     """
     there = tuple(members(client))
-    register(client, VersionCheck(plugin_name(client, "version-check"), identity(packed), packed, there))
+    register(client, VersionCheck(plugin_name(run, "version-check"), identity(packed), packed, there), look)

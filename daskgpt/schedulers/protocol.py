@@ -77,13 +77,25 @@ class Scheduler(ABC):
         """Return the addresses of the processes that take tasks now; "" is this one."""
         return {""}
 
-    def admit(self, packed: bool, silence: float = 0.0) -> None:  # noqa: B027
+    def admit(self, packed: bool) -> None:  # noqa: B027
         """Let only processes run tasks that are equal to this one in versions and arithmetic, from here on.
 
         packed    whether products run in bfloat16
-        silence   seconds without a heartbeat after which a process counts as lost; 0 = Dask's own limit
 
         Errors   RuntimeError naming a process and what differs
+        """
+
+    def attend(  # noqa: B027
+        self, say: Callable[[str], None], stop_requested: Callable[[], bool], seconds: float, minutes: float
+    ) -> None:
+        """Watch the processes of a run from here on: name those that take no tasks, and do not wait for them.
+
+        say              prints a line
+        stop_requested   returns whether the run shall end; no wait continues then
+        seconds          without a heartbeat after which a process counts as lost; 0 = Dask's own limit
+        minutes          to wait for a process that takes tasks
+
+        Errors   ClusterLost if there is none
         """
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:

@@ -42,8 +42,8 @@ class PrepareWorker(WorkerPlugin):
     users: ClassVar[Counter[Any]] = Counter()  # runs by worker; None = of this process
     limits: ClassVar[Any] = None
 
-    def __init__(self, client: Any) -> None:
-        self.name, self.client = plugin_name(client, "prepare"), client.id
+    def __init__(self, run: str) -> None:
+        self.name, self.run = plugin_name(run, "prepare"), run
 
     async def setup(self, worker: Any) -> None:
         if not self.users[None]:
@@ -63,8 +63,8 @@ class PrepareWorker(WorkerPlugin):
 
     async def teardown(self, worker: Any) -> None:
         if closes(worker):
-            await leave(self.client, worker)
-        end_programs(self.client, worker)
+            await leave(self.run, worker)
+        end_programs(self.run, worker)
         self.users.subtract((None, worker.id))
         if not self.users[worker.id]:
             worker.metrics.pop(METRIC, None)

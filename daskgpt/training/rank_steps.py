@@ -21,7 +21,7 @@ from daskgpt.graph.recording import Layout
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.failures import loss, losses_as_errors, places_apart
-from daskgpt.schedulers.links import end_programs, leaving
+from daskgpt.schedulers.links import end_programs, leave, leaving
 from daskgpt.schedulers.protocol import WorkerLost
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
@@ -95,7 +95,7 @@ class RankSteps(Steps):
         self.job, self.scheduler, self.say = job, scheduler, say
         dataflow = replace(job.dataflow, precision=job.precision.name)
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)
-        self.run_name, self.epoch = f"{scheduler.client.id} {uuid4().hex[:8]}", ""
+        self.run_name, self.epoch = f"{scheduler.name} {uuid4().hex[:8]}", ""
         self.local = LocalSteps(job, scheduler, say) if job.local.local_steps else None
         self.parts = job.local.replicas if self.local else job.groups
         self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, job.precision, scheduler.threads)
@@ -188,7 +188,7 @@ class RankSteps(Steps):
         if self.live:
             self.live.copies, self.live.held, self.live = {}, [], None
         with suppress(OSError, RuntimeError, ValueError):  # the cluster is gone
-            self.scheduler.client.run(end_programs, self.run_name, on_error="ignore")
+            self.scheduler.call_on(end_programs, self.run_name)
 
     def _sequences(self, rank: int) -> slice:
         """Return the sequences of the batch that a rank works on."""
@@ -208,18 +208,22 @@ class RankSteps(Steps):
         start = time.perf_counter()
         packs, layout = list(state.packs), state.layout
         self.live, self.epoch, self.scheduler.needed = None, uuid4().hex[:8], set()
+        self.scheduler.await_worker()
         before, self.addresses = self.addresses, self._ranks()
-        left = self.scheduler.addresses() & set(before) - set(self.addresses)
+        while not self.scheduler.without_unreached(self.addresses):
+            self.addresses = self._ranks()
+        with losses_as_errors(self.scheduler.client):
+            threads = self.scheduler.client.nthreads()
+        left = threads.keys() & set(before) - set(self.addresses)
         if left:
-            self.scheduler.client.run(end_programs, self.run_name, workers=list(left), on_error="ignore")
+            self.scheduler.call_on(end_programs, self.run_name, workers=left)
+        left -= self.scheduler.monitor.stuck.keys()
         self.scheduler.needed = {*self.addresses, *left}  # all that may hold the state
         with self._aborting():
             if not all(self.scheduler.present(packs)):
                 raise loss(self.scheduler.client, "a part of the state")
         count = len(self.addresses)
         self.heirs = {}
-        with losses_as_errors(self.scheduler.client):
-            threads = self.scheduler.client.nthreads()
         most = max(threads.get(address, 1) for address in self.addresses)
         self.owned = self._each("begin", [(self.sent_job, rank, self.addresses, most) for rank in range(count)])
         loads = []
@@ -306,23 +310,29 @@ class RankSteps(Steps):
 
         Return the results of their last windows; nothing if one is gone that has not left in good order.
         """
-        scheduler, client = self.scheduler, self.scheduler.client
-        with losses_as_errors(client):
-            there, end = client.nthreads(), time.monotonic() + NOTICE
-            gone = {rank for rank, address in enumerate(self.addresses) if address not in there} - self.heirs.keys()
-            heir = next((rank for rank, address in enumerate(self.addresses) if address in there), -1)
-            silent = scheduler.silent() & {self.addresses[rank] for rank in gone}
-            while gone and heir >= 0 and not silent and time.monotonic() < end:
-                found = client.run(leaving, self.epoch, workers=[self.addresses[heir]], on_error="ignore")
-                known, lost = next(iter(found.values()), (set(), "it is gone"))
-                if gone <= known:
-                    scheduler.needed -= {self.addresses[rank] for rank in gone}
-                    left = scheduler.fetch_together([self._call(heir, "rank.inherit", "inherit", r) for r in gone])
-                    self.heirs |= dict.fromkeys(gone, heir)
-                    return dict(zip(gone, left))
-                if lost:
-                    break
-                time.sleep(PAUSE)
+        scheduler, end = self.scheduler, time.monotonic() + NOTICE
+        with losses_as_errors(scheduler.client):
+            here = scheduler.client.nthreads().keys() - scheduler.monitor.stuck.keys()
+        gone = {rank for rank, address in enumerate(self.addresses) if address not in here} - self.heirs.keys()
+        heir = next((rank for rank, address in enumerate(self.addresses) if address in here), -1)
+        addresses = {self.addresses[rank] for rank in gone}
+        if heir < 0 or addresses & scheduler.monitor.left.keys():
+            return {}
+        if blocked := addresses & scheduler.monitor.stuck.keys():  # the others have left by themselves
+            scheduler.call_on(leave, self.run_name, workers=blocked)
+            for address in blocked:
+                scheduler.apart.add(address)
+        while gone and time.monotonic() < end:
+            found = scheduler.call_on(leaving, self.epoch, workers=[self.addresses[heir]])
+            known, lost = next(iter(found.values()), (set(), "it is gone"))
+            if gone <= known:
+                scheduler.needed -= addresses
+                left = scheduler.fetch_together([self._call(heir, "rank.inherit", "inherit", r) for r in gone])
+                self.heirs |= dict.fromkeys(gone, heir)
+                return dict(zip(gone, left))
+            if lost:
+                break
+            time.sleep(PAUSE)
         return {}
 
     def _wait_for_ranks(self) -> None:
@@ -330,14 +340,10 @@ class RankSteps(Steps):
 
         Errors   WorkerLost if one is gone that has not left in good order
         """
-        client = self.scheduler.client
-        with losses_as_errors(client):
-            while missing := set(self.addresses) - self.scheduler.addresses():
-                if missing - client.nthreads().keys():
-                    if not self.heirs and not self._left():
-                        raise loss(client, "a worker")
-                    return
-                time.sleep(PAUSE)
+        while not self.heirs and set(self.addresses) - self.scheduler.addresses():
+            if self.scheduler.look() and not self._left():
+                raise loss(self.scheduler.client, "a worker")
+            time.sleep(PAUSE)
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:

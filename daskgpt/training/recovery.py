@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
@@ -155,7 +154,6 @@ class Recovery:
 
     A run may lose any number of workers as long as it makes progress between two losses.
 
-    stop_requested  returns whether the run shall end
     known           the workers at the last look
     gone            the workers that had gone at the last look
     reached         how many steps had been made before the last loss, and the step that the run went back to
@@ -167,7 +165,6 @@ class Recovery:
     steps: RankSteps
     initial: ResumeState
     say: Say
-    stop_requested: Callable[[], bool]
     known: set[str] = field(default_factory=set)
     gone: list[str] = field(default_factory=list)
     looked: float = 0.0
@@ -201,7 +198,7 @@ class Recovery:
 
         done     how many steps have ever been made
 
-        Errors   ClusterLost if no worker is left, WorkerLost if something is lost in the meantime
+        Errors   ClusterLost if no worker takes tasks, WorkerLost if something is lost in the meantime
         """
         start = time.perf_counter()
         if not self.again:
@@ -210,7 +207,7 @@ class Recovery:
         now = self.scheduler.addresses()
         gone, self.gone, self.known = self.gone + sorted(self.known - now), [], now
         who = ", ".join(f"worker {each}" for each in self._named(gone)) or "a worker's results"
-        self._await_worker(error)
+        self.scheduler.await_worker()
         state, source = self._newest()
         self.count(done, state.step, error)
         self.again = done - state.step
@@ -240,14 +237,16 @@ class Recovery:
         return self.steps.initial(first.parameters, first.moments, first.step), "the beginning"
 
     def _named(self, gone: list[str]) -> list[str]:
-        """Return the addresses of workers that are gone, and which of them had sent no heartbeats."""
-        silent = self.scheduler.silent() if gone else set()
-        return [f"{address}{', which sent no heartbeat' * (address in silent)}" for address in gone]
+        """Return the addresses of workers that are gone, and why, if that is known."""
+        why = self.scheduler.monitor.left | self.scheduler.monitor.stuck
+        return [", ".join(filter(None, (address, why.get(address)))) for address in gone]
 
     def _look(self) -> None:
         """Print which workers have come and gone; with a second one there is a place to copy the state to."""
         self.looked = time.monotonic()
-        now, before = self.scheduler.addresses(), self.known
+        self.scheduler.look()
+        before, there = self.known, self.scheduler.client.nthreads().keys()
+        now = self.scheduler.addresses() | (before & there)  # a worker that is paused is not gone
         come, gone, self.known = sorted(now - before), sorted(before - now), now
         self.gone = gone  # those of the look before are reported: steps have been made without them
         self.steps.look(len(now))
@@ -256,20 +255,3 @@ class Recovery:
             parts = ("gone:", self._named(gone)), ("new:", come)
             changes = [f"{what} {', '.join(who)}" for what, who in parts if who]
             self.say(f"workers    {'; '.join(changes)}")
-
-    def _await_worker(self, error: WorkerLost) -> None:
-        """Wait until there is a worker.
-
-        Errors   ClusterLost if none comes in time, or a stop is requested
-        """
-        if self.scheduler.addresses():
-            return
-        minutes = self.job.run.worker_minutes
-        self.say(f"workers    all are gone: the run ends unless one comes in {minutes:g} minutes")
-        begin, waited = time.monotonic(), 0.0
-        while not self.scheduler.addresses():
-            if (over := waited > 60 * minutes) or self.stop_requested():
-                got = f"none for {minutes:g} minutes" if over else f"none for {waited:.0f} s, when a stop was requested"
-                raise ClusterLost("train", "the cluster must have a worker", got) from error
-            time.sleep(0.2)
-            waited = time.monotonic() - begin

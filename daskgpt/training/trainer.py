@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -228,7 +228,7 @@ def run_job(job: Job, scheduler: Scheduler, initial: ResumeState, observers: Obs
     Errors    KeyboardInterrupt at the second Ctrl-C: nothing more is saved; RuntimeError where another thread of this
               process trains under a scheduler of this process
     """
-    scheduler.admit(job.precision.packed, job.run.worker_seconds)
+    scheduler.admit(job.precision.packed)
     progress = Progress(job.steps, done=initial.step, quiet=observers.quiet)
     what = "round" if job.local.local_steps else "step"
     with only_run(scheduler), finishing_first(progress.say, what) as stop_requested:
@@ -304,7 +304,7 @@ class _Trainer:
         if self.steps.ranks:
             from daskgpt.training.recovery import Recovery
 
-            self.recovery = Recovery(job, cast(Any, self.steps), initial, progress.say, self.stop_requested)
+            self.recovery = Recovery(job, cast(Any, self.steps), initial, progress.say)
 
     def run(self) -> Result:
         """Train, save the model, and let the instruments write what they observed."""
@@ -315,6 +315,8 @@ class _Trainer:
             self.saver.folder.begin(resolved, entry, chosen_sinks(job.run.log, job.run.out))
             self.saver.begin()
         progress.say("\n".join([describe(job, self.scheduler, steps.described_chunks), *self.initial.messages]))
+        run = job.run
+        self.scheduler.attend(progress.say, self.stop_requested, run.worker_seconds, run.worker_minutes)
         if steps.described_tasks:  # otherwise it is printed when it is known
             progress.say(f"grain      {steps.described_tasks}")
         callbacks = self.observers.callbacks
@@ -331,6 +333,7 @@ class _Trainer:
                 if not stopped:  # whoever stops a run does not want to wait
                     self._sample_last(state)
             except ClusterLost:
+                self._save_what_is_left()
                 raise
             except WorkerLost as error:
                 if self.recovery is None:
@@ -477,6 +480,13 @@ class _Trainer:
         """Return the entries of a checkpoint's state.json."""
         own = {"horizon": self.job.horizon.facts(self.seconds), "outliers": self.outliers.facts(state.step)}
         return checkpoint_facts(self.job, self._resolved(), state.step) | own
+
+    def _save_what_is_left(self) -> None:
+        """Save the newest recovery point of a run whose cluster is lost, where it can be had without its workers."""
+        with suppress(WorkerLost, OSError):
+            state = self.recovery.points.newest_whole() if self.recovery else None
+            if self.saver and state and state.step > self.saver.saved:
+                self.saver.save(state, self._facts(state), self.validated.get(state.step), last=True)
 
     def _finished(self, state: State, stopped: bool) -> Result:
         """Save the last state and return the result of the run."""
