@@ -1,5 +1,6 @@
 """Tests of runs on a cluster of processes: the bits are those of threads, and nothing is left behind."""
 
+import logging
 import os
 import re
 import time
@@ -111,11 +112,25 @@ def left_on(dask_scheduler):
     return [str(key) for key in dask_scheduler.tasks], [name for name in plugins if "daskgpt" in name]
 
 
+def records_on(dask_scheduler):
+    """Whether a scheduler has events of runs, and how many messages it keeps."""
+    kept = {sender.recent_message_log.maxlen for sender in dask_scheduler.stream_comms.values()}
+    return "daskgpt" in dask_scheduler._broker._topics, kept
+
+
 def left_with(dask_worker):
     """What a run might leave with a worker."""
     threads = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
     plugins = [name for name in dask_worker.plugins if "daskgpt" in name]
+    plugins += [name for name in dask_worker.handlers if "daskgpt" in name]
+    plugins += [str(own) for own in logging.getLogger("distributed.worker").filters if "daskgpt" in str(own)]
     return plugins, METRIC in dask_worker.metrics, len(dask_worker.data), threads
+
+
+def filters_here():
+    names = "asyncio", "distributed.client", "distributed.batched", "distributed.worker"
+    loggers = [logging.getLogger(name) for name in names]
+    return [(list(logger.filters), logger.level) for logger in loggers]
 
 
 def held_by(dask_scheduler):
@@ -167,7 +182,8 @@ def test_borrowed_client_is_left_unchanged(engine, cluster, small_text, whole, t
 
         wait_until(lambda: left()[0][1] == [] and not any(own[1] for own in left()[1].values()), "earlier runs")
         assert kept.result() == 3
-        before, during = left(), []
+        before, during, filters = left(), [], filters_here()
+        wait_until(lambda: client.run_on_scheduler(records_on) == (False, {1000}), "records of earlier runs")
         own = {"client": client, "engine": engine, "on_step": lambda *_: during.append(left())}
         fit(small_text, tmp_path / "run", "threads", **own)
         assert same(tmp_path / "run", whole)
@@ -176,6 +192,8 @@ def test_borrowed_client_is_left_unchanged(engine, cluster, small_text, whole, t
         with pytest.raises(KeyError, match="enough"):
             fit(small_text, "", "threads", client=client, on_step=stop)
         wait_until(lambda: left() == before, "what is left goes")
+        assert client.run_on_scheduler(records_on) == (False, {1000})
+        assert filters_here() == filters
         assert client.status == "running"
         assert list(client.futures) == [kept.key]
 

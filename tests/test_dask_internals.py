@@ -60,7 +60,7 @@ def test_plugins_are_removed(cluster):
 def test_few_messages_are_kept(cluster):
     found, client = cluster
     for _ in range(2):
-        client.run_on_scheduler(internals.keep_fewer_messages, count=3)
+        client.run_on_scheduler(internals.keep_messages, count=3)
         logs = [sender.recent_message_log for sender in found.scheduler.stream_comms.values()]
         assert [log.maxlen for log in logs] == [3, 3]
         for number in range(10):

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import os
 import socket
 import time
 from types import SimpleNamespace
@@ -231,7 +232,9 @@ def test_worker_with_other_arithmetic_is_refused(other, there, outcome, monkeypa
     assert bool(closed) == (outcome == "closed") == (worker.status == Status.paused)
 
 
-def test_concurrent_runs_keep_their_plugins(threads, client, small_text):
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.filterwarnings("error:.*already contains a plugin")
+def test_concurrent_runs_keep_their_plugins(same, threads, client, small_text):
     wanted = fit(small_text, client=client)
 
     def plugins():
@@ -246,7 +249,8 @@ def test_concurrent_runs_keep_their_plugins(threads, client, small_text):
             wait_until(lambda: plugins() == before, "the other's plugins go")
             assert worker_metrics.METRIC in before
 
-    with Client(threads) as other:
+    with Client(threads) as another:
+        other = client if same else another
         wait_until(lambda: not plugins(), "all plugins go")
         assert fit(small_text, client=client, on_step=run_another).losses == wanted.losses
         wait_until(lambda: not plugins(), "all plugins go")
@@ -265,10 +269,12 @@ def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
     with socket.socket() as taken, dask.config.set({tick: setting}):
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setattr(connect, "DASHBOARD_PORT", taken.getsockname()[1])
+        variables = dict(os.environ)
         with daskgpt.open_scheduler("local", 1) as scheduler:
             assert scheduler.description.startswith("local cluster, 1 worker processes, dashboard http://127.0.0.1:")
             assert f":{connect.DASHBOARD_PORT}/" not in scheduler.description
         assert dask.config.get(tick) == setting, "of this process"
+        assert dict(os.environ) == variables
     options = {"n_workers": 1, "threads_per_worker": 1, "processes": True, "host": "127.0.0.1"}
     options |= {
         "dashboard_address": f"127.0.0.1:{connect.DASHBOARD_PORT}",

@@ -12,7 +12,7 @@ from dask._task_spec import DataNode, List, Task, TaskRef
 from dask._task_spec import GraphNode as GraphNode
 from dask.array.core import slices_from_chunks
 from dask.core import reverse_dict
-from dask.highlevelgraph import HighLevelGraph
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from daskgpt.config.errors import refusal, require
 
@@ -67,6 +67,15 @@ def in_one_layer(graph: Graph) -> HighLevelGraph:
     to compute a name.
     """
     return HighLevelGraph.from_collections("step", graph, ())
+
+
+def pinned(calls: Mapping[str, tuple[str, Callable[[], Any]]]) -> HighLevelGraph:
+    """Return a graph of independent calls by their keys, each to be made on the worker with an address."""
+    layers = {
+        key: MaterializedLayer({key: Task(key, call)}, annotations={"workers": [address], "allow_other_workers": False})
+        for key, (address, call) in calls.items()
+    }
+    return HighLevelGraph(layers, {key: set() for key in layers})
 
 
 def with_leaves(graph: Graph, leaves: Mapping[Key, Any]) -> Graph:

@@ -14,7 +14,7 @@ import dask
 import numpy as np
 from distributed import Future, span, wait
 
-from daskgpt.graph.nodes import Key, in_one_layer, renamed, with_leaves
+from daskgpt.graph.nodes import Key, in_one_layer, pinned, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.dask_internals import LOOKING, awaited, holders
@@ -88,6 +88,16 @@ class ClusterScheduler(Scheduler):
         where = {"workers": [address], "allow_other_workers": moves} if address else {}
         with losses_as_errors(self.client), self._annotated():
             return self.client.submit(function, *arguments, key=f"{name}-{uuid4().hex}", pure=False, **where)
+
+    def submit_together(self, name: str, calls: Sequence[tuple[str, Callable[[], Any]]]) -> list[Any]:
+        """Submit calls that wait for each other, each to the worker with an address; return their futures.
+
+        They reach the scheduler as one graph, and every worker in the same order as those of other runs: of two runs
+        that share workers of one thread, neither waits for a call that is behind one of the other, which waits too.
+        """
+        keyed = {f"{name}-{uuid4().hex}": call for call in calls}
+        with losses_as_errors(self.client), dask.annotate(span=self.span):
+            return list(self.client.get(pinned(keyed), list(keyed), sync=False))
 
     def _annotated(self) -> Any:
         """Annotate tasks that are submitted: they belong to the run, and run on the workers that it uses."""

@@ -6,11 +6,13 @@ import gc
 import ipaddress
 import logging
 import multiprocessing
+import os
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,17 @@ from daskgpt.schedulers.dask_internals import LOOKING, scheduler_identity
 from daskgpt.schedulers.failures import REACHED
 from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.local import ENVIRONMENT
-from daskgpt.schedulers.membership import SENT, Cleanup, check_versions, members, register, remove_run, running, show_run
+from daskgpt.schedulers.membership import (
+    LOGGED,
+    SENT,
+    Cleanup,
+    check_versions,
+    members,
+    register,
+    remove_run,
+    running,
+    show_run,
+)
 from daskgpt.schedulers.worker_metrics import TOPIC
 from daskgpt.schedulers.workers import PrepareWorker
 
@@ -34,7 +46,6 @@ CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
 HEARTBEATS_TIMEOUT = 3  # seconds; a worker that is starting need not be waited for
 SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
-LOGGED = "distributed.admin.low-level-log-length"
 # Intervals of what Dask's processes do between tasks: (Dask's default, ours). With two workers on two cores, workers,
 # nannies, scheduler and client take 15 % of a core with the defaults, and 5 % with ours. With the default cycle, the
 # memory of workers grows by 5 MB a minute for an hour.
@@ -51,8 +62,27 @@ _warned: set[str] = set()
 
 @contextmanager
 def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
-    with _cluster_of_processes(workers) as cluster, _client("local", address=cluster) as client:
+    with (
+        _own_environment(),
+        _cluster_of_processes(workers) as cluster,
+        _client("local", address=cluster) as client,
+    ):
         yield _ready(ClusterScheduler(client, f"local cluster, {workers} worker processes"), ends_with_it=True)
+
+
+@contextmanager
+def _own_environment() -> Iterator[None]:
+    """Restore the variables that Dask sets in this process for its worker processes, and leaves there."""
+    names = dask.config.get(SPAWN).keys() | ENVIRONMENT.keys() | {"PYTHONHASHSEED"}
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _cluster_of_processes(workers: int) -> LocalCluster:
@@ -146,22 +176,24 @@ def _described(client: Any, kind: str, address: str, named: str = "") -> str:
 @contextmanager
 def _silent_client() -> Iterator[None]:
     """Keep Dask's client from logging a traceback when it loses its scheduler: the run reports that in one line."""
-    logging.getLogger("asyncio").addFilter(_is_no_lost_wait)
-    levels = {name: logging.getLogger(name).level for name in ("distributed.client", "distributed.batched")}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    filters = {name: partial(_is_critical) for name in ("distributed.client", "distributed.batched")}
+    filters["asyncio"] = partial(_is_no_lost_wait)  # objects of this run: another may end before
+    for name, own in filters.items():
+        logging.getLogger(name).addFilter(own)
     try:
         yield
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        gc.collect()  # asyncio reports waits when they are collected
+        for name, own in filters.items():
+            logging.getLogger(name).removeFilter(own)
+
+
+def _is_critical(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.CRITICAL
 
 
 def _is_no_lost_wait(record: logging.LogRecord) -> bool:
-    """Return whether a record is about something else than a wait of Dask's client that its end has cut short.
-
-    asyncio reports those when they are collected, which may be when the process ends.
-    """
+    """Return whether a record is about something else than a wait of Dask's client that its end has cut short."""
     return not (record.exc_info and type(record.exc_info[1]).__name__ == "AllExit")
 
 

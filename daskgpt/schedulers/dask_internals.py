@@ -101,10 +101,17 @@ def forget_failures(dask_scheduler: Any) -> None:
     dask_scheduler.transitions(unwanted, stimulus_id="daskgpt-gone")
 
 
-def keep_fewer_messages(dask_scheduler: Any, count: int) -> None:
+def keep_messages(dask_scheduler: Any, count: int) -> None:
     """Let the scheduler remember only its last messages to each worker; Dask keeps a thousand for debugging."""
     for sender in dask_scheduler.stream_comms.values():
         sender.recent_message_log = deque(sender.recent_message_log, count)
+
+
+def forget_topic(dask_scheduler: Any, topic: str) -> None:
+    """Remove a topic of events, unless somebody has subscribed to it."""
+    topics = dask_scheduler._broker._topics
+    if topic in topics and not topics[topic].subscribers:
+        del topics[topic]
 
 
 def add_to_task_stream(dask_scheduler: Any, worker: str, thread: int, name: str, span: Mapping[str, Any]) -> None:
@@ -157,6 +164,11 @@ async def connection(worker: Any, address: str) -> Any:
 def handle_messages(worker: Any, name: str, handler: Callable[..., Any]) -> None:
     """Let a worker call `handler` with each message of this name."""
     worker.handlers[name] = handler
+
+
+def forget_messages(worker: Any, name: str) -> None:
+    """Remove a handler of messages, if the worker has it."""
+    worker.handlers.pop(name, None)
 
 
 async def send_heartbeat(worker: Any) -> None:

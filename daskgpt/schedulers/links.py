@@ -18,7 +18,7 @@ import numpy as np
 from distributed.comm.addressing import parse_address, parse_host_port
 from distributed.protocol import to_serialize
 
-from daskgpt.schedulers.dask_internals import connection, event_loop, handle_messages
+from daskgpt.schedulers.dask_internals import connection, event_loop, forget_messages, handle_messages
 from daskgpt.schedulers.local import return_memory
 
 OP = "daskgpt-message"  # the handler of a worker
@@ -85,6 +85,12 @@ def ranks_of(worker: Any) -> WorkerRanks:
     return _RANKS.setdefault(worker, WorkerRanks())
 
 
+def forget_worker(worker: Any) -> None:
+    """Remove what this module has left with a worker."""
+    forget_messages(worker, OP)
+    _RANKS.pop(worker, None)
+
+
 def end_programs(run: str, dask_worker: Any) -> None:
     """Remove the programs of runs whose names begin with `run` from a worker, with their states."""
     programs = ranks_of(dask_worker).programs
@@ -127,8 +133,7 @@ class WorkerLink:
         self.outgoing: dict[int, asyncio.Queue[Any]] = {}
         self.pumps: list[asyncio.Task[None]] = []
         self.ranks.links[epoch] = self
-        handle_messages(worker, OP, self.ranks.take)  # for good: messages may come after the last link is closed
-        logging.getLogger("distributed.worker").addFilter(_is_not_reported)
+        handle_messages(worker, OP, self.ranks.take)  # until `forget_worker`: messages may come after the last link
         asyncio.run_coroutine_threadsafe(self._open(addresses), self.loop).result()
 
     async def _open(self, addresses: Sequence[str]) -> None:
@@ -240,6 +245,6 @@ def _parts(message: Any, *, copied: bool) -> list[Any]:
     return [to_serialize(np.frombuffer(part, np.uint8)) for part in parts]
 
 
-def _is_not_reported(record: logging.LogRecord) -> bool:
+def is_not_reported(record: logging.LogRecord) -> bool:
     """Filter tracebacks of lost ranks from a worker's log: the run reports them in one line."""
     return LostRank.__name__ not in record.getMessage()

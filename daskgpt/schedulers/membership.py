@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 from distributed import SchedulerPlugin, WorkerPlugin
 
@@ -25,16 +26,19 @@ from daskgpt.kernels.float32.blas import one_order
 from daskgpt.schedulers.dask_internals import (
     awaited,
     forget_failures,
-    keep_fewer_messages,
+    forget_topic,
+    keep_messages,
     refuse_work,
     remove_plugins,
     scheduler_identity,
 )
-from daskgpt.schedulers.worker_metrics import METRIC
+from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
 
 PREFIX = "daskgpt-"  # of the names of plugins
 PAGE = "daskgpt.profiling.dashboard"  # by name: it is in a layer above
+LOGGED = "distributed.admin.low-level-log-length"
 SENT = 20  # messages that scheduler and client keep
+REMOVING_SECONDS = 10.0  # until a worker counts as one that does not answer
 TRIES, PAUSE = 10, 0.2  # seconds between two
 PACKAGES = ("dask", "distributed", "numpy", "numba")
 
@@ -78,9 +82,12 @@ async def remove_run(run: str, dask_scheduler: Any) -> None:
     """Remove a run: its page, its plugins, from the scheduler and all workers, and failed tasks that nobody wants."""
     if PAGE in sys.modules:
         sys.modules[PAGE].end(dask_scheduler, run)
-    with suppress(Exception):  # a worker has just gone, or the scheduler is closing
-        await remove_plugins(dask_scheduler, PREFIX, f"-{run}")
+    with suppress(Exception):  # a worker has just gone or does not answer, or the scheduler is closing
+        await asyncio.wait_for(remove_plugins(dask_scheduler, PREFIX, f"-{run}"), REMOVING_SECONDS)
     forget_failures(dask_scheduler)
+    if not any(name.startswith(f"{PREFIX}cleanup-") for name in dask_scheduler.plugins):  # the last run
+        keep_messages(dask_scheduler, dask.config.get(LOGGED))
+        forget_topic(dask_scheduler, TOPIC)
 
 
 class Cleanup(SchedulerPlugin):
@@ -94,10 +101,10 @@ class Cleanup(SchedulerPlugin):
         self.removing: asyncio.Task[None] | None = None
 
     async def start(self, scheduler: Any) -> None:
-        keep_fewer_messages(scheduler, SENT)
+        keep_messages(scheduler, SENT)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        keep_fewer_messages(scheduler, SENT)
+        keep_messages(scheduler, SENT)
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         # This is called when the client disconnects, and when its connection ends.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -18,18 +19,22 @@ from daskgpt.schedulers.dask_internals import (
     KERNEL,
     Received,
     closes,
+    event_loop,
     executed,
+    forget_messages,
     handle_messages,
     send_heartbeat,
     thread_count,
 )
 from daskgpt.schedulers.latest_calls import ASKED, LatestCall, latest_calls
-from daskgpt.schedulers.links import end_programs, leave, ranks_of
+from daskgpt.schedulers.links import end_programs, forget_worker, is_not_reported, leave, ranks_of
 from daskgpt.schedulers.local import keep_memory
 from daskgpt.schedulers.machine import IN_BRIEF, product_rate, resident_memory
 from daskgpt.schedulers.membership import plugin_name
 from daskgpt.schedulers.protocol import clock_offset
 from daskgpt.schedulers.worker_metrics import METRIC
+
+LATE_SECONDS = 1.0  # after which no message of a run that has ended comes any more
 
 
 class PrepareWorker(WorkerPlugin):
@@ -48,6 +53,7 @@ class PrepareWorker(WorkerPlugin):
     async def setup(self, worker: Any) -> None:
         if not self.users[None]:
             PrepareWorker.limits = threadpool_limits(limits=1, user_api="blas")
+            logging.getLogger("distributed.worker").addFilter(is_not_reported)
         self.users.update((None, worker.id))
         compile_all(np.float32, bfloat16=False)  # what bfloat16 needs is loaded at its first product
         keep_memory()
@@ -68,11 +74,18 @@ class PrepareWorker(WorkerPlugin):
         self.users.subtract((None, worker.id))
         if not self.users[worker.id]:
             worker.metrics.pop(METRIC, None)
-            worker.handlers.pop(ASKED, None)
+            forget_messages(worker, ASKED)
             del self.users[worker.id]
+            # Messages that are under way may still come.
+            event_loop(worker).call_later(LATE_SECONDS, self._forget, worker)
         if not self.users[None]:
+            logging.getLogger("distributed.worker").removeFilter(is_not_reported)
             PrepareWorker.limits.restore_original_limits()
             RECORDER.meter = None
+
+    def _forget(self, worker: Any) -> None:
+        if not self.users[worker.id]:
+            forget_worker(worker)
 
 
 def meter_kernels(seconds: Mapping[str, float]) -> None:

@@ -294,7 +294,8 @@ class RankSteps(Steps):
 
     def _windows(self, arguments: Sequence[Sequence[Any]]) -> list[rank_program.Window]:
         """Return the results of a window of each rank; a rank that leaves ends it, and leaves its result to another."""
-        futures = [self._call(rank, "rank.window", "window", *own) for rank, own in enumerate(arguments)]
+        calls = [partial(rank_program.call, self.run_name, self.epoch, "window", *own) for own in arguments]
+        futures = self.scheduler.submit_together("rank.window", list(zip(self.addresses, calls)))
         with self._aborting():
             try:
                 return self.scheduler.fetch_together(futures)
