@@ -1,4 +1,4 @@
-"""Train on workers that Slurm starts as jobs of their own, as many as the queue gives and for as long as they live.
+"""Train on workers that Slurm starts as jobs of their own, for as long as they live; more may be asked for at any time.
 
 From the repository's folder, where `sbatch` works, with `pip install dask-jobqueue` (which has classes of the same kind
 for PBS, LSF, SGE and HTCondor), and with a certificate, since other users can reach the workers:
@@ -29,7 +29,7 @@ JOB = {
 
 if __name__ == "__main__":
     with SLURMCluster(**JOB) as cluster, Client(cluster) as client:
-        cluster.scale(jobs=WORKERS)  # or, while it trains: cluster.adapt(minimum_jobs=1, maximum_jobs=16)
+        cluster.scale(jobs=WORKERS)  # at any time, also while it trains
         client.wait_for_workers(WORKERS, timeout=600)
         run = daskgpt.RunConfig(steps=100, out="runs/jobqueue")
         daskgpt.fit(daskgpt.preset("tiny"), client=client, run=run)

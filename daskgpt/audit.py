@@ -68,7 +68,9 @@ def main(arguments: list[str]) -> int:
     require(bool(computed or audit.faults or not options.share), "audit", rule, got, advice)
     failed = bool(differ or audit.faults)
     what = f"{computed} of {len(audit.stretches)} stretches were computed again, {differ} differ"
-    print(f"{'NOT AS WRITTEN' if failed else 'as written'}: {what}; the chain has {len(audit.faults)} faults")
+    uncovered = f"; {audit.uncovered}, and nothing vouches for them" if audit.uncovered else ""
+    whole = "NOT AS WRITTEN" if failed else "as written"
+    print(f"{whole}: {what}; the chain has {len(audit.faults)} faults{uncovered}")
     return int(failed)
 
 

@@ -58,6 +58,24 @@ def test_every_kind_of_fault_is_found(kind, small_text, whole, tmp_path):
     assert found.lag is None or found.lag >= 0
 
 
+@pytest.mark.parametrize("step", [12, 3, "x", -1])
+def test_losses_beyond_the_chain_are_told(step, whole, tmp_path, audited):
+    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
+    code, told = audited(run, "--share", 0)
+    assert (code, told.count("FAULT metrics.jsonl: ")) == (1, 1), told
+
+
+def test_losses_of_a_killed_run_after_its_last_checkpoint_are_told(small_text, tmp_path, audited):
+    fit(small_text, tmp_path / "run", save_every=4, on_step=stopping_at(9))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 9, "loss": 1.0}) + "\n" + '{"step": 10, "lo')  # as a killed process leaves it
+    code, told = audited(tmp_path / "run")
+    assert (code, "FAULT" in told) == (0, False)
+    assert "losses of steps 9 to 9 follow the last checkpoint, and nothing vouches for them" in told
+
+
 def test_find_tells_a_change_after_writing_from_a_fault_before(whole, tmp_path, audited):
     run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
     step, tensor = edit_file(run, random.Random(2), "optimizer.safetensors", forged=True)

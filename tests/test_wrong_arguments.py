@@ -78,6 +78,18 @@ def test_too_little_memory_is_refused(monkeypatch):
                 require_memory(job)
 
 
+def test_too_little_memory_of_workers_is_refused():
+    parts = daskgpt.OptimizerConfig(), daskgpt.DataflowConfig(scheduler="tcp://127.0.0.1:1"), daskgpt.RunConfig()
+    job = Job(daskgpt.preset("tiny"), daskgpt.DataConfig(groups=2), *parts)
+    weights, kept = 4 * value_count(job.config), 4 * 12 * 64 * 128 * 5
+    for count, need in ((1, 3 * weights + kept), (2, 2 * weights + kept / 2), (3, 2 * weights + kept / 2)):
+        for limits in ([need] * count, [0] * count, [need, *[1] * (count - 1)]):
+            require_memory(job, list(map(int, limits)))
+        with pytest.raises(ValueError, match=r"must fit into the 0\.0\d\d GB of a worker .*--memory-limit"):
+            require_memory(job, [int(need) - 1] * count)
+    require_memory(job)
+
+
 def test_second_run_in_a_process_is_refused(small_text):
     begun, refused, results = threading.Event(), [], []
 

@@ -232,6 +232,10 @@ class ClusterScheduler(Scheduler):
             with losses_as_errors(self.client):
                 check_versions(self.client, self.name, packed, self.monitor.look)
 
+    def memory_limits(self) -> list[int]:
+        with losses_as_errors(self.client):
+            return [int(worker["memory_limit"] or 0) for worker in members(self.client).values()]
+
     def attend(
         self, say: Callable[[str], None], stop_requested: Callable[[], bool], seconds: float, minutes: float
     ) -> None:

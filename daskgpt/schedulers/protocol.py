@@ -85,6 +85,10 @@ class Scheduler(ABC):
         Errors   RuntimeError naming a process and what differs
         """
 
+    def memory_limits(self) -> list[int]:
+        """Return the bytes that each process of a cluster may use, 0 for no limit; empty if there is only this one."""
+        return []
+
     def attend(  # noqa: B027
         self, say: Callable[[str], None], stop_requested: Callable[[], bool], seconds: float, minutes: float
     ) -> None:

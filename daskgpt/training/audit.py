@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -105,6 +106,7 @@ class Audit:
     """The chain of a run, checked, and the stretches that can be computed again.
 
     faults      what is not as it was written, in words
+    uncovered   which losses the chain does not have, in words; a killed run has some after its last checkpoint
     entries     of the chain, and of checkpoints that it lacks, by their digests
     stretches   in the order of their ends
     """
@@ -129,6 +131,7 @@ class Audit:
             open_model_file(folder)  # makes a learned vocabulary known
         last = max((entry["step"] for entry in self.entries.values()), default=0)
         self.losses = {record["step"]: record.get("loss") for record, _ in metrics_lines(run / METRICS, last)}
+        self.uncovered = self._beyond(last)
         for entry in self.entries.values():
             self._check(entry)
         self.stretches = [self._stretch(own, folder) for own, folder in self.folders.items()]
@@ -147,6 +150,25 @@ class Audit:
             if is_entry(state):
                 self.entries.setdefault(own, state)
                 yield own, folder
+
+    def _beyond(self, last: int) -> str:
+        """Return which losses are after the last entry; note those after the end of the run, and lines that count for
+        no step.
+
+        last   steps of the last entry
+        """
+        records = metrics_lines(self.run / METRICS, sys.maxsize)
+        if extra := (self.run / METRICS).read_bytes().count(b"\n") - len(records):
+            self.faults.append(f"{METRICS}: {extra:,} lines are no record of a step, or a second one")
+        beyond = [record["step"] for record, _ in records if record["step"] >= last]
+        if not beyond:
+            return ""
+        steps = f"losses of steps {beyond[0]:,} to {beyond[-1]:,} follow the last checkpoint"
+        changes = self.entries[self.head].get("horizon", {}).get("changes") if self.head else None
+        if changes and changes[-1][1] <= last:
+            self.faults.append(f"{METRICS}: {steps}, with which the run ended")
+            return ""
+        return steps
 
     def _before(self, entry: Entry) -> Entry | None:
         found = self.entries.get(str(entry.get(LINK, {}).get("previous")))

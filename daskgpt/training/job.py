@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -294,23 +294,33 @@ class Job:
         return bool(every) and done // every > self.round_begin(done - 1) // every
 
 
-def require_memory(job: Job) -> None:
-    """Refuse a job that cannot fit into the memory of this machine, before anything is built.
+def require_memory(job: Job, workers: Sequence[int] = ()) -> None:
+    """Refuse a job that cannot fit into the memory of this machine or of a cluster's workers, before it is built.
 
     Only certain needs count: weights and moments, and one activation a block of a micro-batch. `--plan` counts more.
-    A cluster has its own memory.
 
-    Errors   ValueError
+    workers   bytes that each worker of a cluster may use, 0 for no limit; each has all weights, and a share of the rest
+
+    Errors    ValueError
     """
-    limit, whose = memory_limit()
-    if job.scheduler not in LOCAL_SCHEDULERS or not limit:
+    (limit, whose), ranks = memory_limit(), 1
+    if workers:
+        ranks = min(len(workers), job.local.replicas if job.local.local_steps else job.groups)
+        limit, whose = 0 if 0 in workers else max(workers), f"a worker ({ranks} share the batch)"
+    elif job.scheduler not in LOCAL_SCHEDULERS:
+        limit = 0
+    if not limit:
         return
-    kinds = 1 + len({name.partition(".")[0] for name in job.moments})
-    held = 4 * kinds * value_count(job.config)
-    kept = 4 * math.prod(job.micro_shape) * job.config.channels * (job.config.blocks + 1)
-    rule = f"weights, moments and activations must fit into the {limit / 1e9:,.1f} GB of {whose}"
-    got = f"at least {held / 1e9:,.1f} GB of weights and moments, {kept / 1e9:,.1f} GB of activations"
-    require(held + kept <= limit, "train", rule, got, "Make the model or the batch smaller; --plan says by how much.")
+    weights = 4 * value_count(job.config)
+    held = weights + weights * len({name.partition(".")[0] for name in job.moments}) / ranks
+    kept = 4 * math.prod(job.micro_shape) / ranks * job.config.channels * (job.config.blocks + 1)
+    digits = 1 if limit >= 1e9 else 3
+    rule = f"weights, moments and activations must fit into the {limit / 1e9:,.{digits}f} GB of {whose}"
+    got = f"at least {held / 1e9:,.{digits}f} GB of weights and moments, {kept / 1e9:,.{digits}f} GB of activations"
+    advice = "Make the model or the batch smaller; --plan says by how much."
+    if workers:
+        advice = "Start workers with more memory (--memory-limit), or make the model or the batch smaller."
+    require(held + kept <= limit, "train", rule, got, advice)
 
 
 def from_root(path: str) -> str:

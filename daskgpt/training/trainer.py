@@ -29,7 +29,7 @@ from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.inference import Validation
-from daskgpt.training.job import Arrays, Job, Say, compile_kernels, describe
+from daskgpt.training.job import Arrays, Job, Say, compile_kernels, describe, require_memory
 from daskgpt.training.logs import chosen_sinks
 from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
@@ -229,6 +229,7 @@ def run_job(job: Job, scheduler: Scheduler, initial: ResumeState, observers: Obs
               process trains under a scheduler of this process
     """
     scheduler.admit(job.precision.packed)
+    require_memory(job, scheduler.memory_limits())
     progress = Progress(job.steps, done=initial.step, quiet=observers.quiet)
     what = "round" if job.local.local_steps else "step"
     with only_run(scheduler), finishing_first(progress.say, what) as stop_requested:

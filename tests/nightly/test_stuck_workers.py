@@ -167,6 +167,15 @@ def test_workers_that_cannot_reach_each_other(during, small_text, whole, tmp_pat
     assert said.count("lost  ") == during
 
 
+def test_model_that_does_not_fit_into_a_worker_is_refused(machines, tmp_path):
+    client, _ = started(machines, 1)
+    text = tmp_path / "text.txt"
+    text.write_text("abc " * 1000)
+    with client:
+        line = refused(run("train", "--preset", "gpt2", "--data", text, "--scheduler", machines.address))
+    assert "must fit into the 1.0 GB of a worker (1 share the batch); got at least 1.5 GB of weights and" in line
+
+
 def test_unreachable_worker_is_refused_at_the_start(machines, tmp_path):
     flags = ["--listen-address", "tcp://127.0.0.1:0", "--contact-address", "tcp://127.0.0.1:9"]
     machines.start_worker(contact=flags)
