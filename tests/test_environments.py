@@ -1,11 +1,18 @@
-"""Tests of environments in which nothing can be computed: each is named in one line, before anything else is done."""
+"""Tests of systems and settings in which nothing can be computed, and of names that are not UTF-8."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from command_lines import PATIENCE, refused, run
+from small_runs import fit, tensors_of
+
+from daskgpt import DataConfig, RunConfig, prepare, train
+from daskgpt.config.flags import run_command
+from daskgpt.training.start import open_dataset
 
 WINDOWS = "import sys; sys.platform = 'win32'; "
 WITHOUT_LOCKS = "import sys; sys.modules['fcntl'] = None; "
@@ -48,3 +55,73 @@ def test_python_on_other_systems():
     result = python(WINDOWS + "import daskgpt")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith("RuntimeError: daskgpt: the system must be Linux")
+
+
+NAME = os.fsdecode(b"caf\xe9")  # not UTF-8
+
+
+@pytest.fixture
+def inside(small_text, tmp_path, monkeypatch):
+    """A working folder with a text and a folder, both with names that are not UTF-8, and a file that is no text."""
+    monkeypatch.chdir(tmp_path)
+    Path(NAME).mkdir()
+    shutil.copy(small_text, Path(NAME, f"{NAME}.txt"))
+    Path(NAME, f"{NAME}.pdf").write_bytes(b"%PDF-1.7\n")
+    monkeypatch.setattr("daskgpt.data.source.look", lambda *_: pytest.fail("nothing is to be read"))
+    return tmp_path
+
+
+WRITTEN = ["--data", "--out", "--init", "--validation-data", "--resume"]
+
+
+@pytest.mark.parametrize("flag", WRITTEN)
+def test_names_that_cannot_be_written_down_are_refused_first(flag, inside):
+    rest = [] if flag == "--resume" else ["--out", "run"] * (flag != "--out")
+    with pytest.raises(ValueError, match=r"must be UTF-8; got \w+=.*caf\\udce9. Rename"):
+        train.main([flag, NAME, *rest])
+    assert list(inside.iterdir()) == [inside / NAME]
+
+
+def test_prepared_folders_have_names_that_training_takes(inside):
+    with pytest.raises(ValueError, match=r"must be UTF-8; got out=.*caf\\udce9"):
+        prepare.main([NAME, "--out", f"{NAME}/tokens"])
+
+
+def test_a_working_folder_is_a_part_of_names(inside, small_text, monkeypatch):
+    monkeypatch.chdir(NAME)
+    with pytest.raises(ValueError, match=r"must be UTF-8; got data=.*caf\\udce9/text.txt"):
+        DataConfig(data="text.txt")
+    with pytest.raises(ValueError, match=r"must be UTF-8; got out=.*caf\\udce9/runs"):
+        train.main(["--data", str(small_text)])
+    assert DataConfig().data == "stdlib"
+    assert RunConfig(out=str(inside)).out == str(inside)
+
+
+def test_names_below_a_folder_may_be_any(inside, small_text, monkeypatch, capsys):
+    monkeypatch.undo()
+    monkeypatch.chdir(inside)
+    Path(NAME).rename("folder")
+    fit(Path("folder"), inside / "run")
+    assert tensors_of(inside / "run") == tensors_of_text(small_text, inside)
+    data = DataConfig(data="folder", sequence_length=16)
+    told = open_dataset(data, 257).description
+    assert "2 files, 1 left out: caf\\udce9.pdf" in told
+    assert prepare.main(["folder", "--encoding", "bytes", "--out", "tokens"]) == 0
+    assert b"\xe9" not in b"".join(path.read_bytes() for path in Path("tokens").glob("*.json"))
+
+
+def tensors_of_text(small_text, folder):
+    fit(small_text, folder / "of-text")
+    return tensors_of(folder / "of-text")
+
+
+def test_text_that_is_not_utf8_is_named(inside, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["generate", "--prompt", NAME])
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda arguments: len(arguments[1].encode()))
+    assert end.value.code == 2
+    assert (
+        capsys.readouterr().err
+        == r"daskgpt: text must be UTF-8; got text='caf\udce9'. Convert or rename it (iconv, convmv)."
+        "\n"
+    )

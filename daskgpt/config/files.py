@@ -56,6 +56,25 @@ def check_writable(path: str | os.PathLike[str], where: str, name: str) -> None:
     require(fine, where, f"{name} must name a file that can be written", {name: path}, advice)
 
 
+def require_utf8(path: str | os.PathLike[str], where: str, name: str) -> None:
+    """Check that a path can be written into files of text, which are in UTF-8.
+
+    where, name   of the error and of the setting
+
+    Errors   ValueError if the absolute path has bytes that are not UTF-8
+    """
+    absolute = os.fspath(path)
+    with suppress(OSError):  # the working folder is gone
+        absolute = os.path.realpath(os.path.expanduser(path))
+    rule, advice = "a path that a run writes down must be UTF-8", "Rename what is not, or move to another folder."
+    require(printable(absolute) == absolute, where, rule, {name: printable(absolute)}, advice)
+
+
+def printable(path: str) -> str:
+    """Return a path with escapes for bytes that are not UTF-8, which Python has read as lone surrogates."""
+    return path.encode(errors="backslashreplace").decode()
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
     """Yield a file under a temporary name in the same folder; it gets the final name when all of it is on the disk.

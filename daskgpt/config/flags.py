@@ -204,6 +204,9 @@ def _failed(error: Exception) -> int:
     if isinstance(error, MemoryError):
         rule, advice = "the computation must fit in memory", "Make the model, the batch or the text smaller."
         error = refusal(MemoryError, "daskgpt", rule, str(error) or "no memory left", advice)
+    if isinstance(error, UnicodeEncodeError):  # Python reads other bytes of arguments and names as lone surrogates
+        got = {"text": ascii(error.object[max(0, error.start - 20) : error.end + 20])}
+        error = refusal(ValueError, "daskgpt", "text must be UTF-8", got, "Convert or rename it (iconv, convmv).")
     _print_error(error)
     return STOPPED if isinstance(error, CanGoOn) else 2
 

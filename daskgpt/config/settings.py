@@ -14,6 +14,7 @@ from textwrap import indent, wrap
 from typing import Any, TypeVar
 
 from daskgpt.config.errors import refusal, require, require_known
+from daskgpt.config.files import require_utf8
 from daskgpt.config.rich import html_table
 
 DOC_WIDTH = 67  # 80 columns with the indentation and the prefix of `help`
@@ -42,6 +43,7 @@ def setting(
     choices: tuple[str, ...] = (),
     words: Mapping[str, int] | None = None,
     parse: Callable[[str], Any] | None = None,
+    path: bool = False,
     **bounds: float,
 ) -> Any:
     """Return a dataclass field that can be a flag, with help, unit and allowed values. Its default decides its type.
@@ -49,14 +51,15 @@ def setting(
     choices   the allowed texts; all if none is named
     words     words that stand for numbers: {"auto": 0}
     parse     converts a text that is given for the number: `count` or `count_or_share`
+    path      whether the text is a path that a run writes down
     bounds    of numbers: inclusive `least` (0 unless `above` is given) and `most`, exclusive `above` and `below`
     """
     if not isinstance(default, float):
         bounds = {"most": MOST} | bounds
     if "above" not in bounds:
         bounds = {"least": 0} | bounds
-    known = {"help": help, "unit": unit, "choices": choices, "words": words or {}, "bounds": bounds, "parse": parse}
-    return field(default=default, metadata=known)
+    known: dict[str, Any] = {"help": help, "unit": unit, "choices": choices, "words": words or {}, "bounds": bounds}
+    return field(default=default, metadata=known | {"parse": parse, "path": path})
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ def _of_type(where: str, f: Field[Any], value: Any) -> Any:
     parse = f.metadata["parse"]
     wanted: Any = int if parse else type(f.default)
     if isinstance(value, str | os.PathLike) and wanted is str:
+        if f.metadata["path"] and value != f.default:
+            require_utf8(value, where, f.name)
         return os.fspath(value)
     if isinstance(value, str) and value in f.metadata["words"]:
         return f.metadata["words"][value]

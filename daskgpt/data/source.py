@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import matching_files
+from daskgpt.config.files import matching_files, printable
 from daskgpt.data.file_kinds import EXPORT, FIELD, KINDS, MODEL, PAIRS, QUESTIONS, TEXT, TOKENS, look
 from daskgpt.data.reading import ARRAY, DOCUMENT, LINES, PARQUET, WHERE, File, is_pipe, spooled
 from daskgpt.data.token_folder import encoding_of, is_prepared, read_manifest
@@ -54,7 +54,7 @@ class Source:
             text = f"{count + len(left):,} files" + (f" of {', '.join(notes)}" if notes else "")
             shown = [f"{name} {reason}" for name, reason in left[:3]]
             more = [f"and {len(left) - 3:,} more"] if len(left) > 3 else []
-            text += f", {len(left):,} left out: {'; '.join(shown + more)}"
+            text += f", {len(left):,} left out: {printable('; '.join(shown + more))}"
         return text
 
 

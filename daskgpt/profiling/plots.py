@@ -18,6 +18,7 @@ import numpy as np
 from tqdm.std import EMA
 
 from daskgpt.config.errors import require
+from daskgpt.config.files import printable
 from daskgpt.training.logs import METRICS, metrics_lines
 
 try:
@@ -87,7 +88,11 @@ def read_runs(paths: Sequence[str], smooth: int = 0) -> list[Curves]:
     folders = [(path.parent if path.name == METRICS else path) for path in (Path(own).absolute() for own in paths)]
     common = os.path.commonpath([folder.parent for folder in folders])
     return [
-        Curves(os.path.relpath(folder, common), values, {name: running_mean(values[name], length) for name in AVERAGED})
+        Curves(
+            printable(os.path.relpath(folder, common)),
+            values,
+            {name: running_mean(values[name], length) for name in AVERAGED},
+        )
         for folder, values in zip(folders, found)
     ]
 

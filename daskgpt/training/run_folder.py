@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import advice_on, locked, replacing
+from daskgpt.config.files import advice_on, locked, replacing, require_utf8
 from daskgpt.config.stopping import CanGoOn
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
@@ -67,6 +67,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str, *, resumed: bool = False) -> None:
+        require_utf8(path, "RunFolder", "resume" if resumed else "out")
         self.path, self.resumed = Path(path), resumed
         self.logs = Logs()
         self.chain: Chain | None = None

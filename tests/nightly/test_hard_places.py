@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_lines import PATIENCE, run
+from command_lines import PATIENCE, refused, run
 
 from daskgpt.kernels.compilation import compile_all
 
@@ -129,3 +129,21 @@ def test_kernels_without_a_folder(way, small_text, tmp_path, expected, monkeypat
     finally:
         if way == "full":
             subprocess.run(["umount", folder], check=True)
+
+
+def test_names_that_are_not_utf8(small_text, tmp_path):
+    """What only reads or writes files of such names works; what a run writes down is refused, before kernels."""
+    name = os.fsdecode(b"caf\xe9")
+    assert run("train", "--data", small_text, *LITTLE, "--out", tmp_path / "run").returncode == 0
+    (tmp_path / "run").rename(tmp_path / name)
+    for command in (
+        ("generate", name, "--tokens", "3"),
+        ("evaluate", name, "--data", small_text),
+        ("audit", name),
+        ("convert", name, f"{name}.safetensors"),
+        ("plot", name, "--out", f"{name}.svg"),
+    ):
+        result = run(*command, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+    for flags in (["--resume", name], ["--data", name], ["--data", str(small_text), "--out", f"{name}-2"]):
+        assert r"must be UTF-8; got" in refused(run("train", *flags, cwd=tmp_path))
