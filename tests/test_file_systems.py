@@ -160,6 +160,7 @@ def test_what_fails_after_a_checkpoint_loses_nothing(small_text, tmp_path, said,
 NUMBERS = [
     (errno.ENOSPC, "Free space"),
     (errno.EDQUOT, "Free space"),
+    (errno.EFBIG, "limit on the size of files"),
     (errno.EROFS, "permissions or its mount"),
     (errno.EINVAL, "file system lacks"),
     (errno.EOPNOTSUPP, "file system lacks"),
@@ -185,6 +186,20 @@ def test_a_failing_disk_is_an_error(number, tmp_path, refusing):
     with pytest.raises(OSError, match="all of the file must be written"), replacing(tmp_path / "file", "test"):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["mounted", "link"])
+def test_an_empty_folder_that_stays_is_filled(place, tmp_path, refusing):
+    if place == "link":
+        (tmp_path / "there").mkdir()
+        (tmp_path / "folder").symlink_to("there")
+    else:
+        (tmp_path / "folder").mkdir()
+        refusing("rmdir", errno.EBUSY, lambda path, *others: Path(path) == tmp_path / "folder")
+    with appearing(tmp_path / "folder", "test") as folder:
+        (folder / "file").touch()
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["file"]
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_folders_that_cannot_be_opened_are_not_flushed(tmp_path, refusing):

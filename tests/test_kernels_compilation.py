@@ -277,7 +277,7 @@ def test_kernels_that_cannot_be_kept_are_compiled_once(why, weighted, unwritable
 
 def test_a_full_folder_is_left_for_another(weighted, place, monkeypatch):
     """One file fits, and then none; that there is no room is noticed before kernels are compiled, or by the first."""
-    full = Path(weighted._dispatcher("f").stats.cache_path)
+    full = Path(weighted._dispatcher("f")[0].stats.cache_path)
     save = IndexDataCacheFile.save
 
     def no_room(self, key, data):

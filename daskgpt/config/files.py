@@ -24,6 +24,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LACKING = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.ENOTTY, errno.EBADF, errno.EISDIR)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 ADVICE = {
+    (errno.EFBIG,): "Raise the limit on the size of files (of its file system, or ulimit -f), or name another place.",
     NO_ROOM: "Free space there, or name another place.",
     FORBIDDEN: "Its permissions or its mount forbid that: change them, or name another place.",
     (errno.ENAMETOOLONG,): "Give it a shorter name.",
@@ -109,9 +110,15 @@ def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         sync_folder(temporary)
-        if target.exists():  # empty; not every file system renames over it
-            target.rmdir()
-        rename(temporary, target)
+        with suppress(OSError):
+            target.rmdir()  # it is empty; not every file system renames over it
+        if target.is_dir():  # a link to a folder, or the place where another file system is mounted
+            for path in temporary.iterdir():
+                rename(path, target / path.name)
+            sync_folder(target)
+            remove(temporary)
+        else:
+            rename(temporary, target)
         sync_folder(target.parent)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import select
 import signal
@@ -16,11 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from daskgpt.config.errors import nearest, refusal
+from daskgpt.config.files import NO_ROOM
 from daskgpt.config.model import PRESETS, GPT2Config
 from daskgpt.config.settings import count, duration, help_of
 from daskgpt.config.stopping import STOPPED, CanGoOn
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Names in nanoGPT, llm.c and transformers for flags of this program, without leading dashes and with - for _.
 _SYNONYMS = {
     "learning-rate": "lr max-lr",

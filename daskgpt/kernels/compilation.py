@@ -173,7 +173,7 @@ class Kernel:
         if dispatcher is None:
             if process := self._processes.pop(kind, None):
                 process.wait()
-            dispatcher = self._dispatcher(kind)
+            dispatcher, _ = self._dispatcher(kind)
             try:
                 with optimized_once():
                     dispatcher.compile(tuple(numba_type(word, _FLOATS.get(kind)) for word in self.words))
@@ -197,14 +197,14 @@ class Kernel:
 
     def is_cached(self, kind: str) -> bool:
         """Return whether the cache on disk has this version; nothing is compiled."""
-        return kind in self._compiled or self._is_kept(kind, self._dispatcher(kind).stats.cache_path)
+        return kind in self._compiled or self._dispatcher(kind)[1]
 
-    def _is_kept(self, kind: str, folder: str | None) -> bool:
+    def _is_kept(self, kind: str, folder: str) -> bool:
         """Return whether a folder has this version, undamaged; otherwise what is left of it is removed.
 
         Errors   OSError if the system refuses
         """
-        files = self._files(kind, folder) if folder else []
+        files = self._files(kind, folder)
         if {path.suffix for path in files} == {".nbi", ".nbc"} and all(map(is_sealed, files)):
             return True
         for path in files:
@@ -222,7 +222,8 @@ class Kernel:
     def _variant(self, kind: str) -> str:
         return self._stem(kind) + _source_fingerprint(self.function.__module__)
 
-    def _dispatcher(self, kind: str) -> Any:
+    def _dispatcher(self, kind: str) -> tuple[Any, bool]:
+        """Return the function that compiles or loads a version, and whether the cache on disk has it."""
         if kind != _ANY and kind not in _FLOATS:
             rule, got = "arrays must be float32 or float64", {"dtype": np.dtype(kind).name}
             raise refusal(TypeError, self.name, rule, got, "Convert them first.")
@@ -234,15 +235,16 @@ class Kernel:
                 with PLACE.chosen():
                     dispatcher = numba.njit(**_OPTIONS, cache=True)(copy)
                 folder = dispatcher.stats.cache_path
-                problem = "" if self._is_kept(kind, folder) else problem_of(folder)
+                is_kept = self._is_kept(kind, folder)
+                problem = "" if is_kept else problem_of(folder)
             except RuntimeError:
                 problem = "no folder can be written"
             except OSError as error:
                 problem = f"{error.filename}: {error.strerror}"
             if not problem:
-                return dispatcher
+                return dispatcher, is_kept
             PLACE.move(problem)
-        return numba.njit(**_OPTIONS)(copy)
+        return numba.njit(**_OPTIONS)(copy), False
 
     def _remove_outdated(self, kind: str, folder: Path) -> None:
         """Remove this machine's code of older source; a process that still runs it has it in memory."""
