@@ -5,13 +5,17 @@ import fcntl
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+from command_lines import run
 from small_runs import FLAGS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
 from daskgpt import evaluate, train
 from daskgpt.config import files
 from daskgpt.config.files import advice_on, appearing, check_writable, locked, rename, replacing, set_aside, sync_folder
+from daskgpt.formats import safetensors
+from daskgpt.formats.llmc import TOKENS, header_of, read_tokens
 from daskgpt.profiling.records import append_records, read_records
 from daskgpt.training.audit import Audit
 from daskgpt.training.checkpoint import checkpoints, point, pointed, prune
@@ -272,3 +276,31 @@ def test_a_file_that_cannot_be_written_is_refused_with_its_reason(tmp_path, monk
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ValueError, match="permissions"):
         check_writable(tmp_path / "file", "test", "--out")
+
+
+def test_files_that_cannot_be_mapped_are_read(small_text, tmp_path, usual, refusing):
+    """As on some file systems of user programs."""
+    config, parameters = daskgpt.load(usual)
+    daskgpt.save(tmp_path / "model.bin", config, parameters)
+    tokens = header_of(TOKENS, 1, 999) + np.arange(999, dtype="<u2").tobytes()
+    (tmp_path / "tokens.bin").write_bytes(tokens)
+    refusing("memmap", errno.ENODEV, module=np)
+    refusing("safe_open", errno.ENODEV, module=safetensors)
+    for path in (usual, tmp_path / "model.bin"):
+        read = daskgpt.load(path)[1]
+        assert all((read[name] == values).all() for name, values in parameters.items())
+    assert read_tokens(tmp_path / "tokens.bin").tolist() == list(range(999))
+    damaged = (usual / "latest" / "model.safetensors").read_bytes()[:-1]
+    (tmp_path / "damaged.safetensors").write_bytes(damaged)
+    with pytest.raises(ValueError, match="complete safetensors file"):
+        daskgpt.load(tmp_path / "damaged.safetensors")
+
+
+def test_prepared_folders_are_equal_in_every_file(small_text, tmp_path):
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        result = run("prepare", small_text, "--encoding", "bytes", "--out", folder)
+        assert result.returncode == 0, result.stderr
+    one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
+    assert one == other
+    assert one[".lock"] == b""

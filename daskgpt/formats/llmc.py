@@ -97,12 +97,12 @@ def open_model(path: FilePath) -> StoredModel:
     mapped_dtype = np.dtype("<f4" if dtype == "F32" else "<u2")
     _check_size(path, where, mapped_dtype.itemsize * value_count(config))
     # The order of the file is that of the table, blocks in turn.
-    table, mapped = tensors(config), np.memmap(path, mapped_dtype, "r", offset=HEADER_BYTES)
+    table, values = tensors(config), stored_model.mapped(path, mapped_dtype, HEADER_BYTES)
     begins = dict(zip(table, accumulate((math.prod(tensor.shape) for tensor in table.values()), initial=0)))
 
     def read(name: str) -> np.ndarray:
         shape, begin = table[name].shape, begins[name]
-        return held(table[name], np.asarray(mapped[begin : begin + math.prod(shape)]).reshape(shape), dtype)
+        return held(table[name], np.asarray(values[begin : begin + math.prod(shape)]).reshape(shape), dtype)
 
     return StoredModel(config, ReadLater(table, read), kind="llm.c", dtype=READABLE[dtype], files=(path,))
 
@@ -214,8 +214,8 @@ def read_tokens(path: FilePath, dtype: str = "<u2") -> np.ndarray:
         count, dtype = read_header(path, where, kind, (TOKEN_VERSIONS[kind],))[2], TOKEN_DTYPES[kind]
         require(count > 0, where, "the file must hold tokens", got | {"count": count}, "Write it again.")
         _check_size(path, where, np.dtype(dtype).itemsize * count)
-        return np.asarray(np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(count,)))
+        return stored_model.mapped(path, dtype, HEADER_BYTES)
     width = np.dtype(dtype).itemsize
     rule = f"ids without a header must be {width} bytes each"
     require(size > 0 and size % width == 0, where, rule, got, "It is truncated, or holds no token ids.")
-    return np.asarray(np.memmap(path, dtype, mode="r"))
+    return stored_model.mapped(path, dtype)

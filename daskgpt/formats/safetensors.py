@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, deserialize, safe_open
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing, write_hashed
-from daskgpt.formats.stored_model import FilePath, pieces, read_json, require_file, short
+from daskgpt.formats.stored_model import FilePath, mapped, pieces, read_json, require_file, short
 
 LONGEST_NAME = 255  # longest name that file systems allow
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
@@ -74,17 +74,18 @@ class StoredTensor:
     """A tensor in a file.
 
     dtype   safetensors' name of it, which need not be one of DTYPES
-    begin   its first byte in the file
+    values  all bytes of the file
+    begin   its first byte there
     """
 
-    mapped: np.memmap[Any, Any]
+    values: np.ndarray
     shape: tuple[int, ...]
     dtype: str
     begin: int
 
     def read(self) -> np.ndarray:
         """Return the values as they are in the file: mapped, read-only; bfloat16 as the uint16 of its bits."""
-        flat = np.frombuffer(self.mapped, np.dtype(DTYPES[self.dtype]), prod(self.shape), self.begin)
+        flat = np.frombuffer(self.values, np.dtype(DTYPES[self.dtype]), prod(self.shape), self.begin)
         return flat.reshape(self.shape)
 
 
@@ -123,18 +124,25 @@ class TensorFiles(dict[str, StoredTensor]):
         with open(path, "rb") as file:  # names the path if the system refuses
             size = int.from_bytes(file.read(8), "little")
             try:
-                with safe_open(path, framework="numpy") as checked:
-                    metadata = dict(checked.metadata() or {})
+                _check(path)
             except SafetensorError as error:
                 rule, advice = "the file must be a complete safetensors file", "It is of another kind, or damaged."
                 got = {"path": path, "bytes": f"{path.stat().st_size} ({short(error, 120)})"}
                 raise refusal(ValueError, self.where, rule, got, advice) from error
             header = json.loads(file.read(size))
-        mapped = np.memmap(path, np.uint8, "r")
-        header.pop("__metadata__", None)
+        values, metadata = mapped(path), header.pop("__metadata__", None)
         for name, entry in header.items():
             twice = {"path": path, "tensor": short(name)}
             require(name not in self, self.where, "every tensor must be in one file", twice, COPY_AGAIN)
             begin = 8 + size + entry["data_offsets"][0]
-            self[name] = StoredTensor(mapped, tuple(entry["shape"]), entry["dtype"], begin)
-        return metadata
+            self[name] = StoredTensor(values, tuple(entry["shape"]), entry["dtype"], begin)
+        return metadata or {}
+
+
+def _check(path: Path) -> None:
+    """Check the header of a file. Errors   SafetensorError"""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except OSError:  # its file system cannot map files
+        deserialize(path.read_bytes())  # type: ignore[no-untyped-call]

@@ -152,6 +152,16 @@ def refuse_pickle(path: Path, where: str, advice: str = CONVERT) -> None:
     require(not pickled, where, rule, {"path": path}, advice)
 
 
+def mapped(path: Path, dtype: Any = np.uint8, offset: int = 0) -> np.ndarray:
+    """Return the values of a file behind an offset, read-only: mapped, or read if its file system cannot map files."""
+    try:
+        return np.asarray(np.memmap(path, dtype, "r", offset))
+    except OSError:
+        values = np.fromfile(path, dtype, offset=offset)
+        values.setflags(write=False)
+        return values
+
+
 def require_file(path: Path, where: str) -> None:
     """Raise FileNotFoundError if there is no such file."""
     advice = "Check the spelling and the folder."
