@@ -325,6 +325,8 @@ def readable(path: str | os.PathLike[str], where: str) -> Iterator[None]:
     except OSError as error:
         got = f"file={path} ({error.strerror or error})"
         advice = "Check its permissions and its disk; workers of a cluster must find it under the same path."
+        if isinstance(error, IsADirectoryError):
+            advice = "It is a folder: name a file in it."
         raise refusal(type(error), where, "the file must be readable", got, advice) from error
 
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import advice_on, locked, replacing, require_utf8
+from daskgpt.config.files import advice_on, locked, replacing, require_utf8, written
 from daskgpt.config.stopping import CanGoOn
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
@@ -103,9 +103,10 @@ class RunFolder:
         if done is not None:
             tidy(self.path, done)
         else:
-            self.path.mkdir(parents=True, exist_ok=True)
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
-                self.logs.open(ALWAYS, self.path, None)
+                with written(self.path, "RunFolder"):
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    self.logs.open(ALWAYS, self.path, None)
             except FileExistsError:
                 raise self._taken() from None
             self._lock()
