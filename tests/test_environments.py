@@ -97,6 +97,18 @@ def test_a_working_folder_is_a_part_of_names(inside, small_text, monkeypatch):
     assert RunConfig(out=str(inside)).out == str(inside)
 
 
+def test_python_that_does_not_read_utf8_is_named(small_text, tmp_path):
+    text = shutil.copy(small_text, tmp_path / "café.txt")
+    settings = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    line = refused(run("train", "--data", text, **settings))
+    assert "Set PYTHONUTF8=1" in line
+
+
+def test_names_that_are_too_long_are_refused_first(small_text, tmp_path):
+    with pytest.raises(OSError, match="File name too long.*shorter name"):
+        train.main(["--data", str(small_text), "--out", str(tmp_path / ("a" * 300))])
+
+
 def test_names_below_a_folder_may_be_any(inside, small_text, monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.chdir(inside)

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -68,6 +69,8 @@ def require_utf8(path: str | os.PathLike[str], where: str, name: str) -> None:
     with suppress(OSError):  # the working folder is gone
         absolute = os.path.realpath(os.path.expanduser(path))
     rule, advice = "a path that a run writes down must be UTF-8", "Rename what is not, or move to another folder."
+    if sys.getfilesystemencoding() != "utf-8":
+        advice = f"Set PYTHONUTF8=1: this Python takes names for {sys.getfilesystemencoding()}."
     require(printable(absolute) == absolute, where, rule, {name: printable(absolute)}, advice)
 
 

@@ -82,7 +82,7 @@ def write_report(folder: Path, rows: Sequence[Row], quick: bool = False) -> None
             parts.append(f"![{title}]({name}.png)\n")
         parts += section.lines
     parts.append(METHOD.format(runs=len(view.all), warmup=view.all[0]["warmup"]))
-    (folder / "report.md").write_text("\n".join(parts))
+    (folder / "report.md").write_text("\n".join(parts), encoding="utf-8")
 
 
 def _save(draw: Callable[[], Figure], title: str, path: Path) -> None:

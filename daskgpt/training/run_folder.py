@@ -73,7 +73,8 @@ class RunFolder:
         self.chain: Chain | None = None
         self.lock: BinaryIO | None = None
         self.sections: Mapping[str, Any] = {}
-        found = [(self.path / name).exists() for name in (CONFIG, METRICS)]
+        with written(path, "RunFolder"):  # its name may be too long
+            found = [(self.path / name).exists() for name in (CONFIG, METRICS)]
         where, got = "RunFolder", {"out": self.path}
         if resumed:
             rule, advice = f"the folder must hold a run ({CONFIG} and {METRICS})", "Check the path of --resume."
@@ -125,7 +126,8 @@ class RunFolder:
 
     def _lock(self) -> None:
         """Keep other processes from training this run until this one ends."""
-        self.lock = locked(self.path / LOCK, "RunFolder", "no other process must train this run")
+        with written(self.path / LOCK, "RunFolder"):
+            self.lock = locked(self.path / LOCK, "RunFolder", "no other process must train this run")
 
     def is_held(self) -> bool:
         """Return whether the folder at this path still is this run's: its lock file is the one that is locked here."""
