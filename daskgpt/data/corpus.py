@@ -1,9 +1,9 @@
 """Sources of a corpus: files in a fixed order, cut into blocks that are encoded independently.
 
 A file is cut at positions that follow from its bytes alone, so its tokens depend on neither the scheduler nor the
-compression. Text is cut before the last line break in front of a word: GPT-2's pattern, which every vocabulary here
-shares, ends a piece there anyway, so no token crosses the cut. Lines, and documents with a separator, are cut after
-their ends.
+compression. Text is cut before the last line break in front of a word: GPT-2's pattern, which all but some Hugging
+Face tokenizers share, ends a piece there anyway, so no token crosses the cut. Lines, and documents with a separator,
+are cut after their ends.
 """
 
 from __future__ import annotations

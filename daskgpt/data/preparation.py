@@ -281,8 +281,8 @@ def _encoded(codec: tokenizer.Encoding, runs: list[list[Passage]], unmarked: boo
     dtype, texts = id_dtype(codec.n_vocab), ["".join(passage.text for passage in run) for run in runs]
     # One call for all of them: documents may be short, and each call costs some microseconds under Python's lock.
     whole = END_OF_TEXT.join(texts if unmarked else ["", *texts])
-    tiktokens = isinstance(codec, tiktoken.Encoding) and codec.name != "bytes"
-    if tiktokens and whole.count(END_OF_TEXT) == len(texts) - unmarked:
+    joined = codec.name != "bytes" and whole.count(END_OF_TEXT) == len(texts) - unmarked
+    if joined and isinstance(codec, tiktoken.Encoding):
         try:
             return codec.encode_to_numpy(whole, allowed_special={END_OF_TEXT}, disallowed_special=()).astype(dtype)
         except BaseException as error:  # which `encode` mends, or names the text

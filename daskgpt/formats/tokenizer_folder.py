@@ -67,7 +67,7 @@ class LibraryEncoding:
             plain = (i in added and len(token) > 1) or not BYTES.keys() >= set(token)
             self.tokens[i] = token.encode() if plain else decoded(token)
 
-    def encode_to_numpy(self, text: str, *, allowed_special: Any = (), disallowed_special: Any = ()) -> np.ndarray:
+    def encode_to_numpy(self, text: str, *, disallowed_special: Any = ()) -> np.ndarray:
         """Return the ids of a text, in which all added tokens are recognized.
 
         Dtype   uint32
