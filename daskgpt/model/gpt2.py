@@ -15,9 +15,11 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
+from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.nodes import from_numpy
-from daskgpt.model import layers, parameters
+from daskgpt.model import layers, optimizer, parameters
 from daskgpt.model.layers import Layer
+from daskgpt.model.rows import Table, named
 from daskgpt.model.tape import Tape
 
 Parameters = Mapping[str, Any]
@@ -77,7 +79,7 @@ class Forward:
 
     def normalize(self, at: str, x: Any) -> Any:
         """Return x normalized."""
-        return self(at, layers.NORMS[self.config.norm], x)
+        return self(at, getattr(layers, layers.NORMS[self.config.norm]), x)
 
     def drop(self, at: str, x: Any) -> Any:
         """Return x after dropout; x itself if nothing is dropped."""
@@ -153,23 +155,26 @@ def check_tokens(config: GPT2Config, tokens: da.Array, targets: da.Array) -> Non
     require(length <= config.positions, "loss", rule, got, advice)
 
 
+_FUNCTIONS = Table(lambda: {"transformer": transformer, "block": block})
+
+
 def replaced_rows() -> str:
-    """Return the replaced layers of GPT-2 with their kernels (`GELU=mine.relu`); empty if there are none."""
-    found = [(name, kernel) for name, kernel in _functions().items() if _OWN.get(name) is not kernel]
-    said = [f"{name}={kernel.__module__}.{kernel.__qualname__}" for name, kernel in found]
-    changed = {(row.name, row) for row in _OWN_PARAMETERS} ^ {(row.name, row) for row in parameters.PARAMETERS}
-    return ", ".join(sorted(said) + sorted({f"PARAMETERS[{name!r}]" for name, _ in changed}))
+    """Return what replaces GPT-2's forward pass, with its kernels (`GELU=mine.relu`); empty if nothing does.
+
+    Files of other programs assume GPT-2's own, and `kernels.decoding` computes it.
+    """
+    return named(layers.FORWARD_ROWS.replaced() | parameters.ROWS.replaced() | _FUNCTIONS.replaced())
 
 
-def _functions() -> dict[str, Any]:
-    """Return the functions that compute a forward pass, by name."""
-    found: dict[str, Any] = {name: row for name, row in vars(layers).items() if isinstance(row, Layer)}
-    found |= {f"NORMS[{name!r}]": row for name, row in layers.NORMS.items()}
-    return {name: row.forward.kernel for name, row in found.items()} | {"block": block}
+def changed_rows(config: OptimizerConfig) -> str:
+    """Return everything that is replaced in a training step; it differs between processes that would train differently.
 
-
-# The layers that other programs' files assume, and that `kernels.decoding` computes.
-_OWN, _OWN_PARAMETERS = _functions(), parameters.PARAMETERS
+    config   names the rows of optimizer and schedule that count
+    """
+    updates = optimizer.ROWS.replaced()
+    used = [f"OPTIMIZERS[{config.optimizer!r}]", f"SCHEDULES[{config.schedule!r}]"]
+    rows = layers.ROWS.replaced() | parameters.ROWS.replaced() | _FUNCTIONS.replaced()
+    return named(rows | {name: updates[name] for name in used if name in updates}, coded=True)
 
 
 def require_own_layers(where: str) -> None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from daskgpt.kernels import add, attention, crossentropy, dropout, embedding, gelu, layernorm, linear, rmsnorm
+from daskgpt.model.rows import Table
 
 Sizes = Mapping[str, int]
 Options = Mapping[str, Any]
@@ -104,9 +106,11 @@ GELU = Layer(
     cheap=True,
 )
 
+ADDITION = Row(add.forward, "btC, btC -> btC", "x y")  # of gradients as well, whatever replaces the layer
+
 ADD = Layer(
     name="add",
-    forward=Row(add.forward, "btC, btC -> btC", "x y"),
+    forward=ADDITION,
     outputs="sum",
     backward={"x": PASS, "y": PASS},
 )
@@ -183,5 +187,13 @@ MEAN = Layer(
 
 LAYERS: tuple[Layer, ...] = tuple(row for row in list(globals().values()) if isinstance(row, Layer))
 
-# The values of the configuration's `norm`.
-NORMS: Mapping[str, Layer] = {layer.name: layer for layer in (LAYERNORM, RMSNORM)}
+# The values of the configuration's `norm`, and the names here of their rows.
+NORMS: Mapping[str, str] = MappingProxyType({"layernorm": "LAYERNORM", "rmsnorm": "RMSNORM"})
+
+
+def _present() -> dict[str, Layer]:
+    return {name: row for name, row in globals().items() if isinstance(row, Layer)}
+
+
+# What other programs' files and `kernels.decoding` assume, and what a training step is made of.
+FORWARD_ROWS, ROWS = Table(lambda: {name: row.forward for name, row in _present().items()}), Table(_present)

@@ -18,6 +18,7 @@ from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.optimizers import GRAD_INFO, LIMITS, guard, squares
 from daskgpt.model.parameters import Tensor
+from daskgpt.model.rows import Table
 from daskgpt.model.tape import Tape
 
 Kernel = Callable[..., Any]
@@ -185,6 +186,12 @@ MUON = Optimizer(
 )
 
 OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW, MOMENTUM, MUON)}
+ROWS = Table(
+    lambda: (
+        {f"OPTIMIZERS[{name!r}]": row for name, row in OPTIMIZERS.items()}
+        | {f"SCHEDULES[{name!r}]": row for name, row in SCHEDULES.items()}
+    )
+)
 
 
 class Guarded:

@@ -15,6 +15,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
+from daskgpt.model.rows import Table
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("ln_f.weight", ("C",), "one"),
     Parameter("ln_f.bias", ("C",), "zero", exists=_has_mean),
 )
+ROWS = Table(lambda: {f"PARAMETERS[{row.name!r}]": row for row in PARAMETERS})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import dask.array as da
 
 from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.calls import CallOptions, Origin, apply, parse
-from daskgpt.model.layers import ADD, GATHER, PASS, SPLIT, Layer, Row
+from daskgpt.model import layers
+from daskgpt.model.layers import ADDITION, PASS, Layer, Row
 from daskgpt.model.parameters import block_of
 from daskgpt.model.precision import FLOAT32, Precision
 
@@ -65,9 +66,9 @@ class Tape:
         """
         if x.numblocks[1] == 1:
             return self(where, layer, x, *others, **options)
-        whole = self(f"{where}.{layer.forward.arguments.split()[0]}", GATHER, x, positions)
+        whole = self(f"{where}.{layer.forward.arguments.split()[0]}", layers.GATHER, x, positions)
         y = self(where, layer, whole, *others, **options)
-        return self(f"{where}.{layer.outputs.split()[0]}", SPLIT, y, positions)
+        return self(f"{where}.{layer.outputs.split()[0]}", layers.SPLIT, y, positions)
 
     def backward(self, y: da.Array, dy: da.Array) -> dict[str, da.Array]:
         """Return the gradient of sum(y * dy) with respect to every input array, by the array's name.
@@ -128,7 +129,7 @@ class Tape:
         return self.recomputed[array.name]
 
     def _add(self, where: str, argument: str, x: da.Array, y: da.Array) -> da.Array:
-        (total,) = self._apply(Origin(ADD.name, "backward", where, block_of(where), argument), ADD.forward, [x, y], {})
+        (total,) = self._apply(Origin("add", "backward", where, block_of(where), argument), ADDITION, [x, y], {})
         return total
 
     def _apply(

@@ -28,7 +28,7 @@ from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.kernels.cache import PLACE
-from daskgpt.model.gpt2 import replaced_rows
+from daskgpt.model.gpt2 import changed_rows
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
 from daskgpt.model.precision import FLOAT32, Precision, settle
@@ -139,7 +139,7 @@ class Job:
 
     dataset   the tokens to train on; None if they come from elsewhere, as in a benchmark
     horizon   the number of steps, which is estimated repeatedly if the run's length is given in minutes
-    replaced  the layers that are not GPT-2's own in the process that made the job
+    replaced  what the process that made the job has replaced in its steps, see `model.gpt2.changed_rows`
 
     Errors    ValueError if settings do not fit each other
     """
@@ -152,7 +152,7 @@ class Job:
     dataset: Dataset | None = None
     local: LocalConfig = field(default_factory=LocalConfig)
     horizon: Horizon = field(init=False, repr=False, compare=False)
-    replaced: str = field(init=False, default_factory=replaced_rows)
+    replaced: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         epoch = self.dataset.epoch(self.data.sequence_length) * self.data.sequence_length if self.dataset else 0
@@ -177,6 +177,7 @@ class Job:
             advice = "Start from another model." if self.run.init else "Leave --vocabulary to the encoding."
             require(ids <= vocabulary, "train", "the model must know every token id of the encoding", known, advice)
         require_known(self.optimizer.optimizer, OPTIMIZERS, "train", "optimizer")
+        object.__setattr__(self, "replaced", changed_rows(self.optimizer))
         chosen_sinks(self.run.log, self.run.out)
 
     @property
