@@ -25,7 +25,7 @@ from daskgpt.graph.barriers import memory_waits
 from daskgpt.graph.calls import origin_of
 from daskgpt.graph.fuse import GRAINS
 from daskgpt.graph.nodes import is_leaf
-from daskgpt.graph.program import Call, Program, Span, calls_of, recorded_spans
+from daskgpt.graph.program import Call, Program, Span, calls_of
 from daskgpt.model.layers import CROSSENTROPY
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
@@ -179,11 +179,11 @@ def spans_of(barrier, grain="kernel", steps=2):
         SMALL, (4, 12), (2, 6), OptimizerConfig(), options=StepOptions(grain=grain, barrier=barrier, in_place=True)
     )
     state = step.initial(random_parameters(SMALL, random))
-    with open_scheduler("threads", 2) as scheduler, recorded_spans() as spans:
+    with open_scheduler("threads", 2) as scheduler:
         for _ in range(steps):
-            spans.clear()
-            _, state = step(scheduler, state, *random_batch(SMALL, random), steps)
-        return [(step.recorded.origin(span.key), span) for span in spans]
+            with scheduler.record() as processes:
+                _, state = step(scheduler, state, *random_batch(SMALL, random), steps)
+        return [(step.recorded.origin(span.key), span) for span in processes[0].spans]
 
 
 def intervals(spans, name_of):

@@ -124,6 +124,20 @@ def test_losses_raise_one_error():
             assert type(caught.value) is kind
 
 
+@pytest.mark.parametrize(("count", "of"), [(1, 2), (2, 1)])
+def test_cluster_in_one_process_gives_the_bits_of_one_thread(count, of, small_text):
+    """Each worker chooses grain and chunks by the kernel calls of its own steps."""
+    config = daskgpt.preset("tiny", blocks=2, heads=2, channels=64)
+    settings = {"data": {"data": str(small_text), "sequence_length": 64}, "run": {"steps": 3, "validation_batches": 1}}
+    alone = daskgpt.fit(config, **settings, dataflow={"scheduler": "sync"}, quiet=True)
+    with LocalCluster(**OPTIONS | {"n_workers": count, "threads_per_worker": of}) as cluster, Client(cluster) as client:
+        for grain, barrier in (("auto", "step"), ("auto", "none"), ("block", "none")):
+            dials = {"grain": grain, "barrier": barrier}
+            found = daskgpt.fit(config, **settings, dataflow=dials, client=client, quiet=True)
+            assert found.losses == alone.losses
+            assert daskgpt.digest(found.parameters) == daskgpt.digest(alone.parameters)
+
+
 @pytest.mark.parametrize(
     ("run", "again"),
     [({"snapshot_every": 3}, 1), ({"snapshot_every": 0, "save_every": 5}, 3), ({"snapshot_every": 0}, 8)],

@@ -1,6 +1,7 @@
 """Tests of timelines: what is recorded, what is computed from it, and the files."""
 
 import json
+import pickle
 import re
 from collections import Counter
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ import daskgpt
 from daskgpt import train
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.graph.program import RECORDER, bytes_of, calls_of, recorded_spans
+from daskgpt.graph.program import RECORDER, bytes_of, calls_of
 from daskgpt.profiling.pages import _means, in_brief, lanes_of, time_axis, write_side_by_side, write_timeline
 from daskgpt.profiling.recorder import (
     StepRecorder,
@@ -86,12 +87,22 @@ def test_every_kernel_call_is_an_event():
     assert all(first.end <= second.start for first, second in pairwise(timeline.events)), "one thread"
 
 
-def test_recording_is_off_by_default():
-    assert RECORDER.spans is None
-    with recorded_spans() as outer:
-        with recorded_spans() as inner:
-            assert RECORDER.spans is inner
-        assert RECORDER.spans is outer
+def test_recordings_belong_to_a_scheduler_and_nest(random):
+    """Another run in the process has none of its calls; programs that are sent have the recorder of their process."""
+    step = TrainingStep(SMALL, (4, 12), (4, 12), OptimizerConfig(), options=StepOptions("step", in_place=True))
+    state, batch = step.initial(random_parameters(SMALL, random)), random_batch(SMALL, random)
+    with open_scheduler("sync") as one, open_scheduler("sync") as other:
+        with one.record() as outer:
+            step(other, state, *batch, 9)
+            with one.record() as inner:
+                step(one, state, *batch, 9)
+            step(one, state, *batch, 9)
+        step(one, state, *batch, 9)
+    spans = [part.spans for part in (*outer, *inner)]
+    assert [{span.run for span in own} for own in spans] == [{1}, {0}]
+    program = next(node.func for node in step.runnable.graph.values() if calls_of(node))
+    assert program.recorder is step.recorded.recorder
+    assert pickle.loads(pickle.dumps(program.recorder)) is RECORDER
     assert RECORDER.spans is None
     assert bytes_of((np.zeros(3), (np.zeros(2, np.float32), None))) == 32
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from threading import Lock, get_ident
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from daskgpt.graph.nodes import Graph, GraphNode, Key, key_trees, mapped, task
 from daskgpt.kernels.floating_point import flush_to_zero
-
-Value = TypeVar("Value")
 
 
 class Span(NamedTuple):
@@ -31,37 +28,36 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Collects the calls of the programs of this process.
+    """Collects the calls of programs: of one graph, which a scheduler of this process runs, so that several runs may
+    share the process; or of all programs that a cluster has sent to this process.
 
     spans       of the calls while they are recorded, else None
-    meter       called with the seconds of the kernels that a fused task has run, by layer and pass; None for no meter
-    first_run   number of the first run of a graph on a scheduler of this process; programs that a cluster sends have
-                their own
+    first_run   number of the graph's run on its scheduler; programs that a cluster sends have their own
     """
 
     def __init__(self) -> None:
         self.spans: list[Span] | None = None
-        self.meter: Callable[[Mapping[str, float]], None] | None = None
         self.first_run = 0
 
-
-RECORDER = Recorder()
-
-
-@contextmanager
-def recorder_with(name: str, value: Value) -> Iterator[Value]:
-    """Give the recorder of this process another attribute inside the `with` statement."""
-    before = getattr(RECORDER, name)
-    setattr(RECORDER, name, value)
-    try:
-        yield value
-    finally:
-        setattr(RECORDER, name, before)
+    def __reduce__(self) -> Any:
+        return recorder_of_process, ()  # a program that is sent to a process belongs to the recorder there
 
 
-def recorded_spans() -> AbstractContextManager[list[Span]]:
-    """Record every call of programs of this process inside the `with` statement; yield the spans."""
-    return recorder_with("spans", list[Span]())
+class Meter:
+    """Measures the kernels of all programs of this process.
+
+    measure   called with the seconds of the kernels that a fused task has run, by layer and pass; None for no meter
+    """
+
+    measure: Callable[[Mapping[str, float]], None] | None = None
+
+
+RECORDER, METER = Recorder(), Meter()
+
+
+def recorder_of_process() -> Recorder:
+    """Return the recorder of the programs that a cluster has sent to this process."""
+    return RECORDER
 
 
 def bytes_of(result: Any) -> int:
@@ -125,10 +121,12 @@ class Program:
     It is called with the results of the tasks it depends on, and holds values in numbered slots; a slot is emptied
     when its last reader has run, so that an activation lives no longer than in separate tasks.
 
-    run   its place among several runs in one graph, recorded in spans
+    run       its place among several runs in one graph, recorded in spans
+    recorder  of its calls
     """
 
     run = 0
+    recorder = RECORDER
 
     def __init__(
         self,
@@ -158,9 +156,9 @@ class Program:
                 slots[slot] = result
             else:
                 slots[slot] = result.take(number) if isinstance(result, Values) else result[number]
-        spans, meter, thread = RECORDER.spans, RECORDER.meter, get_ident()
+        spans, meter, thread = self.recorder.spans, METER.measure, get_ident()
         timed, seconds = spans is not None or meter is not None, dict[str, float]()
-        run = RECORDER.first_run + self.run
+        run = self.recorder.first_run + self.run
         for call in self.calls:
             start = perf_counter() if timed else 0.0
             slots[call.slot] = call.function(*_filled(call.arguments, slots))

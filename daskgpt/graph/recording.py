@@ -18,7 +18,7 @@ from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
 from daskgpt.graph.fuse import GroupOf, Surroundings, fuse, title
 from daskgpt.graph.nodes import Graph, Key, graph_of, is_leaf, keys_of, pieces, renamed, waiting_for
-from daskgpt.graph.program import Place, calls_of, in_run
+from daskgpt.graph.program import Place, Recorder, calls_of, in_run
 from daskgpt.graph.update_in_place import Rewritten
 
 STATE = "state"
@@ -27,15 +27,17 @@ STATE = "state"
 class GraphRun(NamedTuple):
     """A submission to a scheduler.
 
-    leaves   data by key: arrays, or packs of the state as the scheduler returned them
-    keys     keys of the wanted results
-    runs     number of runs of one recorded graph in it
+    leaves    data by key: arrays, or packs of the state as the scheduler returned them
+    keys      keys of the wanted results
+    runs      number of runs of one recorded graph in it
+    recorder  of its programs
     """
 
     graph: Graph
     leaves: Mapping[Key, Any]
     keys: list[Key]
     runs: int = 1
+    recorder: Recorder | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class StepGraph:
     written  the tasks that make the new state
     after    task -> tasks that must have run before although it does not read them
     layout   of the state; None if the tasks that update it decide
+    recorder of the calls, while a scheduler of this process runs them
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class StepGraph:
         self.results = {} if self.in_place else {name: keys_of(array)[0] for name, array in updated.items()}
         self.written = rewritten.updates or list(self.results.values())
         self.layout = Layout((tuple(state),)) if self.in_place else layout
+        self.recorder = Recorder()
 
     def origin(self, key: Key) -> Any:
         """Return the origin of the task of this key; None for data."""
@@ -128,6 +132,9 @@ class StepGraph:
 
         around = Surroundings(wanted, places, carried, after)
         graph, fused = fuse(self.unmerged, group_of, name_of, around, drop=self.in_place)
+        for node in graph.values():
+            if calls_of(node):
+                node.func.recorder = self.recorder
         layout = self.layout or _layout({name: fused[key] for name, key in self.results.items()})
         updates = list(dict.fromkeys(fused[key].key for key in self.written))
         if self.results:  # in the order of the packs
@@ -185,7 +192,7 @@ class CompiledStep:
     def submission(self, values: Mapping[str, np.ndarray], packs: Sequence[Any]) -> GraphRun:
         """Return one run on this data and state."""
         leaves = self._data(values) | _state(packs)
-        return GraphRun(self.graph, leaves, self.output_keys + self.updates)
+        return GraphRun(self.graph, leaves, self.output_keys + self.updates, recorder=self.recorded.recorder)
 
     def split(self, results: list[Any], packs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return handles of the outputs and the packs of the new state from the results of a run."""
@@ -203,7 +210,7 @@ class CompiledStep:
             leaves |= {_in_run(key, run): value for key, value in self._data(own).items()}
         keys = [_in_run(key, run) for run in range(len(values)) for key in self.output_keys]
         keys += [_in_run(key, len(values) - 1) for key in self.updates]
-        return GraphRun(self.window(len(values)), leaves, keys, len(values))
+        return GraphRun(self.window(len(values)), leaves, keys, len(values), self.recorded.recorder)
 
     def split_window(self, results: list[Any], runs: int) -> list[list[Any]]:
         """Return the handles of each run's outputs from the results of several."""

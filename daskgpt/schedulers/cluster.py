@@ -68,7 +68,7 @@ class ClusterScheduler(Scheduler):
             return sum(self.client.nthreads().values())
 
     def run(self, submission: GraphRun) -> list[Any]:
-        graph, leaves, keys, runs = submission
+        graph, leaves, keys, runs, _ = submission
         number, self.runs = self.runs, self.runs + runs
         new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph.keys() | leaves.keys()}
         held = {key: self.held(value) for key, value in leaves.items() if not isinstance(value, np.ndarray)}

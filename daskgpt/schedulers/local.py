@@ -15,7 +15,7 @@ import dask.local
 import dask.threaded
 
 from daskgpt.graph.nodes import Graph, Key, task, with_leaves
-from daskgpt.graph.program import recorded_spans, recorder_with
+from daskgpt.graph.program import Span
 from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 
@@ -52,17 +52,22 @@ PLACES = 512  # items in one graph, see `Scheduler.each`
 
 
 class LocalScheduler(Scheduler):
-    """Dask's synchronous or threaded scheduler: results are arrays of this process."""
+    """Dask's synchronous or threaded scheduler: results are arrays of this process.
+
+    spans   of its kernel calls while they are recorded, else None
+    """
 
     in_place = True  # no worker can be lost, so no task runs twice
 
     def __init__(self, get: Callable[..., Any], description: str, threads: int = 1) -> None:
         self.get, self.description, self.threads = get, description, threads
+        self.spans: list[Span] | None = None
 
     def run(self, submission: GraphRun) -> list[Any]:
         number, self.runs = self.runs, self.runs + submission.runs
-        with recorder_with("first_run", number):
-            return list(self.get(with_leaves(submission.graph, submission.leaves), submission.keys))
+        if recorder := submission.recorder:
+            recorder.spans, recorder.first_run = self.spans, number
+        return list(self.get(with_leaves(submission.graph, submission.leaves), submission.keys))
 
     def fetch(self, handles: list[Any]) -> list[Any]:
         return handles
@@ -97,8 +102,12 @@ class LocalScheduler(Scheduler):
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
         found: list[ProcessSpans] = []
-        with recorded_spans() as spans:
+        before, spans = self.spans, list[Span]()
+        self.spans = spans
+        try:
             yield found
+        finally:
+            self.spans = before
         found.append(ProcessSpans("", self.threads, clock_offset(), spans))
 
 

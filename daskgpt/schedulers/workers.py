@@ -13,7 +13,7 @@ from distributed import WorkerPlugin
 from distributed.metrics import context_meter
 from threadpoolctl import threadpool_limits
 
-from daskgpt.graph.program import RECORDER, Span
+from daskgpt.graph.program import METER, RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.schedulers.dask_internals import (
     KERNEL,
@@ -57,7 +57,7 @@ class PrepareWorker(WorkerPlugin):
         self.users.update((None, worker.id))
         compile_all(np.float32, bfloat16=False)  # what bfloat16 needs is loaded at its first product
         keep_memory()
-        RECORDER.meter = meter_kernels
+        METER.measure = meter_kernels
 
         def latest(since: float, most: int) -> tuple[list[LatestCall], bool, float]:
             return latest_calls(worker, since, most)
@@ -81,7 +81,7 @@ class PrepareWorker(WorkerPlugin):
         if not self.users[None]:
             logging.getLogger("distributed.worker").removeFilter(is_not_reported)
             PrepareWorker.limits.restore_original_limits()
-            RECORDER.meter = None
+            METER.measure = None
 
     def _forget(self, worker: Any) -> None:
         if not self.users[worker.id]:

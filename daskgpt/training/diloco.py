@@ -167,7 +167,8 @@ class LocalSteps(Steps):
             keys.append(sent)
         read = {key for node in graph.values() for key in node.dependencies}
         leaves = {(STATE, number): pack for number, pack in enumerate(state.packs) if (STATE, number) in read}
-        found = dict(zip(keys, self.scheduler.run(GraphRun(graph, leaves, keys, len(batches)))))
+        run = GraphRun(graph, leaves, keys, len(batches), self.step.recorded.recorder)
+        found = dict(zip(keys, self.scheduler.run(run)))
 
         def parts(tasks: Sequence[Key], place: int) -> list[Any]:
             return [found[key][place] if key in found else None for key in tasks]

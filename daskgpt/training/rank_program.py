@@ -16,7 +16,7 @@ from daskgpt.config.errors import require
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.distribute import Rank
 from daskgpt.graph.messages import Peers
-from daskgpt.graph.program import Span, recorded_spans
+from daskgpt.graph.program import Span
 from daskgpt.model.gpt2 import changed_rows
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
@@ -109,7 +109,8 @@ class RankProgram:
         batches = list(zip(tokens.astype(np.int32), targets.astype(np.int32), *others))
         with self.busy:
             start, self.job.horizon.changes = time.perf_counter(), [(0, length)]
-            with recorded_spans() as spans:
+            with self.scheduler.record():
+                assert (spans := self.scheduler.spans) is not None
                 self.recent.append(spans)
                 try:
                     outcomes = self._run(first, batches, limits)
