@@ -20,7 +20,7 @@ import daskgpt
 from daskgpt.training.progress import Progress, wrapped
 
 CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=32, vocabulary=257, positions=32)
-HEADER = ["model", "data", "batch", "chunks", "precision", "scheduler", "grain"]
+HEADER = ["scheduler", "model", "data", "batch", "chunks", "precision", "grain"]
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,13 @@ from distributed import Client, LocalCluster
 from distributed.client import AllExit
 from distributed.core import Status
 from machines import wait_until
-from small_runs import fit, losses_of, metrics_of, tensors_of
+from small_runs import MODEL, fit, losses_of, metrics_of, tensors_of
+from threadpoolctl import threadpool_info
 
 import daskgpt
 from daskgpt.schedulers import connect, failures, machine, membership, opening, worker_metrics, workers
 from daskgpt.schedulers.cluster import ClusterScheduler
+from daskgpt.schedulers.local import own_threads
 from daskgpt.training import recovery
 from daskgpt.training.rank_steps import RankSteps
 from daskgpt.training.recovery import RecoveryPoints
@@ -136,6 +138,56 @@ def test_cluster_in_one_process_gives_the_bits_of_one_thread(count, of, small_te
             found = daskgpt.fit(config, **settings, dataflow=dials, client=client, quiet=True)
             assert found.losses == alone.losses
             assert daskgpt.digest(found.parameters) == daskgpt.digest(alone.parameters)
+
+
+def where_it_runs():
+    """Of a run that asks for no scheduler."""
+    with daskgpt.open_scheduler() as scheduler:
+        return scheduler.threads, scheduler.description
+
+
+def test_sweep_runs_side_by_side_in_tasks(small_text):
+    """Each run in a task has the task's thread, and the bits of a run that is alone."""
+    run = {"steps": 4, "validation_batches": 1}
+    data = {"data": str(small_text), "batch_size": 4, "sequence_length": 16}
+
+    def losses(seed):
+        return daskgpt.fit(MODEL, data, run=run | {"seed": seed}, quiet=True).losses
+
+    alone = [losses(seed) for seed in range(4)]
+    before = threadpool_info()
+    with LocalCluster(**OPTIONS | {"n_workers": 1, "threads_per_worker": 2}) as cluster, Client(cluster) as client:
+        assert client.gather(client.map(losses, range(4))) == alone
+        threads, description = client.submit(where_it_runs).result()
+        assert (threads, description) == (1, "Dask's threaded scheduler, 1 thread (in a task of a Dask worker)")
+        assert client.submit(own_threads).result() == 1
+    assert threadpool_info() == before, "runs that end in another order than they began leave BLAS as it was"
+
+
+def test_active_client_runs_what_asks_for_no_scheduler(threads, client, small_text, capsys):
+    data, run = {"data": str(small_text), "batch_size": 4, "sequence_length": 16}, {"steps": 2, "validation_batches": 1}
+
+    def said(**own):
+        daskgpt.fit(MODEL, data, run=run, **own)
+        return capsys.readouterr().out.splitlines()[0]
+
+    used = f"scheduler  your active Client: LocalCluster at {threads.scheduler_address}, 2 workers"
+    assert said().startswith(used)
+    assert said(dataflow={"grain": "block"}).startswith(used)
+    assert said(dataflow=daskgpt.DataflowConfig()).startswith(used)
+    assert said(client=client).startswith(f"scheduler  LocalCluster at {threads.scheduler_address}, 2 workers")
+    assert said(dataflow={"scheduler": "sync"}) == "scheduler  Dask's synchronous scheduler"
+    assert where_it_runs()[0] == 2
+    shared, own = (daskgpt.plan(MODEL, data | {"groups": 2}, threads=count) for count in (0, 3))
+    assert (shared.job.scheduler, shared.job.dataflow.threads, len(shared.loads)) == ("local", 2, 2)
+    assert (own.job.scheduler, own.job.dataflow.threads) == ("threads", 3)
+
+    async def within():
+        async with Client(threads.scheduler_address, asynchronous=True):
+            daskgpt.fit(MODEL, data, run=run)
+
+    with pytest.raises(TypeError, match="asynchronous"):
+        asyncio.run(within())
 
 
 @pytest.mark.parametrize(
@@ -284,7 +336,9 @@ def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setattr(connect, "DASHBOARD_PORT", taken.getsockname()[1])
         variables = dict(os.environ)
+        active = opening.active_client()
         with daskgpt.open_scheduler("local", 1) as scheduler:
+            assert opening.active_client() is active, "the run's own Client is not for others"
             assert scheduler.description.startswith("local cluster, 1 worker processes, dashboard http://127.0.0.1:")
             assert f":{connect.DASHBOARD_PORT}/" not in scheduler.description
         assert dask.config.get(tick) == setting, "of this process"

@@ -26,7 +26,7 @@ from daskgpt.model.gpt2 import logits, replaced_rows
 from daskgpt.model.layers import Layer
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.local import at_once, usable_cores
+from daskgpt.schedulers.local import at_once, own_threads
 
 MOST_ROWS = 32  # rows of a step: tokens that are read together, so that weights are read once for all of them
 BYTES_A_THREAD = 1 << 22  # bytes of weights below which another thread would cost more time than it saves
@@ -84,7 +84,7 @@ class Decoder:
 
     def __init__(self, weights: Weights, texts: int, capacity: int, threads: int) -> None:
         self.weights, config = weights, weights.config
-        self.threads = threads or max(1, min(usable_cores(), weights.bytes // BYTES_A_THREAD))
+        self.threads = threads or max(1, min(own_threads(), weights.bytes // BYTES_A_THREAD))
         channels, heads = config.channels, config.heads
         self.capacity, width = ceiling(capacity, GROUP), ceiling(channels // heads, LANES)
         dtype = np.uint16 if weights.halves else np.float32

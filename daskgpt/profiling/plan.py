@@ -22,6 +22,7 @@ from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.simulate import Forecast, forecast
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import local_scheduler, usable_cores
+from daskgpt.schedulers.opening import active_client
 from daskgpt.training.autotune import CLASSES, ChunkChoice, GrainChoice, Trial, described, rounded
 from daskgpt.training.diloco import SOME_STEPS
 from daskgpt.training.job import Job, facts
@@ -131,7 +132,8 @@ def plan(
     """Return what a step will take, without running it, as `python -m daskgpt.train --plan` prints it.
 
     threads    of this process, or of each worker (0 = one); also more than there are here; 0 = as dataflow says
-    workers    of a cluster that share the step; 0 for the scheduler that dataflow names
+    workers    of a cluster that share the step; 0 for the scheduler that dataflow names, or for the workers of the
+               active Client where neither scheduler nor threads are given
     bandwidth  bits a second of the link of each worker, such as "10G"; 0 if all are on this machine
     latency    seconds of a message on a link, or a text such as "50us"
     explain    whether to predict what would be gained if a layer, Dask, memory or links were twice as fast
@@ -147,7 +149,12 @@ def plan(
     ('block', True, True)
     """
     job = job_from(config, data=data, optimizer=optimizer, dataflow=dataflow, local=local)
-    job = replace(job, dataflow=replace(job.dataflow, threads=threads or job.dataflow.threads))
+    dials = job.dataflow
+    if dials.scheduler == "auto" and not (threads or workers) and (client := active_client()) is not None:
+        counts = client.nthreads().values()
+        workers, threads = len(counts), min(counts, default=0)
+    dials = replace(dials, scheduler="threads") if threads and dials.scheduler == "auto" else dials
+    job = replace(job, dataflow=replace(dials, threads=threads or dials.threads))
     bits = count(bandwidth) if isinstance(bandwidth, str) else bandwidth
     seconds = duration(latency) if isinstance(latency, str) else latency
     check_plan({"workers": workers or None, "bandwidth": bits, "latency": seconds}, plan=True)

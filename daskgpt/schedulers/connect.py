@@ -147,7 +147,8 @@ def client_address(client: Any) -> str:
     """
     rule, got = "the client must be a distributed.Client that waits for results", {"client": repr(client)}
     waits = isinstance(client, Client) and not client.asynchronous
-    require(waits, "open_scheduler", rule, got, "Give Client(cluster), not asynchronous=True.", TypeError)
+    advice = "Give Client(cluster), not asynchronous=True; or name a scheduler, such as threads."
+    require(waits, "open_scheduler", rule, got, advice, TypeError)
     rule, advice = "the client must be connected", "Open one that lives as long as the run."
     require(client.status == "running", "open_scheduler", rule, {"client": client.status}, advice, RuntimeError)
     return str(client.scheduler.address)
@@ -213,7 +214,8 @@ def _scheduler_file(address: str) -> str:
 def _client(shown: str, **arguments: Any) -> Client:
     try:
         with dask.config.set({LOGGED: SENT}):
-            return Client(**arguments, timeout=f"{CONNECT_TIMEOUT}s")
+            # It is no active Client of the process, which other runs would take for the user's.
+            return Client(**arguments, timeout=f"{CONNECT_TIMEOUT}s", set_as_default=False)
     except (OSError, TimeoutError, TypeError, ValueError, RuntimeError) as error:
         # TypeError: tls:// without certificates, RuntimeError: tcp:// where Dask's settings ask for TLS;
         # ValueError: an address or a scheduler file that is none.

@@ -6,13 +6,17 @@ import ctypes
 import gc
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import Lock
+from types import TracebackType
 from typing import Any
 
 import dask.local
 import dask.threaded
+from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.program import Span
@@ -48,6 +52,26 @@ def return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+class OneBlasThread:
+    """Limits BLAS to one thread in this process while at least one of its `with` blocks is open, in any thread."""
+
+    def __init__(self) -> None:
+        self.lock, self.users = Lock(), 0
+        self.limits: Any = None
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.limits = self.limits if self.users else threadpool_limits(limits=1, user_api="blas")
+            self.users += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self.lock:
+            self.users -= 1
+            if not self.users:
+                self.limits.restore_original_limits()
+
+
+ONE_BLAS_THREAD = OneBlasThread()  # tasks use all cores already
 PLACES = 512  # items in one graph, see `Scheduler.each`
 
 
@@ -121,11 +145,32 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def in_task() -> bool:
+    """Return whether this thread runs a task of a Dask worker."""
+    if "distributed.worker" not in sys.modules:  # it takes half a second to import
+        return False
+    from distributed import get_worker
+
+    try:
+        get_worker()
+    except ValueError:
+        return False
+    return True
+
+
+def own_threads() -> int:
+    """Return how many threads this one may use in all: one a core; one in a task of a worker, whose other threads run
+    other tasks.
+    """
+    return 1 if in_task() else usable_cores()
+
+
 def local_scheduler(name: str, threads: int) -> LocalScheduler:
     if name == "sync":
         return LocalScheduler(dask.local.get_sync, "Dask's synchronous scheduler")
     get = partial(dask.threaded.get, num_workers=threads)
-    return LocalScheduler(get, f"Dask's threaded scheduler, {threads} threads", threads)
+    share = " (in a task of a Dask worker)" if in_task() else ""
+    return LocalScheduler(get, f"Dask's threaded scheduler, {threads} thread{'s' * (threads != 1)}{share}", threads)
 
 
 def at_once(functions: Sequence[Callable[[], Any]]) -> None:

@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import dask
-from threadpoolctl import threadpool_limits
 
 from daskgpt.config.errors import require
-from daskgpt.schedulers.local import keep_memory, local_scheduler, usable_cores
+from daskgpt.schedulers.local import ONE_BLAS_THREAD, in_task, keep_memory, local_scheduler, own_threads
 from daskgpt.schedulers.protocol import Scheduler
 
 LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
@@ -28,7 +28,7 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
 
     address   sync, threads, local (a cluster of processes on this machine), tcp://host:port, tls://host:port,
               file:PATH, or auto (see `chosen_address`)
-    threads   threads (threads) or worker processes of one thread (local); 0 = one a core
+    threads   threads (threads) or worker processes of one thread (local); 0 = one a core, or one in a task of a worker
     client    a `distributed.Client` of any cluster, in place of an address: it stays open
 
     Errors    ValueError for an unknown name, TypeError for a client of another kind, RuntimeError if no scheduler
@@ -39,18 +39,20 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
     ...     scheduler.description
     "Dask's threaded scheduler, 2 threads"
     """
-    if client is not None:
+    active = active_client() if client is None and address == "auto" else None
+    if client is not None or active is not None:
         from daskgpt.schedulers.connect import borrowed_cluster
 
-        with borrowed_cluster(client) as scheduler:
+        with borrowed_cluster(client or active) as scheduler:
+            scheduler.description = f"your active Client: {scheduler.description}" if active else scheduler.description
             yield scheduler
         return
     address, named = chosen_address(address), SETTING if address == "auto" else ""
     check_address(address)
-    threads = threads or usable_cores()
+    threads = threads or own_threads()
     if address in ("sync", "threads"):
         keep_memory()
-        with threadpool_limits(limits=1, user_api="blas"):
+        with ONE_BLAS_THREAD:
             yield local_scheduler(address, threads)
     else:
         from daskgpt.schedulers.connect import connected_cluster, local_cluster
@@ -59,12 +61,38 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
             yield scheduler
 
 
+def active_client() -> Any:
+    """Return the Client that this process has open, as other programs for Dask find it; None if there is none.
+
+    A task has none: the threads of its cluster run other tasks, and may wait for this one.
+
+    Errors    TypeError for an asynchronous one, RuntimeError for one without a connection
+    """
+    if "distributed" not in sys.modules or in_task():
+        return None
+    from distributed import default_client
+
+    from daskgpt.schedulers.connect import client_address
+
+    try:
+        client = default_client()
+    except ValueError:
+        return None
+    client_address(client)
+    return client
+
+
 def chosen_address(address: str) -> str:
-    """Return the address that `auto` stands for: Dask's setting scheduler-address (the environment variable
-    DASK_SCHEDULER_ADDRESS), or else `threads`. Other names and addresses are returned as they are.
+    """Return the address that `auto` stands for: that of the active Client, Dask's setting scheduler-address (the
+    environment variable DASK_SCHEDULER_ADDRESS), or else `threads`; in a task of a worker, `threads`. Other names and
+    addresses are returned as they are.
     """
     if address != "auto":
         return address
+    if in_task():
+        return "threads"
+    if (client := active_client()) is not None:
+        return str(client.scheduler.address)
     if not (found := dask.config.get("scheduler-address", None)):
         return "threads"
     from distributed.comm.addressing import normalize_address

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 from distributed import WorkerPlugin
 from distributed.metrics import context_meter
-from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.program import METER, RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
@@ -28,7 +27,7 @@ from daskgpt.schedulers.dask_internals import (
 )
 from daskgpt.schedulers.latest_calls import ASKED, LatestCall, latest_calls
 from daskgpt.schedulers.links import end_programs, forget_worker, is_not_reported, leave, ranks_of
-from daskgpt.schedulers.local import keep_memory
+from daskgpt.schedulers.local import ONE_BLAS_THREAD, keep_memory
 from daskgpt.schedulers.machine import IN_BRIEF, product_rate, resident_memory
 from daskgpt.schedulers.membership import plugin_name
 from daskgpt.schedulers.protocol import clock_offset
@@ -45,14 +44,13 @@ class PrepareWorker(WorkerPlugin):
     """
 
     users: ClassVar[Counter[Any]] = Counter()  # runs by worker; None = of this process
-    limits: ClassVar[Any] = None
 
     def __init__(self, run: str) -> None:
         self.name, self.run = plugin_name(run, "prepare"), run
 
     async def setup(self, worker: Any) -> None:
+        ONE_BLAS_THREAD.__enter__()
         if not self.users[None]:
-            PrepareWorker.limits = threadpool_limits(limits=1, user_api="blas")
             logging.getLogger("distributed.worker").addFilter(is_not_reported)
         self.users.update((None, worker.id))
         compile_all(np.float32, bfloat16=False)  # what bfloat16 needs is loaded at its first product
@@ -78,9 +76,9 @@ class PrepareWorker(WorkerPlugin):
             del self.users[worker.id]
             # Messages that are under way may still come.
             event_loop(worker).call_later(LATE_SECONDS, self._forget, worker)
+        ONE_BLAS_THREAD.__exit__(None, None, None)
         if not self.users[None]:
             logging.getLogger("distributed.worker").removeFilter(is_not_reported)
-            PrepareWorker.limits.restore_original_limits()
             METER.measure = None
 
     def _forget(self, worker: Any) -> None:

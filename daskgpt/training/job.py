@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -43,6 +44,7 @@ Say = Callable[[str], None]  # prints a line
 HORIZONS = ("steps", "epochs", "tokens", "minutes")
 ESTIMATES = 100  # in the time of a run
 RECENT = 10  # number of estimates over which the time of a step is averaged
+COMPILING = threading.RLock()  # held by the run that compiles kernels; others of this process find them compiled
 
 
 class Horizon:
@@ -341,7 +343,7 @@ def compile_kernels(precision: Precision = FLOAT32, uses: Container[str] | None 
     if not precision.is_compiled(uses):
         when = "first start on this machine, " if PLACE.folder is not None else ""
         print(f"compiling kernels ({when}10 to 30 seconds) ...", file=sys.stderr, flush=True)
-    with heeding_interrupts() as check:
+    with COMPILING, heeding_interrupts() as check:
         precision.compile(uses, after_each=check, processes=usable_cores())
     if told := PLACE.told(time.perf_counter() - start):
         print(told, file=sys.stderr, flush=True)
@@ -373,5 +375,5 @@ def describe(job: Job, scheduler: Scheduler, chunks: str) -> str:
     chunks   number, size and origin of the chunks
     """
     known = facts(job) | {"data": job.tokens.description, "chunks": chunks, "scheduler": scheduler.description}
-    order = ("model", "data", "batch", "replicas", "chunks", "precision", "scheduler")
+    order = ("scheduler", "model", "data", "batch", "replicas", "chunks", "precision")
     return "\n".join(f"{name:10} {known[name]}" for name in order if name in known)

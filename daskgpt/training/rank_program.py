@@ -110,7 +110,8 @@ class RankProgram:
         with self.busy:
             start, self.job.horizon.changes = time.perf_counter(), [(0, length)]
             with self.scheduler.record():
-                assert (spans := self.scheduler.spans) is not None
+                spans = self.scheduler.spans
+                assert spans is not None
                 self.recent.append(spans)
                 try:
                     outcomes = self._run(first, batches, limits)

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -111,7 +110,6 @@ class Result:
 
 Sampler = Callable[[Scheduler, State], str]  # text that a state writes
 Changes = Mapping[str, Any]  # of a configuration, by the names of its fields
-RUNNING = RLock()  # held by the thread whose run trains; its callbacks may train as well
 
 
 class Callback(Protocol):
@@ -168,7 +166,8 @@ def fit(
     resume       a run folder to continue from its newest good checkpoint. Its settings are kept but for those that are
                  given: a mapping names what changes (`run={"steps": 4000}`), a configuration counts as a whole
     client       a `distributed.Client` whose cluster runs the tasks, in place of `dataflow.scheduler`; it stays open,
-                 and nothing of the run stays on its cluster
+                 and nothing of the run stays on its cluster. None for the active Client of this process, if it has one
+                 and dataflow names no scheduler. In a task of a Dask worker a run has one thread, and no client
     on_step      called with (step, metrics) after each step, counted from 0; if it returns True the run ends as with
                  Ctrl-C, with a checkpoint, and can be resumed
     callbacks    instruments that observe steps, such as `daskgpt.TimelineCallback`
@@ -225,14 +224,13 @@ def train(job: Job, initial: ResumeState, observers: Observers = Observers(), cl
 def run_job(job: Job, scheduler: Scheduler, initial: ResumeState, observers: Observers) -> Result:
     """Train on an open scheduler. Ctrl-C or SIGTERM ends the run after a step, with a checkpoint.
 
-    Errors    KeyboardInterrupt at the second Ctrl-C: nothing more is saved; RuntimeError where another thread of this
-              process trains under a scheduler of this process
+    Errors    KeyboardInterrupt at the second Ctrl-C: nothing more is saved
     """
     scheduler.admit(job.precision.packed)
     require_memory(job, scheduler.memory_limits())
     progress = Progress(job.steps, done=initial.step, quiet=observers.quiet)
     what = "round" if job.local.local_steps else "step"
-    with only_run(scheduler), finishing_first(progress.say, what) as stop_requested:
+    with finishing_first(progress.say, what) as stop_requested:
         trainer = _Trainer(job, scheduler, initial, observers, progress, stop_requested)
         try:
             return trainer.run()
@@ -252,21 +250,6 @@ def steps_of(job: Job, scheduler: Scheduler, say: Say = print) -> Steps:
     from daskgpt.training.rank_steps import RankSteps
 
     return RankSteps(job, cast(Any, scheduler), say)
-
-
-@contextmanager
-def only_run(scheduler: Scheduler) -> Iterator[None]:
-    """Reserve this process for one run if its scheduler is in it: kernel calls are recorded by process.
-
-    Errors   RuntimeError where the run of another thread holds it
-    """
-    alone = RUNNING if scheduler.in_place else RLock()
-    rule, got = "one run at a time may train in a process", "another thread's run"
-    require(alone.acquire(blocking=False), "fit", rule, got, "Wait for its end, or start a process.", RuntimeError)
-    try:
-        yield
-    finally:
-        alone.release()
 
 
 @dataclass(eq=False, repr=False)

@@ -28,6 +28,16 @@ def test_documented_examples_pass(page, tmp_path, monkeypatch):
     assert runner.failures == 0, "".join(said)
 
 
+def test_documented_sweep_runs(small_text, tmp_path):
+    (sweep,) = re.findall(
+        r"```python\n(import daskgpt\nfrom distributed .*?)```", (DOCS / "python.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "sweep.py").write_text(sweep.replace("text.txt", str(small_text)).replace('"steps": 200', '"steps": 2'))
+    done = subprocess.run([sys.executable, "sweep.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\{0.0003: [\d.]+, 0.001: [\d.]+, 0.003: [\d.]+\}\n", done.stdout)
+
+
 def test_metrics_of_a_run_match_the_table(tmp_path):
     (table,) = [table for table in tables(DOCS / "metrics.md") if table.head == ["name", "unit", "definition", "when"]]
     known = {name for row in table.rows for name in row[0].split(", ")}
