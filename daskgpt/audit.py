@@ -16,7 +16,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.audit import Audit, Stretch, Verdict, differing_tensors
 from daskgpt.training.job import compile_kernels
@@ -45,6 +45,8 @@ def main(arguments: list[str]) -> int:
     values = flags.parse_args(arguments)
     options: AuditConfig = from_flags(AuditConfig, values)
     dataflow: DataflowConfig = from_flags(DataflowConfig, values)
+    if options.share:
+        require_scheduler(dataflow.scheduler)
     audit = Audit(values.run, given_flags(DataflowConfig, values), options.data)
     there = f"{len(audit.entries):,} entries, {len(audit.folders):,} checkpoints are there"
     print(f"chain {audit.head}: {there}")

@@ -33,7 +33,7 @@ from daskgpt.profiling.calibrate import calibrate
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
 from daskgpt.profiling.records import append_records, check_records, measured
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.job import compile_kernels
 
 
@@ -61,6 +61,7 @@ def main(arguments: list[str]) -> int:
     job = job_of(config, options, from_flags(DataflowConfig, values))
     if values.record:
         check_records(values.record)
+    require_scheduler(job.dataflow.scheduler)
     with redirect_stdout(sys.stderr) if values.json else nullcontext():  # standard output has one line
         others = machine.busy_cores()
         if others > machine.BUSY:

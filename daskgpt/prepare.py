@@ -16,7 +16,7 @@ from daskgpt.config.flags import Parser, add_flags, called, from_flags, run_comm
 from daskgpt.data.corpus import PrepareConfig
 from daskgpt.data.preparation import Preparation
 from daskgpt.data.token_folder import Manifest, Part
-from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 
 
 def main(arguments: list[str]) -> int:
@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
     add_flags(flags, PrepareConfig)
     values = flags.parse_args(arguments)
     config: PrepareConfig = from_flags(PrepareConfig, values)
+    require_scheduler(config.scheduler)
     preparation = Preparation(values.inputs, config)
     with (
         open_scheduler(config.scheduler, config.threads) as scheduler,

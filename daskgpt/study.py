@@ -40,6 +40,7 @@ from daskgpt.profiling.study import (
     write_timelines,
 )
 from daskgpt.schedulers.local import usable_cores
+from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.training.job import compile_kernels
 
 QUICK_MODEL: dict[str, Any] = {"blocks": 1, "heads": 2, "channels": 32, "vocabulary": 64, "positions": 16}
@@ -81,6 +82,8 @@ def main(arguments: list[str]) -> int:
     grid = chosen_grid(study, cores, chosen) if chosen else (quick_grid if values.quick else default_grid)(study, cores)
     for point in grid:
         job_of_point(model, study, point)
+    for address in {point.scheduler for point in grid}:
+        require_scheduler(address)
     folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
     if values.timelines:
         compile_kernels()

@@ -27,11 +27,21 @@ from daskgpt.profiling.recorder import (
     TimelineConfig,
     require_shared_steps,
 )
+from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, pointed, step_of
 from daskgpt.training.job import HORIZONS, Job, one_horizon, require_memory
-from daskgpt.training.run_folder import RunFolder, new_folder
-from daskgpt.training.start import SECTIONS, Resumed, WarmStart, changeable, first_state, may_not_change, open_dataset
+from daskgpt.training.run_folder import new_folder
+from daskgpt.training.start import (
+    SECTIONS,
+    Resumed,
+    WarmStart,
+    changeable,
+    check_beginning,
+    first_state,
+    may_not_change,
+    open_dataset,
+)
 from daskgpt.training.step import State, call_on_model
 from daskgpt.training.trainer import Callback, Observers, Result, train
 
@@ -92,30 +102,34 @@ def main(arguments: list[str]) -> int:
     values = parsed(arguments)
     shown: TimelineConfig = from_flags(TimelineConfig, values)
     report_config: DaskReportConfig = from_flags(DaskReportConfig, values)
+    asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
+    check_plan(asked | {"explain": values.explain}, plan=values.plan)
     start, resumed = None, None
     if values.resume:
         if values.preset:
             raise may_not_change(values.resume, "preset", values.preset)
+        if "scheduler" in given_flags(DataflowConfig, values) and not values.plan:
+            require_scheduler(values.scheduler)
         resumed = Resumed(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
         job = resumed.job
     else:
         one_horizon(given_flags(RunConfig, values))
         run = from_flags(RunConfig, values)
         run = replace(run, out=run.out or new_folder())
-        RunFolder(run.out)  # is refused before any data are read
         start = WarmStart(run.init) if run.init else None
         job = job_of(values, run, start)
     if shown.timeline:
         require_shared_steps(job)
-    asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
-    check_plan(asked | {"explain": values.explain}, plan=values.plan)
+    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
+    callbacks += [DaskReportCallback(report_config, job)] if report_config.performance_report else []
+    if not resumed:
+        check_beginning(job, connects=not values.plan)
+        job = with_data(job, values, start)
     if values.plan:
         print(predict(job, **asked, timed=True, explain=values.explain))
         return 0
     require_memory(job)
     first = resumed.initial if resumed else first_state(job, start)
-    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
-    callbacks += [DaskReportCallback(report_config, job)] if report_config.performance_report else []
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
     result = train(job, first, Observers(callbacks=callbacks, sampler=sampler))
     report(job, result, time.perf_counter() - begin)
@@ -123,17 +137,12 @@ def main(arguments: list[str]) -> int:
 
 
 def job_of(values: Namespace, run: RunConfig, start: WarmStart | None) -> Job:
-    """Return the checked job of the flags, from random values or from a model."""
-    optimizer, dataflow = from_flags(OptimizerConfig, values), from_flags(DataflowConfig, values)
-    numbers = given_flags(GPT2Config, values)
+    """Return the checked job of the flags, still without data, from random values or from a model."""
     if start is None:
-        data, name = from_flags(DataConfig, values), values.preset or DEFAULT
-        dataset = open_dataset(data, preset(name, **numbers).vocabulary)
-        # The encoding decides the vocabulary; tiny is as long as its sequences.
-        fitting = {} if preset(name).vocabulary == dataset.vocabulary else {"vocabulary": dataset.vocabulary}
-        fitting |= {"positions": data.sequence_length} if name == DEFAULT else {}
-        config = preset(name, **fitting | numbers)
+        data = from_flags(DataConfig, values)
+        config = config_of(values, data)
     else:
+        numbers = given_flags(GPT2Config, values)
         if values.preset:
             size = preset(values.preset)
             numbers = {"blocks": size.blocks, "heads": size.heads, "channels": size.channels} | numbers
@@ -141,8 +150,23 @@ def job_of(values: Namespace, run: RunConfig, start: WarmStart | None) -> Job:
         data, config = start.data_config(given_flags(DataConfig, values)), start.config
         if values.shorten:
             data = replace(data, sequence_length=min(data.sequence_length, config.positions))
-        dataset = open_dataset(data, config.vocabulary, start)
-    return Job(config, data, optimizer, dataflow, run, dataset, from_flags(LocalConfig, values))
+    optimizer, dataflow = from_flags(OptimizerConfig, values), from_flags(DataflowConfig, values)
+    return Job(config, data, optimizer, dataflow, run, local=from_flags(LocalConfig, values))
+
+
+def with_data(job: Job, values: Namespace, start: WarmStart | None) -> Job:
+    """Return the job with its data, whose encoding decides the vocabulary of a new model."""
+    dataset = open_dataset(job.data, job.config.vocabulary, start)
+    config = job.config if start else config_of(values, job.data, dataset.vocabulary)
+    return replace(job, config=config, dataset=dataset)
+
+
+def config_of(values: Namespace, data: DataConfig, vocabulary: int = 0) -> GPT2Config:
+    """Return the size of a new model; a vocabulary other than the preset's replaces it."""
+    name = values.preset or DEFAULT
+    fitting = {"vocabulary": vocabulary} if vocabulary not in (0, preset(name).vocabulary) else {}
+    fitting |= {"positions": data.sequence_length} if name == DEFAULT else {}  # tiny is as long as its sequences
+    return preset(name, **fitting | given_flags(GPT2Config, values))
 
 
 def report(job: Job, result: Result, seconds: float) -> None:

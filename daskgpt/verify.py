@@ -13,7 +13,7 @@ from daskgpt.config.run import DataflowConfig, check_chunks
 from daskgpt.formats.llmc import read_debug_state
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
-from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.checkpoint import load
 from daskgpt.training.inference import Inference
@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> int:
     add_flags(flags, DataflowConfig)
     values = flags.parse_args(arguments)
     dataflow: DataflowConfig = from_flags(DataflowConfig, values)
+    require_scheduler(dataflow.scheduler)
     comparisons, tolerance = compare(values.model, values.debug_state, dataflow), TOLERANCE[dataflow.precision]
     print(f"{'tensor':28} {'largest':>10} {'difference':>11}   of the largest, at most {tolerance:g}")
     for c in comparisons:

@@ -50,12 +50,16 @@ def client(threads):
         ("tls://node0:8786", "auto", "tls://node0:8786"),
         ("tls://node0:8786", "sync", "sync"),
         ("tls://node0:8786", "file:", "tcp://10.0.0.1:5"),
+        (None, "localhost:8786", "tcp://localhost:8786"),
+        (None, " node0:8786/", "tcp://node0:8786"),
+        (None, "[::1]:8786", "tcp://[::1]:8786"),
+        ("[::1]:8786", "auto", "tcp://[::1]:8786"),
+        (None, "tls://[::1]:8786/", "tls://[::1]:8786"),
     ],
 )
 def test_resolved_addresses(setting, address, resolved, tmp_path):
     (tmp_path / "scheduler.json").write_text('{"address": "tcp://10.0.0.1:5"}')
     address = f"file:{tmp_path / 'scheduler.json'}" if address == "file:" else address
-    opening.check_address(address)
     with dask.config.set({"scheduler-address": setting}):
         assert opening.resolved_address(address) == resolved
 
@@ -63,17 +67,41 @@ def test_resolved_addresses(setting, address, resolved, tmp_path):
 @pytest.mark.parametrize(
     ("address", "kind", "keyword"),
     [
-        ("thread", ValueError, "must be known"),
-        ("http://127.0.0.1:1", ValueError, "must be known"),
-        ("tcp://127.0.0.1:1", RuntimeError, r"must answer; got scheduler=tcp://127\.0\.0\.1:1"),
+        ("thread", ValueError, r"must be known; got scheduler=thread\. Did you mean threads\?"),
+        ("node0", ValueError, "Give HOST:PORT"),
+        ("", ValueError, "Give HOST:PORT"),
+        ("FILE", ValueError, "Give file:"),
+        ("http://127.0.0.1:8787/status", ValueError, "must be known; .*That is a dashboard"),
+        ("ftp://127.0.0.1:1", ValueError, "must be known"),
+        ("tcp://node0", ValueError, "must be HOST:PORT"),
+        ("node0:87866", ValueError, "must be HOST:PORT"),
+        ("node0:port", ValueError, "must be HOST:PORT"),
+        (":8786", ValueError, "must be HOST:PORT"),
+        ("::1:8786", ValueError, r"must be HOST:PORT; .* in brackets: tcp://\[::1\]:8786"),
+        ("tcp://127.0.0.1:1", RuntimeError, r"must answer; got scheduler=tcp://127\.0\.0\.1:1 \(Timed out"),
+        ("[::1]:1", RuntimeError, r"must answer; got scheduler=tcp://\[::1\]:1"),
+        ("tcp://nobody.invalid:1", RuntimeError, "no machine has this name"),
         ("tls://127.0.0.1:1", RuntimeError, "no certificate"),
-        ("file:none.json", RuntimeError, "file must exist"),
+        ("inproc://192.0.2.9/1/1", RuntimeError, "must answer"),
+        ("file:none.json", RuntimeError, "file must hold an address; .*no such file"),
+        ("file:FILE", RuntimeError, "file must hold an address; .*has no address"),
+        ("SILENT", RuntimeError, "takes the connection and says nothing"),
+        ("setting", ValueError, r"got scheduler=nowhere \(DASK_SCHEDULER_ADDRESS\)"),
     ],
 )
-def test_addresses_at_which_no_scheduler_answers(address, kind, keyword, monkeypatch):
+def test_addresses_at_which_no_scheduler_answers(address, kind, keyword, tmp_path, monkeypatch):
+    """They are found before anything slow, and by what opens a scheduler."""
     monkeypatch.setattr(connect, "CONNECT_TIMEOUT", 0.3)
-    with pytest.raises(kind, match=keyword), daskgpt.open_scheduler(address):
-        pass
+    (file := tmp_path / "scheduler.json").write_text("[1, 2]")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = address.replace("FILE", str(file)).replace("SILENT", f"127.0.0.1:{silent.getsockname()[1]}")
+        address, setting = ("auto", "nowhere") if address == "setting" else (address, None)
+        with dask.config.set({"scheduler-address": setting}):
+            with pytest.raises(kind, match=keyword), daskgpt.open_scheduler(address):
+                pass
+            if not address.startswith("inproc:"):
+                with pytest.raises(kind, match=keyword):
+                    opening.require_scheduler(address)
 
 
 def test_unusable_clients_are_refused(threads, small_text, monkeypatch):

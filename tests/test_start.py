@@ -1,14 +1,18 @@
 """Tests of the start of a run: settings that --init takes from a run or a model file, and the encoding of a model."""
 
+import os
 import shutil
+from collections import namedtuple
 
 import numpy as np
 import pytest
+from command_lines import refused, run
 from small_runs import config_of, losses_of
 
 import daskgpt
-from daskgpt import generate, train
+from daskgpt import audit, bench, generate, prepare, study, train, verify
 from daskgpt.formats.llmc import write_model
+from daskgpt.schedulers import connect
 
 SHORT = "--batch-size 4 --steps 3 --validation-batches 1 --warmup 0 --learning-rate 1e-5 --sample-tokens 0"
 GPT2 = "--preset gpt2 --blocks 1 --heads 2 --channels 8 --sequence-length 16"
@@ -114,3 +118,109 @@ def test_gpt2_preset_uses_gpt2_encoding(small_text, tmp_path, monkeypatch):
     out = tmp_path / "bytes"
     assert begin("--data", small_text, GPT2, "--encoding bytes", SHORT, "--out", out) == 0
     assert (config_of(out)["model"]["vocabulary"], config_of(out)["data"]["encoding"]) == (257, "bytes")
+
+
+Disk = namedtuple("Disk", ["total", "used", "free"])
+WRONG = [
+    ("--scheduler 127.0.0.1:1", "scheduler must answer"),
+    ("--scheduler thread", "Did you mean threads"),
+    ("--out TEXT", "must be a folder or new"),
+    ("--out TEXT/run", "must be a folder or new"),
+    ("--out RUN", "must not hold a run already"),
+    ("--batch-chunk 3", "must divide batch_size"),
+    ("--optimizer adamm", "Did you mean adamw"),
+    ("--log tensorbord", "Did you mean tensorboard"),
+    ("--sequence-length 64 --positions 32", "must not be longer than the model's positions"),
+    ("--blocks 4096 --channels 65536 --heads 64", "must fit into"),
+    ("--performance-report report.html --scheduler threads", "Dask reports on clusters only"),
+    ("--workers 2", "--workers must come with --plan"),
+    ("--local-steps 2 --timeline first", "timeline"),
+    ("--resume RUN --scheduler 127.0.0.1:1", "scheduler must answer"),
+]
+
+
+@pytest.fixture
+def nothing_slow(monkeypatch):
+    """Fail where data are read, or kernels compiled."""
+    monkeypatch.setattr(connect, "CONNECT_TIMEOUT", 0.3)
+    for place in ("training.start.load_dataset", "training.start.open_dataset", "train.open_dataset"):
+        monkeypatch.setattr(f"daskgpt.{place}", lambda *_, **__: pytest.fail("data are read"))
+    for place in ("training.trainer", "bench", "study", "profiling.measure", "audit"):
+        monkeypatch.setattr(f"daskgpt.{place}.compile_kernels", lambda *_: pytest.fail("kernels are compiled"))
+
+
+@pytest.mark.usefixtures("nothing_slow")
+@pytest.mark.parametrize(("flags", "said"), WRONG)
+def test_what_is_wrong_is_said_before_data_are_read(flags, said, first, small_text, tmp_path):
+    flags = flags.replace("TEXT", str(small_text)).replace("RUN", str(first))
+    own = [] if "--resume" in flags else ["--data", small_text, "--batch-size 4"]
+    out = [] if "--out" in flags or "--resume" in flags else ["--out", tmp_path / "run"]
+    with pytest.raises((ValueError, OSError, RuntimeError), match=said):
+        begin(*own, *out, flags)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("nothing_slow")
+@pytest.mark.parametrize(("free", "fits"), [(3 * 4 * 3_000, False), (10**9, True)])
+def test_room_for_a_checkpoint_is_checked_before_data_are_read(free, fits, small_text, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(10**9, 10**9 - free, free))
+    given = "--blocks 1 --heads 2 --channels 16 --sequence-length 32", "--data", small_text, "--out", tmp_path / "run"
+    with pytest.raises(
+        pytest.fail.Exception if fits else OSError, match="are read" if fits else "room for a checkpoint"
+    ):
+        begin(*given)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(0, 0, 0))  # of file systems that do not know
+    with pytest.raises(pytest.fail.Exception, match="are read"):
+        begin(*given)
+
+
+@pytest.mark.usefixtures("nothing_slow")
+def test_fit_says_what_is_wrong_before_data_are_read(first, small_text, tmp_path):
+    config, data = daskgpt.preset("tiny", blocks=1), {"data": str(small_text)}
+    wrong = [
+        ({"dataflow": {"scheduler": "127.0.0.1:1"}}, "scheduler must answer"),
+        ({"run": {"out": str(first)}}, "must not hold a run already"),
+        ({"parameters": {}}, "names must be the table's"),
+        ({"data": data | {"batch_size": 4}, "dataflow": {"batch_chunk": 3}}, "must divide batch_size"),
+    ]
+    for own, said in wrong:
+        with pytest.raises((ValueError, OSError, RuntimeError), match=said):
+            daskgpt.fit(config, **{"data": data} | own)
+    with pytest.raises(RuntimeError, match="scheduler must answer"):
+        daskgpt.fit(resume=first, dataflow={"scheduler": "127.0.0.1:1"})
+    with pytest.raises(RuntimeError, match="scheduler must answer"):
+        daskgpt.measure(config, {"batch_size": 4}, {"one": {"scheduler": "127.0.0.1:1"}})
+
+
+@pytest.mark.usefixtures("nothing_slow")
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (prepare, ["missing.txt", "--out", "tokens"]),
+        (bench, []),
+        (audit, ["missing"]),
+        (verify, ["missing.bin", "missing.state"]),
+        (study, ["--quick", "--out", "study"]),
+    ],
+)
+def test_every_command_checks_its_scheduler_first(command, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flag = "--scheduler"
+    with pytest.raises(RuntimeError, match=r"a Dask scheduler must answer; got scheduler=tcp://127\.0\.0\.1:1"):
+        command.main([*arguments, flag, "127.0.0.1:1"])
+    with pytest.raises(ValueError, match=r"must be known; got scheduler=thread\. Did you mean threads\?"):
+        command.main([*arguments, flag, "thread"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_deleted_working_folder_is_named(small_text, tmp_path, monkeypatch):
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for command in ("train", "prepare", "convert"):
+        line = refused(run(command, small_text))
+        assert line == "daskgpt: the working folder must exist; got one that was deleted. Change to another one (cd)."
+    with pytest.raises(FileNotFoundError, match="the working folder must exist"):
+        daskgpt.fit(daskgpt.preset("tiny"), {"data": str(small_text)})
+    monkeypatch.undo()
+    assert os.getcwd()

@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
-from daskgpt.config.errors import nearest, refusal
+from daskgpt.config.errors import nearest, refusal, require_working_folder
 from daskgpt.config.files import NO_ROOM
 from daskgpt.config.model import PRESETS, GPT2Config
 from daskgpt.config.settings import count, duration, help_of
@@ -171,6 +171,7 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
     code: Any = 0
     try:
         try:
+            require_working_folder("daskgpt")
             code = main(sys.argv[1:])
         except SystemExit as ended:  # from --help and wrong flags
             code = ended.code

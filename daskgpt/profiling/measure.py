@@ -26,7 +26,7 @@ from daskgpt.profiling.recorder import recorder_of
 from daskgpt.profiling.records import Figure, Measurement, Spread
 from daskgpt.profiling.timeline import Summary, Timeline, is_message, summarise, svg_legend, svg_strips
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.job import facts as job_facts
@@ -316,6 +316,8 @@ def measure(
     require(steps >= 1, "measure", "steps must be at least 1", {"steps": steps}, "Give 1 or more.")
     shared = {"data": data, "optimizer": {"schedule": "constant"}, "run": {"seed": seed}}
     jobs = {name: job_from(config, dataflow=own, **shared) for name, own in known.items()}
+    for job in jobs.values():
+        require_scheduler(job.dataflow.scheduler)
     for job in jobs.values():
         compile_kernels(job.precision)
     others = machine.busy_cores()

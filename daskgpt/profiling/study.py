@@ -40,7 +40,7 @@ from daskgpt.profiling.simulate import forecast
 from daskgpt.profiling.timeline import Timeline, describe_summary, summarise
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import usable_cores
-from daskgpt.schedulers.opening import check_address, open_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.job import Job, compile_kernels
 
 BARRIERS = {"layer": "layer (fork-join)", "phase": "phase", "step": "step (tasks)", "none": "none (barrier-free)"}
@@ -164,7 +164,6 @@ def job_of_point(config: GPT2Config, study: StudyConfig, point: DataflowConfig) 
 
     Errors   ValueError if the point does not fit the model or the batch
     """
-    check_address(point.scheduler)
     return job_of(config, study, point)
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import ipaddress
+import json
 import logging
 import multiprocessing
 import os
+import socket
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any
 
 import dask
@@ -24,7 +27,7 @@ from distributed.comm.addressing import get_address_host, parse_address
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.dask_internals import LOOKING, scheduler_identity
+from daskgpt.schedulers.dask_internals import LOOKING, identity_at, scheduler_identity
 from daskgpt.schedulers.failures import REACHED
 from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.local import ENVIRONMENT
@@ -39,6 +42,7 @@ from daskgpt.schedulers.membership import (
     running,
     show_run,
 )
+from daskgpt.schedulers.opening import scheduler_file
 from daskgpt.schedulers.worker_metrics import TOPIC
 from daskgpt.schedulers.workers import PrepareWorker
 
@@ -115,12 +119,34 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
 
 @contextmanager
 def connected_cluster(address: str, named: str = "") -> Iterator[ClusterScheduler]:
-    if address.startswith("file:"):
-        client = _client(address, scheduler_file=_scheduler_file(address))
-    else:
-        client = _client(address, address=address)
-    with _silent_client(), client:
+    with _silent_client(), _client(address, address_of_scheduler(address, named)) as client:
         yield _ready(ClusterScheduler(client, _described(client, "cluster", address, named)))
+
+
+def address_of_scheduler(address: str, named: str = "") -> str:
+    """Return the address at which a scheduler answers: the given one, or the one that a file holds.
+
+    named    the setting that the address comes from
+
+    Errors   RuntimeError if no scheduler answers
+    """
+    address, shown = _address_in(address), f"{address} ({named})" if named else address
+    if address.startswith("inproc:"):
+        return address
+    rule, got = "a Dask scheduler must answer", f"scheduler={shown}"
+    with ThreadPoolExecutor(1) as thread:  # this one may have an event loop, as in notebooks
+        asked = thread.submit(asyncio.run, identity_at(address, CONNECT_TIMEOUT))
+    # TypeError: tls:// without certificates, RuntimeError: tcp:// where Dask's settings ask for TLS; MemoryError and
+    # others: the answer of another program.
+    if (error := asked.exception()) is not None:
+        reason, advice = reason_and_advice(error)
+        reason = reason if _is_host(address) else "no machine has this name"
+        raise refusal(RuntimeError, "open_scheduler", rule, f"{got} ({reason})", advice)
+    answer = asked.result()
+    other, advice = str(answer.get("type", "another program")), "Give the address that `dask scheduler` prints."
+    advice = f"Give that of its scheduler, {answer['scheduler']}." if answer.get("scheduler") else advice
+    require(other == "Scheduler", "open_scheduler", rule, f"{got} ({other})", advice, RuntimeError)
+    return address
 
 
 @contextmanager
@@ -198,33 +224,48 @@ def _is_no_lost_wait(record: logging.LogRecord) -> bool:
     return not (record.exc_info and type(record.exc_info[1]).__name__ == "AllExit")
 
 
-def _scheduler_file(address: str) -> str:
-    """Return the path of a scheduler file once it exists: Dask itself would wait for it forever."""
-    path = Path(address.removeprefix("file:"))
-    deadline = time.monotonic() + CONNECT_TIMEOUT
-    while not path.exists():
+def _address_in(address: str) -> str:
+    """Return the address in a scheduler file once it is there, for which Dask itself would wait forever; others as they
+    are.
+    """
+    if not address.startswith("file:"):
+        return address
+    path, deadline = scheduler_file(address), time.monotonic() + CONNECT_TIMEOUT
+    while True:
+        try:
+            return str(json.loads(path.read_text(encoding="utf-8"))["address"])
+        except FileNotFoundError:
+            reason = "no such file"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = getattr(error, "strerror", None) or "it has no address"
         if time.monotonic() > deadline:
-            rule, got = "the scheduler file must exist", f"none at scheduler={address} in {CONNECT_TIMEOUT} seconds"
-            advice = "Start one with `dask scheduler --scheduler-file FILE`."
+            rule, got = "the scheduler file must hold an address", f"scheduler={address} ({reason})"
+            advice = "Start a scheduler with `dask scheduler --scheduler-file FILE`."
             raise refusal(RuntimeError, "open_scheduler", rule, got, advice)
         time.sleep(0.1)
-    return str(path)
 
 
-def _client(shown: str, **arguments: Any) -> Client:
+def _client(shown: str, address: Any) -> Client:
     try:
         with dask.config.set({LOGGED: SENT}):
             # It is no active Client of the process, which other runs would take for the user's.
-            return Client(**arguments, timeout=f"{CONNECT_TIMEOUT}s", set_as_default=False)
+            return Client(address, timeout=f"{CONNECT_TIMEOUT}s", set_as_default=False)
     except (OSError, TimeoutError, TypeError, ValueError, RuntimeError) as error:
-        # TypeError: tls:// without certificates, RuntimeError: tcp:// where Dask's settings ask for TLS;
-        # ValueError: an address or a scheduler file that is none.
         reason, advice = reason_and_advice(error)
     # Collect the client that has not connected now: if it is collected later, in a thread of Dask's while a cluster
     # starts, it waits for the lock that the start holds, and the start waits for it.
     gc.collect()
     rule = "a Dask scheduler must answer"
     raise refusal(RuntimeError, "open_scheduler", rule, f"scheduler={shown} ({reason})", advice)
+
+
+def _is_host(address: str) -> bool:
+    """Return whether the host of an address is known."""
+    try:
+        socket.getaddrinfo(get_address_host(address), None)
+    except OSError:
+        return False
+    return True
 
 
 def _ready(scheduler: ClusterScheduler, *, ends_with_it: bool = False) -> ClusterScheduler:
@@ -287,9 +328,10 @@ def is_open(address: str) -> bool:
         return host != "localhost"
 
 
-def reason_and_advice(error: Exception) -> tuple[str, str]:
+def reason_and_advice(error: BaseException) -> tuple[str, str]:
     """Return why a scheduler does not answer, in Dask's words where they are clear, and what to do."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    silent = "it takes the connection and says nothing" if isinstance(error, TimeoutError) else type(error).__name__
+    text = str(error).splitlines()[0] if str(error) else silent
     if "ssl_context" in text:
         return "this process has no certificate", CERTIFICATES
     if "TLS certificate" in text:

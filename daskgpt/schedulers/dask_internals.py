@@ -16,11 +16,13 @@ from distributed.comm import connect
 from distributed.core import Status
 from distributed.diagnostics import task_stream
 from distributed.diagnostics.task_stream import TaskStreamPlugin
+from distributed.security import Security
 from distributed.utils import key_split
 
 BUSY = ("thread-cpu", "thread-noncpu")  # labels of the time in which a thread runs a task
 KERNEL = "kernel "  # prefix of our own labels, of kernels in merged tasks, whose time Dask subtracts from the task
 LOOKING = 0.5  # seconds between two looks at the workers while waiting
+ANSWER_SECONDS = 1  # in which a process that has taken a connection says what it is
 NANNY_SECONDS = 2  # in which a nanny ends its worker; none answers where the whole machine is gone
 
 
@@ -77,6 +79,25 @@ def awaited(client: Any, look: Callable[[], Any], method: Callable[..., Any], *a
         client.loop.add_callback(running.cancel)
         raise
     return client.sync(_result, running)
+
+
+async def identity_at(address: str, seconds: float) -> dict[str, Any]:
+    """Return what the process of Dask at an address says of itself; it must take a connection within some seconds.
+
+    `Client` would wait forever for one that takes a connection and says nothing, such as the server of a dashboard.
+
+    Errors   OSError, TimeoutError or another error where none answers
+    """
+    return await asyncio.wait_for(_identity(address, seconds), seconds + ANSWER_SECONDS)
+
+
+async def _identity(address: str, seconds: float) -> dict[str, Any]:
+    comm = await connect(address, timeout=seconds, **Security().get_connection_args("client"))
+    try:
+        await comm.write({"op": "identity", "reply": True})
+        return dict(await comm.read())
+    finally:
+        comm.abort()
 
 
 # Of the scheduler's process.

@@ -14,11 +14,13 @@ from typing import Any
 
 import dask
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import nearest, require
 from daskgpt.schedulers.local import ONE_BLAS_THREAD, in_task, keep_memory, local_scheduler, own_threads
 from daskgpt.schedulers.protocol import Scheduler
 
 LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
+CHOICES = "sync, threads, local, tcp://HOST:PORT, tls://HOST:PORT, file:scheduler.json"
+OPENS = "open_scheduler"
 SETTING = "DASK_SCHEDULER_ADDRESS"
 
 
@@ -27,12 +29,12 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
     """Open a scheduler by its name or address; it is closed at the end of the `with` block.
 
     address   sync, threads, local (a cluster of processes on this machine), tcp://host:port, tls://host:port,
-              file:PATH, or auto (see `chosen_address`)
+              file:PATH, or auto; see `chosen_address`
     threads   threads (threads) or worker processes of one thread (local); 0 = one a core, or one in a task of a worker
     client    a `distributed.Client` of any cluster, in place of an address: it stays open
 
-    Errors    ValueError for an unknown name, TypeError for a client of another kind, RuntimeError if no scheduler
-              answers or no worker comes
+    Errors    ValueError for an unknown name or a wrong address, TypeError for a client of another kind, RuntimeError if
+              no scheduler answers or no worker comes
 
     >>> import daskgpt
     >>> with daskgpt.open_scheduler("threads", threads=2) as scheduler:
@@ -48,7 +50,6 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
             yield scheduler
         return
     address, named = chosen_address(address), SETTING if address == "auto" else ""
-    check_address(address)
     threads = threads or own_threads()
     if address in ("sync", "threads"):
         keep_memory()
@@ -83,37 +84,63 @@ def active_client() -> Any:
 
 
 def chosen_address(address: str) -> str:
-    """Return the address that `auto` stands for: that of the active Client, Dask's setting scheduler-address (the
-    environment variable DASK_SCHEDULER_ADDRESS), or else `threads`; in a task of a worker, `threads`. Other names and
-    addresses are returned as they are.
-    """
-    if address != "auto":
-        return address
-    if in_task():
-        return "threads"
-    if (client := active_client()) is not None:
-        return str(client.scheduler.address)
-    if not (found := dask.config.get("scheduler-address", None)):
-        return "threads"
-    from distributed.comm.addressing import normalize_address
+    """Return the name or address of the scheduler that `open_scheduler` opens; whether one answers is not checked.
 
-    return str(normalize_address(str(found)))
+    `auto` stands for the active Client's; for Dask's setting scheduler-address (the environment variable
+    DASK_SCHEDULER_ADDRESS); or else for `threads`, as in a task of a worker. Dask's own default, tcp://, may be left
+    out.
+
+    Errors   ValueError for an unknown name or a wrong address; as of `active_client`
+    """
+    got, address = {"scheduler": address}, address.strip()
+    if address == "auto":
+        if in_task():
+            return "threads"
+        if (client := active_client()) is not None:
+            return str(client.scheduler.address)
+        if not (address := str(dask.config.get("scheduler-address", None) or "")):
+            return "threads"
+        got["scheduler"] = f"{address} ({SETTING})"
+    if address in LOCAL_SCHEDULERS or address.startswith(("file:", "inproc://")):
+        return address
+    protocol, separator, place = address.rpartition("://")
+    rule, advice = "the scheduler must be known", f"Choose from {CHOICES}."
+    if protocol in ("http", "https"):
+        advice = "That is a dashboard; `dask scheduler` prints the scheduler's address as well, tcp://HOST:8786 say."
+    elif not separator and ":" not in place:  # one word
+        advice = f"Give file:{place}." if Path(place).is_file() else nearest(place, list(LOCAL_SCHEDULERS)[1:])
+        advice = advice if advice.startswith(("Give", "Did")) else f"Give HOST:PORT, or one of {CHOICES}."
+    known = protocol in ("", "tcp", "tls") and bool(separator or ":" in place)
+    require(known, OPENS, rule, got, advice)
+    host, _, port = place.rstrip("/").rpartition(":")
+    fine = port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
+    fine &= bool(host) and (":" not in host or (host.startswith("[") and host.endswith("]")))
+    rule, advice = "the address must be HOST:PORT", "Name both, an IPv6 address in brackets: tcp://[::1]:8786."
+    require(fine, OPENS, rule, got, advice)
+    return f"{protocol or 'tcp'}://{host}:{port}"
 
 
 def resolved_address(address: str) -> str:
-    """Return the address that `auto` stands for or that a scheduler file names now; others as they are."""
+    """Return the address that `auto` stands for or that a scheduler file names now; others as of `chosen_address`."""
     address = chosen_address(address)
     if not address.startswith("file:"):
         return address
-    return str(json.loads(Path(address.removeprefix("file:")).read_text())["address"])
+    return str(json.loads(scheduler_file(address).read_text())["address"])
 
 
-def check_address(address: str) -> None:
-    """Check that `open_scheduler` knows a name; whether a scheduler answers is not checked.
+def scheduler_file(address: str) -> Path:
+    """Return the path in an address `file:PATH`."""
+    return Path(address.removeprefix("file:")).expanduser()
 
-    Errors   ValueError for an unknown name
+
+def require_scheduler(address: str) -> None:
+    """Check that a scheduler answers, before anything slow; nothing is asked of one in this process.
+
+    Errors   as of `open_scheduler`
     """
-    known = address in LOCAL_SCHEDULERS or address.startswith(("tcp://", "tls://", "file:"))
-    rule, got = "the scheduler must be known", {"scheduler": address}
-    advice = "Choose from sync, threads, local, tcp://host:port, tls://host:port, file:scheduler.json."
-    require(known, "open_scheduler", rule, got, advice)
+    if active_client() is None or address != "auto":
+        chosen, named = chosen_address(address), SETTING if address == "auto" else ""
+        if chosen not in LOCAL_SCHEDULERS:
+            from daskgpt.schedulers.connect import address_of_scheduler
+
+            address_of_scheduler(chosen, named)

@@ -23,7 +23,7 @@ from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters, digest
 from daskgpt.schedulers.machine import versions
-from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address
+from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, require_scheduler
 from daskgpt.training.checkpoint import (
     VERSION,
     Best,
@@ -33,7 +33,7 @@ from daskgpt.training.checkpoint import (
     open_with_state,
     read_checkpoint,
 )
-from daskgpt.training.job import HORIZONS, Arrays, Job, from_root, one_horizon, require_memory
+from daskgpt.training.job import HORIZONS, Arrays, Job, from_root, one_horizon, require_memory, require_room
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.run_folder import CONFIG, RunFolder
 
@@ -206,11 +206,11 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
 def first_state(job: Job, start: WarmStart | None = None, parameters: Arrays | None = None) -> ResumeState:
     """Return the state that a new run begins with: the given parameters, those of a model, or random ones.
 
-    Errors   ValueError if those given are not of the job's model, TypeError unless float32; as of RunFolder
+    parameters   checked
+
+    Errors       as of RunFolder
     """
     if parameters is not None:
-        check_parameters(job.config, parameters)
-        check_dtypes("fit", parameters, np.float32)
         parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
     elif start:
         parameters = start.model.loaded().parameters
@@ -219,18 +219,43 @@ def first_state(job: Job, start: WarmStart | None = None, parameters: Arrays | N
     return ResumeState(RunFolder(job.run.out) if job.run.out else None, parameters)
 
 
-def new_run(sections: Mapping[str, Any], parameters: Arrays | None) -> tuple[Job, ResumeState]:
+def check_beginning(job: Job, *, connects: bool = True) -> None:
+    """Check what a new run needs, before its data are read (`open_dataset` looks at their kind first) or anything is
+    computed.
+
+    job        without data
+    connects   whether a scheduler must answer
+
+    Errors     as of `daskgpt.fit`
+    """
+    require_memory(job)
+    if job.run.out:
+        RunFolder(job.run.out)
+        require_room(job)
+    if connects:
+        require_scheduler(job.dataflow.scheduler)
+
+
+def new_run(
+    sections: Mapping[str, Any], parameters: Arrays | None, *, connects: bool = True
+) -> tuple[Job, ResumeState]:
     """Return the job of a new run from its configurations by name, and the state that it begins with.
 
-    Errors   as of `daskgpt.fit`
+    connects   whether a scheduler must answer; it has if there is a client
+
+    Errors     as of `daskgpt.fit`
     """
     c = configurations("fit", sections)
     config, origin = c.pop("model"), WarmStart(c["run"].init) if c["run"].init else None
     if origin:
         rule = "the model's numbers must be those of the model to start from"
         origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
-    job = Job(config, dataset=open_dataset(c["data"], config.vocabulary, origin), **c)
-    require_memory(job)
+    job = Job(config, **c)
+    if parameters is not None:
+        check_parameters(config, parameters)
+        check_dtypes("fit", parameters, np.float32)
+    check_beginning(job, connects=connects)
+    job = replace(job, dataset=open_dataset(c["data"], config.vocabulary, origin))
     return job, first_state(job, origin, parameters)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusal, require, require_working_folder
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.rich import html_table, svg_curve
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
@@ -22,7 +22,7 @@ from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
 from daskgpt.model.parameters import check_config, parameter_count, parameter_shapes
-from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import ClusterLost, Scheduler, WorkerLost
 from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
@@ -185,6 +185,7 @@ def fit(
     >>> len(result.losses), result.losses[-1] < result.losses[0]
     (20, True)
     """
+    require_working_folder("fit")
     if client is not None:
         from daskgpt.schedulers.connect import client_address
 
@@ -193,13 +194,15 @@ def fit(
     if resume:
         rule, advice = "a run that is resumed has its own parameters", "Leave parameters out, or resume."
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
+        if client is None and "scheduler" in (changes := _changes(dataflow)):
+            require_scheduler(changes["scheduler"])
         resumed = Resumed(os.fspath(resume), {name: _changes(own) for name, own in sections.items()})
         job, initial = resumed.job, resumed.initial
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
         check_config("fit", config)
-        job, initial = new_run(sections, parameters)
+        job, initial = new_run(sections, parameters, connects=client is None)
     return train(job, initial, Observers(on_step, callbacks, quiet=quiet), client)
 
 
