@@ -21,6 +21,7 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.dask_internals import closes
 from daskgpt.schedulers.membership import members, running
+from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import WorkerLost
 from daskgpt.schedulers.worker_metrics import METRIC
 from daskgpt.training.rank_program import RankProgram
@@ -64,6 +65,15 @@ def test_two_workers_give_the_bits_of_threads_in_bfloat16(cluster, small_text, t
     cluster.have(2)
     both = [fit(small_text, tmp_path / name[:3], name, "bfloat16", steps=3) for name in ("threads", cluster.address)]
     assert same(*both)
+
+
+def test_address_of_a_worker_names_its_scheduler(cluster):
+    cluster.have(2)
+    require_scheduler(cluster.address.removeprefix("tcp://"))
+    with Client(cluster.address) as client:
+        worker = min(members(client))
+    with pytest.raises(RuntimeError, match=rf"\(Worker\)\. Give that of its scheduler, {cluster.address}\."):
+        require_scheduler(worker)
 
 
 def state_after_a_step(scheduler, precision):
