@@ -208,12 +208,12 @@ async def collected_asks(dask_scheduler):
 
 def test_scheduler_asks_only_while_somebody_looks(cluster, collected):
     found, client = cluster
-    prepare = PrepareWorker(client)
+    prepare = PrepareWorker("run")
     client.register_plugin(prepare)
     worker = min(found.workers.values(), key=lambda worker: worker.address)
     wait_until(lambda: all(METRIC in own.metrics for own in found.scheduler.workers.values()))
     program = SimpleNamespace(recent=[spans_of(("gelu.forward-h.0", 1, 1.0, 2.0))], link=SimpleNamespace(close=list))
-    ranks_of(worker).programs[client.id] = program
+    ranks_of(worker).programs["run"] = program
     client.run_on_scheduler(collected_asks)
     assert collected.asking == collected.calls == {}, "nobody looks"
     Page(found.scheduler).update()

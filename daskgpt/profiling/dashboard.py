@@ -308,7 +308,7 @@ class Page:
         self.shown = 0, -1
         self.numbers = Div(text=WAITING, sizing_mode="stretch_width")
         self.loss, self.validation, self.speed = (ColumnDataSource({"x": [], "y": []}) for _ in range(3))
-        nothing: dict[str, Any] = {"lane": [NOTHING], "name": [NOTHING], "color": ["white"]}  # Bokeh warns of no data
+        nothing: dict[str, Any] = {"lane": [NOTHING], "name": [NOTHING], "color": ["#00000000"]}  # else Bokeh warns
         self.calls = ColumnDataSource({**nothing, "left": [-1.0], "right": [0.0], "ms": [0.0]})
         self.kinds = ColumnDataSource({**nothing, "share": [1.0]})
         losses = _figure("Loss [nats a token] by step", tools="pan,wheel_zoom,reset", min_width=240)
@@ -395,8 +395,8 @@ class Page:
             f"loss <b>{latest['loss']:.3f}</b>",
             *([f"validation <b>{validation[-1]:.3f}</b>"] if len(validation) else []),
             f"<b>{latest['tokens_per_s']:,.0f}</b> tokens/s",
-            f"idle <b>{idle_share(found):.0%}</b>",
-            f"overlap of layers <b>{overlap_share(part):.0%}</b>",
+            *([f"idle <b>{idle_share(found):.0%}</b>"] if found else []),
+            *([f"overlap of layers <b>{overlap_share(part):.0%}</b>"] if found else []),
             f"between workers <b>{tqdm.format_sizeof(collected.bytes_a_step(), 'B')}</b> a step",
             f"recoveries <b>{collected.recoveries}</b>",
         ]
