@@ -187,6 +187,8 @@ class Collected(SchedulerPlugin):
         number = next((number for number, lane in enumerate(lanes) if lane.thread == call.thread), None)
         if number is None:
             ended = [number for number, lane in enumerate(lanes) if lane.end <= call.start]
+            if not ended and worker in self.scheduler.workers and len(lanes) >= self.scheduler.workers[worker].nthreads:
+                ended = [*range(len(lanes))]  # a task that Dask ran was known before the calls of a rank from before it
             number = min(ended, key=lambda number: lanes[number].end, default=len(lanes))
         lanes[number : number + 1] = [call]
         return call._replace(thread=number)
