@@ -96,7 +96,7 @@ class Collected(SchedulerPlugin):
 
     users     names of the runs that the page is there for
     calls     of each worker, by its address, with the numbers of lanes as threads
-    lanes     the last call in each lane of a worker
+    lanes     of each worker: thread -> number of its lane, the thread of the latest call last
     known     from when to when the calls of each worker are known
     steps     records of steps, see `schedulers.worker_metrics`, with `received_bytes` of all workers so far
     runs      number of runs that have sent steps; those of the latest run are kept
@@ -110,7 +110,7 @@ class Collected(SchedulerPlugin):
         """prefix   of all paths of the dashboard"""
         self.scheduler, self.users = scheduler, set[str]()
         self.calls: dict[str, deque[LatestCall]] = {}
-        self.lanes: dict[str, list[LatestCall]] = {}
+        self.lanes: dict[str, dict[int, int]] = {}
         self.known: dict[str, tuple[float, float]] = {}
         self.steps: deque[dict[str, Any]] = deque(maxlen=STEPS)
         self.runs = self.recoveries = 0
@@ -182,15 +182,15 @@ class Collected(SchedulerPlugin):
             add_to_task_stream(self.scheduler, worker, call.thread, call.name, span)
 
     def _in_lane(self, worker: str, call: LatestCall) -> LatestCall:
-        """Return a call with the number of a lane of its worker as its thread: windows have different threads."""
-        lanes = self.lanes.setdefault(worker, [])
-        number = next((number for number, lane in enumerate(lanes) if lane.thread == call.thread), None)
-        if number is None:
-            ended = [number for number, lane in enumerate(lanes) if lane.end <= call.start]
-            if not ended and worker in self.scheduler.workers and len(lanes) >= self.scheduler.workers[worker].nthreads:
-                ended = [*range(len(lanes))]  # a task that Dask ran was known before the calls of a rank from before it
-            number = min(ended, key=lambda number: lanes[number].end, default=len(lanes))
-        lanes[number : number + 1] = [call]
+        """Return a call with the number of a lane of its worker as its thread: windows have different threads.
+
+        A new thread takes the lane whose thread has been silent for the longest time.
+        """
+        lanes, known = self.lanes.setdefault(worker, {}), self.scheduler.workers.get(worker)
+        number = lanes.pop(call.thread, len(lanes))
+        if known is not None and number >= known.nthreads:
+            number = lanes.pop(next(iter(lanes)))
+        lanes[call.thread] = number
         return call._replace(thread=number)
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
