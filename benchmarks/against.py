@@ -25,7 +25,7 @@ from daskgpt.generation.decoder import Weights
 from daskgpt.model.parameters import initial_parameters
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of
 from daskgpt.profiling.records import Figure, Spread
-from daskgpt.schedulers.local import usable_cores
+from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import chosen_address, open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job, compile_kernels

@@ -29,7 +29,7 @@ from daskgpt import train
 from daskgpt.config.flags import from_flags
 from daskgpt.config.run import RunConfig
 from daskgpt.profiling.records import Figure, Spread
-from daskgpt.schedulers.local import usable_cores
+from daskgpt.schedulers.machine import usable_cores
 
 WARMUP = 10  # steps before the first window
 MARGIN = 3  # between two windows, in which the page is opened or closed

@@ -23,8 +23,7 @@ from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.profiling.measure import BenchConfig
 from daskgpt.profiling.records import Figure, Measurement, Spread
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.local import usable_cores
-from daskgpt.schedulers.machine import copy_rate
+from daskgpt.schedulers.machine import copy_rate, usable_cores
 from daskgpt.training.job import compile_kernels
 
 EARLY, LATE, BATCH = 10, 900, 8  # tokens that stand before, and texts

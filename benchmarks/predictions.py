@@ -32,7 +32,7 @@ from daskgpt.profiling.calibrate import Calibration
 from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.records import Figure, Spread
 from daskgpt.profiling.simulate import forecast
-from daskgpt.schedulers.local import usable_cores
+from daskgpt.schedulers.machine import usable_cores
 
 MODELS = {
     "tiny": daskgpt.preset("tiny"),

@@ -31,7 +31,8 @@ class AuditConfig(Checked):
 
     share: float = setting(1.0, "share of the stretches to compute again, drawn at random; 0 = only the chain", most=1)
     seed: int = setting(0, "seed of the draw")
-    data: str = setting("", "where the run's data are now; empty = where they were")
+    data: str = setting("", "where the run's data are now, if not where they were")
+    init: str = setting("", "where the model that the run began with is now, if not where it was")
 
 
 def main(arguments: list[str]) -> int:
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
     dataflow: DataflowConfig = from_flags(DataflowConfig, values)
     if options.share:
         require_scheduler(dataflow.scheduler)
-    audit = Audit(values.run, given_flags(DataflowConfig, values), options.data)
+    audit = Audit(values.run, given_flags(DataflowConfig, values), options.data, options.init)
     there = f"{len(audit.entries):,} entries, {len(audit.folders):,} checkpoints are there"
     print(f"chain {audit.head}: {there}")
     print("".join(f"FAULT {line}\n" for line in audit.faults), end="", flush=True)

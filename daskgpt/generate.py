@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import tee
 
-from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
+from daskgpt.config.flags import Parser, add_flags, from_flags, run_command, text
 from daskgpt.config.settings import documented, setting
 from daskgpt.data.prompt_form import PromptForm
 from daskgpt.data.tokenizer import Encoding, encode, get_encoding
@@ -43,11 +43,12 @@ class GenerateConfig(DecodingConfig, Choice):
     samples: int = setting(1, "texts after each prompt", least=1, most=2**12)
     tokens: int = setting(200, "length of the text", unit="tokens", least=0, most=2**30)
     seed: int = setting(0, "seed of the random choices", least=0)
-    until: str = setting("", "end a text at these words; \\n is a line break")
+    until: str = setting("", "end a text at these words; \\n is a line break", blank=True)
     template: str = setting(
         "",
         "form of prompts, in which {} is the place of --prompt or of a line of -i; \\n is a line break; empty = for -i "
         "that of the pairs that the run was trained on, else none",
+        blank=True,
     )
     end: str = setting("stop", "whether end-of-text ends a text", choices=("stop", "ignore"))
 
@@ -78,8 +79,8 @@ class Writer:
 
     def print(self, tokens: Iterable[int | None]) -> None:
         """Print the text of tokens as they arrive."""
-        for text in readable(self.encoding, shown(self.encoding, tokens, self.end, unescaped(self.options.until))):
-            print(text, end="", flush=True)
+        for part in readable(self.encoding, shown(self.encoding, tokens, self.end, unescaped(self.options.until))):
+            print(part, end="", flush=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -87,7 +88,7 @@ def main(arguments: list[str]) -> int:
     flags = Parser(prog="daskgpt.generate", description=__doc__)
     flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
     help_text = "text to continue (default: a new line); repeat it for several texts"
-    flags.add_argument("--prompt", action="append", help=help_text)
+    flags.add_argument("--prompt", action="append", type=text, help=help_text)
     flags.add_argument("-i", "--interactive", action="store_true", help="chat with the model in the terminal")
     add_flags(flags, GenerateConfig)
     values = flags.parse_args(arguments)

@@ -39,7 +39,7 @@ from daskgpt.profiling.study import (
     run_all,
     write_timelines,
 )
-from daskgpt.schedulers.local import usable_cores
+from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.training.job import compile_kernels
 

@@ -63,7 +63,7 @@ def parser() -> Parser:
         "--resume",
         metavar="RUN",
         help="continue a run in its folder from its newest good checkpoint; settings stay, except those that are given "
-        f"again: {', '.join(changeable())}",
+        f"again: {', '.join(changeable())}; --data and --init may name another place of the same content",
     )
     add_plan_flags(flags)
     add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)

@@ -1,14 +1,13 @@
 """Tests of `bench`: its output and records, and predictions of a step."""
 
-import os
 import re
 import tracemalloc
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import SMALL
+from control_groups import control_groups
 
 from daskgpt import bench, train
 from daskgpt.config.model import GPT2Config, preset
@@ -47,7 +46,7 @@ def test_measurement_record(capsys, flags):
     assert found["rate"] == pytest.approx(step_operations(config, 4, 32) / step.median / 1e6, rel=1e-2)
     assert 0 <= found["overhead"] < 1
     assert found["peak"] > 0.03
-    assert settings["threads"] == (1 if "sync" in flags else len(os.sched_getaffinity(0)))
+    assert settings["threads"] == (1 if "sync" in flags else machine.usable_cores())
     assert (settings["batch_size"], settings["sequence_length"], settings["sequence_chunk"]) == (4, 32, 16)
     chunk, grain = (settings["batch_chunk"], 16), settings["grain"]  # what the machine chose
     step = TrainingStep(config, (4, 32), chunk, job_of().optimizer, options=StepOptions(grain=grain, in_place=True))
@@ -185,52 +184,12 @@ def test_plan_shows_its_grain(flags, grain, word):
     assert {grain, word} <= set(re.findall(r"\w+", line))
 
 
-def control_groups(tmp_path, monkeypatch, own="", files=()):
-    """Let this process be in the control groups of some files."""
-    for name, text in {"cgroup": own, **dict(files)}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def test_plan_shows_whether_the_peak_fits(tmp_path, monkeypatch):
     physical, resident = control_groups(tmp_path, monkeypatch), machine.resident_memory()
     assert fits(job_of(), 0).startswith("fits: 0 MB and ")
     assert fits(job_of(), physical - resident // 2).startswith("DOES NOT FIT: ")
     assert "of 4 processes" in fits(job_of(scheduler="local", threads=3), 0)
     assert fits(job_of(scheduler="tcp://host:1"), 10**9).startswith("1.0 GB are needed by the cluster's workers")
-
-
-LIMITS = [
-    ("", {}, None),
-    ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "1000000", "memory.max": "2000000"}, 1_000_000),
-    ("0::/of/the/host\n", {"memory.max": "3000000"}, 3_000_000),
-    ("2:cpu:/x\n1:memory:/a\n", {"memory/a/memory.limit_in_bytes": "4000000", "memory.max": "5"}, 4_000_000),
-    ("1:memory:/a\n", {"memory/a/memory.limit_in_bytes": str(2**63 - 4096)}, None),
-]
-
-
-@pytest.mark.parametrize(("own", "files", "limit"), LIMITS)
-def test_container_limits_memory(tmp_path, monkeypatch, own, files, limit):
-    physical = control_groups(tmp_path, monkeypatch, own, files)
-    assert machine.memory_limit() == ((limit, "this container") if limit else (physical, "this machine"))
-
-
-OF_A = {"a/memory.max": "5000", "a/memory.current": "2000", "a/memory.stat": "anon 1\ninactive_file 500\n"}
-ALL = {"memory.max": "9000", "memory.current": "2000"}
-
-
-LEFT = [("0::/\n", {}, 70 << 10), ("0::/\n", ALL, 7000), ("0::/a\n", ALL | OF_A, 3500)]
-LEFT += [("0::/\n", ALL | {"memory.current": "9900"}, 0)]
-
-
-@pytest.mark.parametrize(("own", "files", "left"), LEFT)
-def test_available_memory_of_machine_and_container(tmp_path, monkeypatch, own, files, left):
-    control_groups(tmp_path, monkeypatch, own, files)
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=70 << 10))
-    assert machine.available_memory() == left
 
 
 REFUSED = [

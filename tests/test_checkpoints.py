@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
+from daskgpt.schedulers.machine import usable_cores
 from daskgpt.training import checkpoint, run_folder
 from daskgpt.training.checkpoint import DamagedCheckpoint, checked_state
 
@@ -45,7 +46,7 @@ def test_checkpoint_has_model_moments_and_state(saved):
     assert all((values > 0).any() for name, values in optimizer.items() if name.startswith("v."))
     state = json.loads((out / "latest" / "state.json").read_text())
     assert (state["step"], state["seed"], state["data"]["next_batch"]) == (STEPS, 0, STEPS)
-    assert state["configuration"]["dataflow"]["threads"] == len(os.sched_getaffinity(0))
+    assert state["configuration"]["dataflow"]["threads"] == usable_cores()
     assert (state["asked"]["grain"], state["configuration"]["model"]["channels"]) == ("auto", 16)
     assert state["groups"] == state["configuration"]["data"]["groups"] == 1
     assert state["arithmetic"]["precision"] == "float32"

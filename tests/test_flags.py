@@ -5,12 +5,13 @@ import re
 import sys
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from daskgpt.__main__ import COMMANDS
 from daskgpt.bench import parser as bench_parser
-from daskgpt.config.flags import MISSING, SYNONYMS, run_command
+from daskgpt.config.flags import MISSING, SYNONYMS, Parser, run_command, text
 from daskgpt.config.stopping import STOPPED, CanGoOn
 from daskgpt.study import parser as study_parser
 from daskgpt.train import parser as train_parser
@@ -39,6 +40,7 @@ def answer(parser, capsys, *words):
         (["--num-train-epochs", "3"], "--num-train-epochs", "--epochs"),
         (["--device", "cuda"], "--device", "CPUs"),
         (["--steps", "2", "text.txt"], "text.txt", "--data"),
+        (["--steps", "2", ""], "''", "variable"),
         (["--steps", "many"], "--steps", "invalid int"),
     ],
 )
@@ -74,6 +76,34 @@ def test_a_command_only_names_flags_that_it_has(capsys):
     assert answer(bench_parser(), capsys, "--dtype", "bf16").endswith("It is called --precision here.")
     assert "--learning-rate" not in answer(bench_parser(), capsys, "--lr", "0.1")
     assert "--threads" in answer(study_parser(), capsys, "--workers", "2")
+
+
+def parser_of(command, monkeypatch):
+    """Return the parser of a command."""
+    parsers = []
+
+    def parse_args(parser, words):
+        parsers.append(parser)
+        raise LookupError
+
+    with monkeypatch.context() as patched, suppress(LookupError):
+        patched.setattr(Parser, "parse_args", parse_args)
+        import_module(f"daskgpt.{command}").main([])
+    return parsers[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_values_of_unset_variables_are_refused(command, capsys, monkeypatch):
+    parser = parser_of(command, monkeypatch)
+    actions = [action for action in parser._actions if action.nargs != 0 and action.type in (None, str, Path, text)]
+    places = [action.dest for action in actions if not action.option_strings]
+    assert actions
+    for action in actions:
+        for value in [""] if action.type is text else ["", " ", "\t\n"]:
+            words = [value if place == action.dest else "x" for place in places]
+            if action.option_strings:
+                words += [action.option_strings[0], value]
+            assert f"must not be empty; got {value!r}" in answer(parser, capsys, *words)
 
 
 CODES = [

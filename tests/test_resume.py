@@ -6,10 +6,25 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_runs import MODEL, OPTIMIZER, STEPS, config_of, fit, losses_of, metrics_of, steps_in, stopping_at, tensors_of
+from small_runs import (
+    FLAGS,
+    MODEL,
+    OPTIMIZER,
+    STEPS,
+    config_of,
+    fit,
+    losses_of,
+    metrics_of,
+    steps_in,
+    stopping_at,
+    tensors_of,
+)
 
 import daskgpt
-from daskgpt import train
+from daskgpt import audit, train
+from daskgpt.data.dataset import load_dataset
+from daskgpt.data.tokenizer import vocabulary_of
+from daskgpt.formats.vocabulary import tokenizer_files
 from daskgpt.training.run_folder import RunFolder
 
 THREADS = {"scheduler": "threads", "threads": 2, "batch_chunk": 2, "sequence_chunk": 16}
@@ -162,7 +177,6 @@ def test_a_run_without_a_good_checkpoint_is_refused(copy, tmp_path, whole):
         ("--blocks", 2, r"blocks=2 \(its own: 1\)"),
         ("--local-steps", 3, "local_steps=3"),
         ("--preset", "gpt2", "preset=gpt2"),
-        ("--data", "stdlib", r"data=stdlib \(its own: "),
         ("--out", "elsewhere", "out=elsewhere"),
     ],
 )
@@ -208,6 +222,92 @@ def test_moved_or_copied_run_resumes(stopped, whole, tmp_path):
     assert tensors_of(copy) == tensors_of(whole)
     assert (copy / "latest.copy-1" / "state.json").is_file()
     assert config_of(copy)["run"]["out"] == str(copy)
+
+
+@pytest.fixture
+def moved(stopped, small_text, tmp_path):
+    """A copy of a run as another machine has it, whose data and model to start from were at places of the first one,
+    and those that are here.
+    """
+    text, init = tmp_path / "first" / "text.txt", tmp_path / "first" / "init"
+    text.parent.mkdir()
+    shutil.copy(small_text, text)
+    shutil.copytree(stopped, init)
+    fit(text, tmp_path / "first" / "run", init=str(init), steps=4, save_every=2, on_step=stopping_at(2))
+    (tmp_path / "first").rename(tmp_path / "second")
+    return [tmp_path / "second" / name for name in ("run", "text.txt", "init")]
+
+
+def resume_naming(way, run, setting, place):
+    """Resume a run whose data or model to start from are in another place, which a flag or an argument of `fit` names,
+    or the edited configuration.
+    """
+    section = {"data": "data", "init": "run"}[setting]
+    if way == "flag":
+        resume(run, f"--{setting}", place)
+    elif way == "argument":
+        daskgpt.fit(resume=run, **{section: {setting: place}}, quiet=True)
+    else:
+        edit_config(run, f'{setting} = "{config_of(run)[section][setting]}"', f'{setting} = "{place}"')
+        resume(run)
+
+
+def edit_config(run, old, new):
+    written = (run / "config.toml").read_text()
+    assert old in written
+    (run / "config.toml").write_text(written.replace(old, new))
+
+
+WAYS = ("flag", "argument", "file")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_moved_data_are_named_or_refused(moved, tmp_path, way, capsys):
+    run, text, init = moved
+    with pytest.raises(FileNotFoundError, match=r"first/text.txt.* --data"):
+        resume(run)
+    other = tmp_path / "other.txt"
+    other.write_text("L" + text.read_text()[1:])
+    with pytest.raises(ValueError, match=r"the data must be .*other.txt .*sha256=.*first/text.txt .*sha256="):
+        resume_naming(way, run, "data", other)
+    resume_naming(way, run, "data", text)
+    assert config_of(run)["data"]["data"] == str(text)
+    assert len(losses_of(run)) == 4
+    assert audit.main([str(run)]) == 0  # of the steps before that, too
+    assert "1 of 2 stretches" in capsys.readouterr().out
+    assert audit.main([str(run), "--init", str(init)]) == 0
+    assert "2 of 2 stretches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_moved_model_to_start_from_is_named_or_refused(moved, whole, way):
+    run, _, init = moved
+    edit_config(run, "first/text", "second/text")
+    with pytest.raises(ValueError, match=r"--init must name .*run \(\w{64}\), .*first/init \(\w{64}\)"):
+        resume_naming(way, run, "init", whole)
+    resume_naming(way, run, "init", init)
+    assert config_of(run)["run"]["init"] == str(init)
+    assert audit.main([str(run)]) == 0
+
+
+def test_model_to_start_from_of_a_run_without_one(copy, whole):
+    with pytest.raises(ValueError, match=r"--init must name .*'s=none \(random, by the seed\)"):
+        resume(copy, "--init", whole)
+
+
+def test_moved_vocabulary_is_named_or_refused(small_text, tmp_path):
+    for name, size in (("first", 270), ("other", 271)):
+        encoding = load_dataset(str(small_text), f"learn:{size}").encoding_name
+        (tmp_path / name).mkdir()
+        for file, content in tokenizer_files(vocabulary_of(encoding), 16).items():
+            (tmp_path / name / file).write_bytes(content)
+    run = tmp_path / "run"
+    flags = f"{FLAGS} --data {small_text} --encoding {tmp_path / 'first'} --out {run} --steps 2"
+    train.main(flags.split())
+    (tmp_path / "first").rename(tmp_path / "second")
+    with pytest.raises(ValueError, match="keeps .*encoding="):
+        resume(run, "--steps", 3, "--encoding", tmp_path / "other")
+    assert resume(run, "--steps", 3, "--encoding", tmp_path / "second") == 0
 
 
 def test_metrics_are_cut_back_and_gaps_reported(copy, whole, capfd):

@@ -8,6 +8,7 @@ from command_lines import SMALL
 from small_runs import config_of, fit
 
 from daskgpt import train
+from daskgpt.schedulers.machine import usable_cores
 from daskgpt.training import run_folder
 from daskgpt.training.run_folder import RunFolder
 
@@ -41,7 +42,7 @@ def test_configuration_matches_the_run(small_text, tmp_path, monkeypatch):
     written = config_of(folder)
     dataflow, data = written["dataflow"], written["data"]
     assert dataflow["grain"] in ("segment", "block", "chunk")
-    assert dataflow["threads"] == len(os.sched_getaffinity(0))
+    assert dataflow["threads"] == usable_cores()
     assert (dataflow["batch_chunk"], dataflow["sequence_chunk"]) == (4, 16)
     assert dataflow["precision"] == "float32"  # too few channels for auto to choose bfloat16
     assert (data["encoding"], data["data"]) == ("bytes", str(small_text.resolve()))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import daskgpt
 
+UNSET = "Check the variable that it comes from, or leave it out."
 E = TypeVar("E", bound=Exception)
 
 
@@ -59,6 +60,11 @@ def require_known(name: str, known: Collection[str], where: str, what: str) -> N
     """Raise ValueError unless a name is one of the known ones; `what` it names is for the message."""
     if name not in known:
         raise refusal(ValueError, where, f"{what} must be known", {what: name}, nearest(name, list(known)))
+
+
+def require_named(name: Any, where: str, what: str) -> None:
+    """Raise ValueError for an empty name, as of an unset variable of a shell; `what` it names is for the message."""
+    require(bool(str(name).strip()), where, f"{what} must not be empty", {what: repr(name)}, UNSET)
 
 
 def require_package(name: str, extra: str, where: str) -> None:

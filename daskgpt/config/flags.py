@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
-from daskgpt.config.errors import nearest, refusal, require_working_folder
+from daskgpt.config.errors import UNSET, nearest, refusal, require_working_folder
 from daskgpt.config.files import NO_ROOM
 from daskgpt.config.model import PRESETS, GPT2Config
 from daskgpt.config.settings import count, duration, help_of
@@ -63,10 +63,26 @@ def called(command: str) -> str:
     return f"daskgpt {command}" if program.stem == "daskgpt" else f"python -m daskgpt.{command}"
 
 
+def text(value: str, blank: bool = True) -> str:
+    """Return the value of a flag. Errors   ArgumentTypeError for an empty one, which an unset variable of a shell gives
+
+    blank   whether white space is a value
+    """
+    if not (value if blank else value.strip()):
+        raise argparse.ArgumentTypeError(f"it must not be empty; got {value!r}. {UNSET}")
+    return value
+
+
+def name(value: str) -> str:
+    """Return a name. Errors   as of `text`, also for white space"""
+    return text(value, blank=False)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that suggests the nearest flag, prints errors in one line and exits with 2.
 
     Flags cannot be abbreviated, since a new flag would make abbreviations ambiguous. A description keeps its lines.
+    Arguments without a type, and paths, are names, which must not be empty.
 
     prog   `daskgpt.NAME` stands for what the user typed
     """
@@ -75,15 +91,19 @@ class Parser(argparse.ArgumentParser):
         package, _, command = prog.partition(".")
         options = {"formatter_class": argparse.RawDescriptionHelpFormatter} | options
         super().__init__(called(command) if command else package, allow_abbrev=False, **options)
+        for kind in (None, str):
+            self.register("type", kind, name)
+        self.register("type", Path, lambda value: Path(name(value)))
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            name = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
-            if name.startswith("-"):
-                message = f"{name} must be a known flag. {suggestion(name, known)}"
+            flag = message.removeprefix("unrecognized arguments: ").partition(" ")[0].split("=")[0]
+            if flag.startswith("-"):
+                message = f"{flag} must be a known flag. {suggestion(flag, known)}"
             else:
-                message = f"{name} must follow a flag. " + "Name a text by --data." * ("--data" in known)
+                advice = "Name a text by --data." * ("--data" in known) if flag else UNSET
+                message = f"{flag or repr(flag)} must follow a flag. {advice}".rstrip()
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -118,6 +138,8 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
 
 def _type(f: Field[Any]) -> Callable[[str], Any]:
     words = f.metadata["words"]
+    if f.metadata["blank"]:
+        return text
     if not words:
         return f.metadata["parse"] or type(f.default)
 

@@ -187,10 +187,12 @@ class RunConfig(Checked):
     )
     seed: int = setting(0, "seed of initial values, batches and samples")
     init: str = setting(
-        "", "run folder, or any model that daskgpt.convert reads, to start from; empty = random values", path=True
+        "",
+        "run folder, or any model that daskgpt.convert reads, to start from; without it, random values",
+        path=True,
     )
     out: str = setting(
-        "", "folder for the run; empty = runs/DATE-TIME on the command line, none from Python", path=True
+        "", "folder for the run; without it, runs/DATE-TIME on the command line, none from Python", path=True
     )
     validate_every: int = setting(500, "steps between validations; 0 = only at the end", unit="steps")
     validation_batches: int = setting(16, "batches per validation", least=1, most=2**16)

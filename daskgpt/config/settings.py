@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from textwrap import indent, wrap
 from typing import Any, TypeVar
 
-from daskgpt.config.errors import refusal, require, require_known
+from daskgpt.config.errors import refusal, require, require_known, require_named
 from daskgpt.config.files import require_utf8
 from daskgpt.config.rich import html_table
 
@@ -42,6 +42,7 @@ def setting(
     unit: str = "",
     choices: tuple[str, ...] = (),
     words: Mapping[str, int] | None = None,
+    blank: bool = False,
     parse: Callable[[str], Any] | None = None,
     path: bool = False,
     **bounds: float,
@@ -50,6 +51,7 @@ def setting(
 
     choices   the allowed texts; all if none is named
     words     words that stand for numbers: {"auto": 0}
+    blank     whether white space is a value, as of a text; most texts are names
     parse     converts a text that is given for the number: `count` or `count_or_share`
     path      whether the text is a path that a run writes down
     bounds    of numbers: inclusive `least` (0 unless `above` is given) and `most`, exclusive `above` and `below`
@@ -58,8 +60,8 @@ def setting(
         bounds = {"most": MOST} | bounds
     if "above" not in bounds:
         bounds = {"least": 0} | bounds
-    known: dict[str, Any] = {"help": help, "unit": unit, "choices": choices, "words": words or {}, "bounds": bounds}
-    return field(default=default, metadata=known | {"parse": parse, "path": path})
+    known: dict[str, Any] = {"help": help, "unit": unit, "choices": choices, "words": words or {}, "blank": blank}
+    return field(default=default, metadata=known | {"bounds": bounds, "parse": parse, "path": path})
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,12 @@ def _of_type(where: str, f: Field[Any], value: Any) -> Any:
     parse = f.metadata["parse"]
     wanted: Any = int if parse else type(f.default)
     if isinstance(value, str | os.PathLike) and wanted is str:
-        if f.metadata["path"] and value != f.default:
-            require_utf8(value, where, f.name)
-        return os.fspath(value)
+        text = os.fspath(value)
+        if text != f.default and not f.metadata["blank"]:
+            require_named(text, where, f.name)
+        if text != f.default and f.metadata["path"]:
+            require_utf8(text, where, f.name)
+        return text
     if isinstance(value, str) and value in f.metadata["words"]:
         return f.metadata["words"][value]
     if isinstance(value, str) and parse:

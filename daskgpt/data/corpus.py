@@ -54,7 +54,9 @@ class PrepareConfig(Checked):
     )
     field: str = setting(FIELD, "name of the text field in JSONL objects, and of the column in Parquet files")
     separator: str = setting(
-        "", "separator of the documents of a text file, such as <|endoftext|>; empty = one document per file"
+        "",
+        "separator of the documents of a text file, such as <|endoftext|>; without it, a file is one document",
+        blank=True,
     )
     undecodable: str = setting(REFUSE, "handling of a document that is not UTF-8", choices=(REFUSE, REPLACE, SKIP))
     scheduler: str = setting(

@@ -24,7 +24,7 @@ PRECISIONS = ("float32", "bfloat16")
 class DecodingConfig(Checked):
     """Settings of reading tokens with a model."""
 
-    encoding: str = setting("", "bytes, gpt2, or the file of a learned vocabulary; empty = the model's own")
+    encoding: str = setting("", "bytes, gpt2, or the file of a learned vocabulary, in place of the model's own")
     precision: str = setting("float32", "precision of weights, keys and values", choices=PRECISIONS)
     threads: int = setting(
         0, "threads that share the rows of each matrix; 0 = all cores, or fewer for a small model", least=0, most=2**12

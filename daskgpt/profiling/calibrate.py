@@ -43,7 +43,7 @@ from daskgpt.model.parameters import step_operations, value_count
 from daskgpt.profiling.measure import BatchConfig, Steps, job_of
 from daskgpt.profiling.work import Sizes, features, work_of
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.local import usable_cores
+from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job, compile_kernels

@@ -21,7 +21,8 @@ from daskgpt.model.parameters import tensors, value_count
 from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.simulate import Forecast, forecast
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.local import local_scheduler, usable_cores
+from daskgpt.schedulers.local import local_scheduler
+from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import active_client
 from daskgpt.training.autotune import CLASSES, ChunkChoice, GrainChoice, Trial, described, rounded
 from daskgpt.training.diloco import SOME_STEPS

@@ -21,7 +21,7 @@ from daskgpt.config.files import check_writable, sync, written
 from daskgpt.config.rich import text_table
 from daskgpt.kernels.simd.lanes import features
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.local import usable_cores
+from daskgpt.schedulers.machine import usable_cores
 
 PACKAGES = ("numpy", "numba", "dask", "distributed")
 # Of a processor's instruction sets those that decide how fast products are here.

@@ -35,7 +35,8 @@ from daskgpt.graph.program import Span, calls_of
 from daskgpt.graph.update_in_place import RowUpdate
 from daskgpt.profiling.calibrate import Calibration, load, of_job
 from daskgpt.profiling.work import work_of
-from daskgpt.schedulers.local import local_scheduler, usable_cores
+from daskgpt.schedulers.local import local_scheduler
+from daskgpt.schedulers.machine import usable_cores
 from daskgpt.training.job import Job
 from daskgpt.training.step import JobSteps, TrainingStep
 

@@ -39,7 +39,7 @@ from daskgpt.profiling.records import PACKAGES, Figure, Record, Spread, measured
 from daskgpt.profiling.simulate import forecast
 from daskgpt.profiling.timeline import Timeline, describe_summary, summarise
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.local import usable_cores
+from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.job import Job, compile_kernels
 
@@ -70,7 +70,7 @@ class StudyConfig(BatchConfig):
     minutes: float = setting(
         28.0, "after the first repetition, begin none that would probably end later", unit="minutes", least=0
     )
-    out: str = setting("", "folder of the study, an earlier one to continue; empty = studies/DATE-TIME")
+    out: str = setting("", "folder of the study, an earlier one to continue; without it, studies/DATE-TIME")
 
 
 # Settings of the dataflow that a study varies; those of a point, which is a DataflowConfig.

@@ -31,6 +31,7 @@ from daskgpt.schedulers.dask_internals import LOOKING, identity_at, scheduler_id
 from daskgpt.schedulers.failures import REACHED
 from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.local import ENVIRONMENT
+from daskgpt.schedulers.machine import quota_note
 from daskgpt.schedulers.membership import (
     LOGGED,
     SENT,
@@ -71,7 +72,10 @@ def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
         _cluster_of_processes(workers) as cluster,
         _client("local", address=cluster) as client,
     ):
-        yield _ready(ClusterScheduler(client, f"local cluster, {workers} worker processes"), ends_with_it=True)
+        yield _ready(
+            ClusterScheduler(client, f"local cluster, {workers} worker processes{quota_note(workers)}"),
+            ends_with_it=True,
+        )
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from threadpoolctl import threadpool_limits
 from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.program import Span
 from daskgpt.graph.recording import GraphRun
+from daskgpt.schedulers.machine import quota_note, usable_cores
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 
 # From <malloc.h>
@@ -140,11 +140,6 @@ def ahead_of(threads: int) -> int:
     return 2 * threads + 2
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def in_task() -> bool:
     """Return whether this thread runs a task of a Dask worker."""
     if "distributed.worker" not in sys.modules:  # it takes half a second to import
@@ -169,7 +164,7 @@ def local_scheduler(name: str, threads: int) -> LocalScheduler:
     if name == "sync":
         return LocalScheduler(dask.local.get_sync, "Dask's synchronous scheduler")
     get = partial(dask.threaded.get, num_workers=threads)
-    share = " (in a task of a Dask worker)" if in_task() else ""
+    share = " (in a task of a Dask worker)" if in_task() else quota_note(threads)
     return LocalScheduler(get, f"Dask's threaded scheduler, {threads} thread{'s' * (threads != 1)}{share}", threads)
 
 

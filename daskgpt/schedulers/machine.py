@@ -1,4 +1,4 @@
-"""This machine: its name, memory that processes may use and have used, and measured rates of products and copies."""
+"""This machine: its name, cores and memory that processes may use, and measured rates of products and copies."""
 
 from __future__ import annotations
 
@@ -22,11 +22,47 @@ from threadpoolctl import threadpool_limits
 import daskgpt
 from daskgpt.kernels.float32.blas import matmul
 
-CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# A group's files with its limit and with what it holds, in the two versions of control groups.
-VERSION_1, VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+CGROUPS, OWN_CGROUPS, MOUNTS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
+# Files of a control group with a limit of memory, and those with what it holds, in both versions.
+MEMORY_FILES = {"memory.max": "memory.current", "memory.high": "memory.current"}
+MEMORY_FILES |= {"memory.limit_in_bytes": "memory.usage_in_bytes"}
+CPU_PERIOD = 100_000  # microseconds in which a quota counts, where a group does not say
 STATUS, CLEAR_REFS, CPU_INFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/cpuinfo")
 BUSY = 0.2  # cores that other programs keep busy, from which on times are those of a share of the machine
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may keep busy: those that it may run on or, if that is less, its
+    quota, rounded (half a core up), and at least 1.
+    """
+    return max(1, min(_allowed_cores(), int(_quota() + 0.5)))
+
+
+def quota_note(threads: int) -> str:
+    """Return the quota of this process, for headers with a number of threads; empty if there is none, or for fewer."""
+    quota, cores = _quota(), _allowed_cores()
+    return f": quota of {quota:.3g} of {cores} cores" if quota < cores and threads >= usable_cores() else ""
+
+
+def _allowed_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _quota() -> float:
+    """Return the least quota of processor time of the control groups that this process is in [cores]; the number of
+    its cores if no group has less.
+    """
+    quotas = [float(_allowed_cores())]
+    for group in _groups("cpu"):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+            quota, *period = (group / "cpu.max").read_text().split()
+            quotas.append(int(quota) / (int(period[0]) if period else CPU_PERIOD))
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            limit, length = int((group / "cpu.cfs_quota_us").read_text()), CPU_PERIOD
+            with suppress(OSError):
+                length = int((group / "cpu.cfs_period_us").read_text())
+            quotas.append(limit / length)
+    return min(quota for quota in quotas if quota > 0)  # -1 is none
 
 
 def memory_limit() -> tuple[int, str]:
@@ -34,7 +70,7 @@ def memory_limit() -> tuple[int, str]:
     container (the least of the control groups that this process is in).
     """
     physical = psutil.virtual_memory().total
-    least = min((limit for limit, _held in _groups()), default=physical)
+    least = min((limit for limit, _held in _memory_limits()), default=physical)
     return (least, "this container") if least < physical else (physical, "this machine")
 
 
@@ -44,26 +80,47 @@ def available_memory() -> int:
     This is the lesser of the system's own estimate and the rest of a control group: its limit less its use.
     """
     free: int = psutil.virtual_memory().available
-    return max(0, min([free, *(limit - held for limit, held in _groups())]))
+    return max(0, min([free, *(limit - held for limit, held in _memory_limits())]))
 
 
-def _groups() -> Iterator[tuple[int, int]]:
-    """Yield limit and held bytes of this process's control groups with limits and of those above, of versions 1 and 2.
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and held bytes of the control groups of this process that limit its memory."""
+    for group in _groups("memory"):
+        for limit, usage in MEMORY_FILES.items():
+            with suppress(OSError, ValueError):  # no such file, or "max"
+                yield int((group / limit).read_text()), _held(group, usage)
 
-    Inside a container the group's path may be that of the host, which does not exist: its own group is then the root.
+
+def _groups(controller: str) -> Iterator[Path]:
+    """Yield folders of this process's control groups for a resource and of those above, which limit it as well; not
+    every folder exists.
+
+    A process is in one group of version 2, and in one of version 1 for each resource that version 1 manages. A mount
+    shows a topmost group and those below it. In a container that is the container's group, but the path of a process
+    may begin at the root of the host.
     """
-    try:
-        lines = OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _lines(OWN_CGROUPS):
         _number, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        root, limit, usage = (CGROUPS / "memory", *VERSION_1) if controllers else (CGROUPS, *VERSION_2)
-        for group in (own := Path(path.lstrip("/")), *own.parents):
-            with suppress(OSError, ValueError):  # no such group, or "max"
-                yield int((root / group / limit).read_text()), _held(root / group, usage)
+        # Not every sandbox lists its mounts: the usual places are tried as well.
+        usual = (controllers, controller) if controllers else ("", "unified")
+        for point, top in [*((CGROUPS / name, "/") for name in usual), *_mounts(controller if controllers else "")]:
+            group = Path(path).relative_to(top) if Path(path).is_relative_to(top) else Path()
+            yield from (point / inside for inside in (group, *group.parents))
+
+
+def _mounts(controller: str) -> Iterator[tuple[Path, str]]:
+    """Yield the folders where the groups of a resource are mounted, each with the path of its topmost group.
+
+    controller   of version 1; empty for groups of version 2
+    """
+    for line in _lines(MOUNTS):
+        place, _, kind = line.partition(" - ")
+        name, *_source, options = kind.split()
+        if (name == "cgroup" and controller in options.split(",")) or (name == "cgroup2" and not controller):
+            top, point = place.split()[3:5]
+            yield Path(point), top
 
 
 def _held(group: Path, usage: str) -> int:
@@ -112,11 +169,15 @@ def processor() -> str:
 
 def _field(path: Path, name: str) -> str:
     """Return what a line `name: value` of a file says first; "" where there is none."""
+    return next((line.partition(":")[2].strip() for line in _lines(path) if line.startswith(name)), "")
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file of the system; none where there is no such file."""
     try:
-        lines = path.read_text().splitlines()
+        return path.read_text(errors="replace").splitlines()
     except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+        return []
 
 
 def busy_cores(seconds: float = 0.5) -> float:

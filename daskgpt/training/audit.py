@@ -45,8 +45,10 @@ from daskgpt.training.start import (
     WarmStart,
     arithmetic,
     configurations,
+    data_of_run,
     open_dataset,
-    require_data,
+    place_of,
+    written_configuration,
 )
 from daskgpt.training.trainer import Observers, run_job
 
@@ -111,21 +113,24 @@ class Audit:
     stretches   in the order of their ends
     """
 
-    def __init__(self, run: Path, dials: Mapping[str, Any], data: str = "") -> None:
+    def __init__(self, run: Path, dials: Mapping[str, Any], data: str = "", init: str = "") -> None:
         """dials   fields of `DataflowConfig`: how steps are computed
-        data    where the data are, if not where they were
+        data    where the data are, if not where the run's configuration or its last checkpoint says
+        init    where the model that the run began with is, likewise
 
         Errors  FileNotFoundError if there is no run with a chain
         """
         for name in (CHAIN, METRICS):
             rule, advice = f"the folder must hold a run with {CHAIN} and {METRICS}", "Check the path."
             require((run / name).is_file(), "audit", rule, {"run": run}, advice, FileNotFoundError)
-        self.run, self.dials, self.data, self.faults = run, dials, data, list[str]()
+        self.run, self.dials, self.faults = run, dials, list[str]()
         self.open_dataset = lru_cache(maxsize=1)(open_dataset)
         lines = [entry for _, entry in read_chain(run / CHAIN)]
         self.faults += [f"{CHAIN}: line {n} is not as it was written" for n, entry in enumerate(lines, 1) if not entry]
         self.entries = {digest_of(entry): entry for entry in lines if entry}
         self.head = next(reversed(self.entries), "")
+        places = written_configuration(run), self.entries[self.head]["configuration"] if self.head else {}
+        self.data, self.init = place_of("data", data, *places), place_of("init", init, *places)
         self.folders = dict(self._checkpoints())
         for folder in list(self.folders.values())[:1]:
             open_model_file(folder)  # makes a learned vocabulary known
@@ -212,9 +217,8 @@ class Audit:
         # Where a library multiplies, bits depend on the chunks.
         kept = ("precision", *(() if one_order(np.dtype(np.float32)) else CHUNKS))
         dataflow = DataflowConfig(**{name: getattr(c["dataflow"], name) for name in kept} | dict(self.dials))
-        data = replace(c["data"], data=self.data or c["data"].data)
-        dataset = self.open_dataset(data, c["model"].vocabulary)
-        require_data("audit", data.data, dataset, entry, "Name the run's own data by --data.")
+        data = replace(c["data"], data=self.data)
+        dataset = data_of_run("audit", data, entry, self.open_dataset)
         run = RunConfig(steps=end, seed=entry["seed"], validate_every=0, validation_batches=1, keep_best=0)
         job = Job(c["model"], data, c["optimizer"], dataflow, run, dataset, c["local"])
         # The learning rate depends on the length of the run; the steps end here.
@@ -274,12 +278,13 @@ class Audit:
         job, wanted = self.job(entries[-1]), first["parameters"]
         if wanted == SEEDED:
             return RandomParameters(job.config, job.run.seed), ""
-        init = str(first["configuration"].get("run", {}).get("init", ""))
         with suppress(OSError, ValueError):
-            parameters = WarmStart(init).model.loaded().parameters
+            parameters = WarmStart(self.init).model.loaded().parameters
             if digest(parameters) == wanted:
                 return parameters, ""
-        return {}, f"the model that the run began with is not at {init}" if init else "a program gave its parameters"
+        if self.init:
+            return {}, f"the model that the run began with is not at {self.init}: name its place by --init"
+        return {}, "a program gave its parameters"
 
 
 def _made(job: Job, scheduler: Scheduler, initial: ResumeState) -> tuple[list[float], Path | None]:

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusal, require, require_named
 from daskgpt.config.files import (
     appearing,
     digest_of,
@@ -349,6 +349,7 @@ def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
 
     Errors   as of `load`
     """
+    require_named(path, "load", "path")
     path = followed(Path(path))
     folder, state = find_checkpoint(path) or (path, {})
     if path.is_dir() and not state:

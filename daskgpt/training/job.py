@@ -34,8 +34,7 @@ from daskgpt.model.gpt2 import changed_rows
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
 from daskgpt.model.precision import FLOAT32, Precision, settle
-from daskgpt.schedulers.local import usable_cores
-from daskgpt.schedulers.machine import memory_limit
+from daskgpt.schedulers.machine import memory_limit, usable_cores
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, resolved_address
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.logs import chosen_sinks

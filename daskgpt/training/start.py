@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import nan
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import nearest, refusal, require
+from daskgpt.config.errors import nearest, refusal, require, require_named
 from daskgpt.config.model import GPT2Config
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import Dataset, encoding_for, load_dataset
@@ -24,6 +24,7 @@ from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters, digest
 from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, require_scheduler
+from daskgpt.training.chain import CHAIN, read_chain
 from daskgpt.training.checkpoint import (
     VERSION,
     Best,
@@ -55,12 +56,16 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
         *("worker_minutes", "worker_seconds", "log"),
     ),
 }
+# Settings that say where something is, with their sections. Its content decides bits, and a digest tells whether it is
+# the same: it may be moved.
+PLACES: Mapping[str, str] = {"data": "data", "validation_data": "data", "init": "run"}
 # Values that leave a setting to the run: with --resume, they change nothing.
 OPEN = {"encoding": "auto", "order": "auto", "precision": "auto", "groups": 0, "out": "", "init": ""}
 DIALS = MAY_CHANGE["dataflow"]
 CHUNKS = ("batch_chunk", "sequence_chunk")
 SEEDED = "random, by the seed"  # the parameters of the beginning
 PACKAGES = ("numpy", "numba", "dask")
+FINGERPRINT = ("training_tokens", "validation_tokens", "sha256")
 
 
 def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,21 +297,49 @@ def beginning(job: Job, resolved: Mapping[str, Any], parameters: Arrays) -> dict
     return {"version": VERSION, "step": 0, **checkpoint_facts(job, resolved, 0), "parameters": origin, "files": {}}
 
 
-def require_data(where: str, source: str, dataset: Dataset, state: Mapping[str, Any], advice: str) -> None:
-    """Check that a dataset is the one that a checkpoint's state names. Errors   ValueError"""
+def data_of_run(
+    where: str, data: DataConfig, state: Mapping[str, Any], opened: Callable[[DataConfig, int], Dataset] = open_dataset
+) -> Dataset:
+    """Open the data of a run, which may be in another place than a checkpoint's state says.
+
+    opened   opens them
+
+    Errors   FileNotFoundError; ValueError if they are not those of the state
+    """
+    known = state["configuration"]
+    try:
+        dataset = opened(data, known["model"]["vocabulary"])
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error} If the data have moved, name their place by --data.") from None
     then, now = state["data"], fingerprint(dataset)
-    other = [f"{name}={value} (was {then.get(name)})" for name, value in now.items() if value != then.get(name)]
-    rule = "the data must be those that the run was trained on"
-    require(not other, where, rule, f"data={source}, {short(''.join(other[:1]), 100)}", advice)
+    same, place = all(value == then.get(name) for name, value in now.items()), short(known["data"]["data"], 200)
+    rule, got = "the data must be those that the run was trained on", f"data={data.data} ({_shown(now)})"
+    require(same, where, rule, f"{got}, the run's={place} ({_shown(then)})", "Name their place by --data.")
+    return dataset
+
+
+def _shown(numbers: Mapping[str, Any]) -> str:
+    training, validation, sha256 = (short(numbers.get(name)) for name in FINGERPRINT)
+    return f"{training} + {validation} tokens, sha256={sha256[:16]}"
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
     """Return numbers that identify these tokens: their counts, and a digest of all of them."""
-    return {
-        "training_tokens": int(dataset.training.size),
-        "validation_tokens": int(dataset.validation.size),
-        "sha256": dataset.digest,
-    }
+    return dict(zip(FINGERPRINT, (int(dataset.training.size), int(dataset.validation.size), dataset.digest)))
+
+
+def written_configuration(run: Path) -> dict[str, Any]:
+    """Return the configuration in a run folder; empty if it cannot be read."""
+    try:
+        return tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return {}
+
+
+def place_of(setting: str, given: Any, *configurations: Mapping[str, Any]) -> Any:
+    """Return the place of a row of PLACES: the given one, or else that of the first configuration that names one."""
+    tables = (known.get(PLACES[setting]) for known in configurations)
+    return next(filter(None, [given, *(table.get(setting) for table in tables if isinstance(table, Mapping))]), "")
 
 
 class Resumed:
@@ -324,10 +357,12 @@ class Resumed:
         Errors   FileNotFoundError if there is no run or no good checkpoint; RuntimeError if another process trains it;
                  ValueError for a change that is refused, other data than the run's, and no step left
         """
+        require_named(path, "train", "resume")
         rule, advice = "--resume must name the folder of a run", "The newest checkpoint in it is taken."
         require(not is_checkpoint(Path(path)), "train", rule, {"resume": path}, advice)
         self.path, self.messages = path, list[str]()
         self.folder = RunFolder(path, resumed=True)
+        self.written = written_configuration(Path(path))
         try:
             self._read(changes)
         except BaseException:
@@ -346,8 +381,8 @@ class Resumed:
         self._require_same_run(folder, state["configuration"])
         c = self._configuration(state, changes)
         open_model_file(folder)  # makes a learned vocabulary known
-        dataset = open_dataset(c["data"], c["model"].vocabulary)
-        require_data("train", c["data"].data, dataset, state, "Restore them, or start a new run with --init.")
+        self._require_init(c["run"].init, state["configuration"]["run"]["init"])
+        dataset = data_of_run("train", c["data"], state)
         self.job = Job(c.pop("model"), dataset=dataset, **c)
         horizon, done = state.get("horizon", {}), state["step"]
         self.job.horizon.resume(horizon, done)
@@ -378,19 +413,29 @@ class Resumed:
 
         Errors   ValueError naming a setting that a run keeps and that differs
         """
-        try:
-            written = tomllib.loads((self.folder.path / CONFIG).read_text(encoding="utf-8"))
-        except (ValueError, OSError):
+        if not self.written:
             self.messages.append(f"{CONFIG} cannot be read: the checkpoint's own configuration is used")
-            return
         for section, known in configuration.items():
-            table = written.get(section)
-            kept = known.keys() - set(MAY_CHANGE.get(section, ())) - {"out"}
-            for name in sorted(kept & table.keys() if isinstance(table, dict) else ()):
-                rule, own = f"checkpoint and {CONFIG} must be of one run", written[section][name]
+            table = self.written.get(section, {})
+            kept = known.keys() - set(MAY_CHANGE.get(section, ())) - PLACES.keys() - {"out"}
+            for name in sorted(kept & table.keys() if isinstance(table, Mapping) else ()):
+                rule, own = f"checkpoint and {CONFIG} must be of one run", table[name]
                 got = f"resume={self.path}, {section}.{name}={short(own)} ({folder.name}: {short(known[name])})"
                 advice = "Another run has written into this folder: name a folder that only one has."
                 require(known[name] == own, "train", rule, got, advice)
+
+    def _require_init(self, init: str, known: str) -> None:
+        """Check that a model to start from, if it is in another place now, is the one that the run began with.
+
+        Errors   ValueError; as of WarmStart
+        """
+        if from_root(init) == known:
+            return
+        first = next((entry for _, entry in read_chain(self.folder.path / CHAIN) if entry), {})
+        began, model = first.get("parameters", "not known"), digest(WarmStart(init).model.loaded().parameters)
+        rule, advice = "--init must name the model that the run began with", "Leave it out, or start a new run."
+        got = f"init={init} ({model}), the run's={known or 'none'} ({began})"
+        require(model == began, "train", rule, f"{got}, resume={self.path}", advice)
 
     def _configuration(self, state: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the configuration of the run, by sections, with the changes."""
@@ -408,11 +453,14 @@ class Resumed:
                 values["scheduler"] = self._scheduler(str(values["scheduler"]), given)
             if name == "run":
                 values["out"] = from_root(self.path)
+            for setting in (setting for setting, section in PLACES.items() if section == name):
+                values[setting] = place_of(setting, given.get(setting), self.written, state["configuration"])
             may_change = MAY_CHANGE.get(name, ())
             for setting, value in given.items():
                 same = value in (values.get(setting), OPEN.get(setting))
-                same |= setting in ("data", "out", "init") and values[setting] == from_root(str(value))
-                if setting not in may_change and not same:
+                same = same or (setting == "out" and values[setting] == from_root(str(value)))
+                same = same or (setting == "encoding" and values[setting] == _named(str(value)))
+                if not (same or setting in may_change or setting in PLACES):
                     raise may_not_change(self.path, setting, value, values.get(setting))
             if name == "run" and any(map(given.get, HORIZONS)):
                 one_horizon(given)

@@ -153,7 +153,7 @@ def fit(
     *,
     local: LocalConfig | Changes | None = None,
     parameters: Arrays | None = None,
-    resume: str | os.PathLike[str] = "",
+    resume: str | os.PathLike[str] | None = None,
     client: Any = None,
     on_step: Any = None,
     callbacks: Sequence[Callback] = (),
@@ -191,7 +191,7 @@ def fit(
 
         dataflow = {**_changes(dataflow), "scheduler": client_address(client)}
     sections = {"model": config, "data": data, "optimizer": optimizer, "local": local, "dataflow": dataflow, "run": run}
-    if resume:
+    if resume is not None:
         rule, advice = "a run that is resumed has its own parameters", "Leave parameters out, or resume."
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
         if client is None and "scheduler" in (changes := _changes(dataflow)):

@@ -1,0 +1,16 @@
+"""Control groups of this process, by files in a temporary folder."""
+
+import os
+
+from daskgpt.schedulers import machine
+
+
+def control_groups(tmp_path, monkeypatch, own="", files=()):
+    """Let this process be in the control groups of some files."""
+    for name, text in {"cgroup": own, **dict(files)}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "MOUNTS", tmp_path / "mounts")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
