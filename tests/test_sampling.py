@@ -219,7 +219,7 @@ def test_chat_continues_one_text(model, written, monkeypatch):
     assert written(*chat).out == "\n"
 
 
-NO_FLAGS = [(["--top-p", 2], ValueError), (["--samples", 0], ValueError), (["--prompt", ""], ValueError)]
+NO_FLAGS = [(["--top-p", 2], ValueError), (["--samples", 0], ValueError), (["--prompt", ""], SystemExit)]
 NO_FLAGS += [(["--precision", "float16"], SystemExit), (["--threads", -1], ValueError)]
 
 
