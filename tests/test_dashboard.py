@@ -88,10 +88,12 @@ def test_idle_and_overlap_are_those_of_kernels():
 
 
 def test_scheduler_without_dashboard_has_no_page():
-    scheduler = SimpleNamespace(http_application=SimpleNamespace(applications=[]), plugins={})
-    assert not begin(scheduler, "run")
-    assert scheduler.plugins == {}
-    end(scheduler, "run")
+    """It collects calls for reports all the same."""
+    with LocalCluster(n_workers=0, processes=False, dashboard_address=None) as own, Client(own) as client:
+        assert not client.run_on_scheduler(lambda dask_scheduler: begin(dask_scheduler, "run"))
+        assert Collected.name in own.scheduler.plugins
+        client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "run"))
+        assert Collected.name not in own.scheduler.plugins
 
 
 def test_page_shows_collected_events(cluster, collected, monkeypatch):

@@ -61,12 +61,10 @@ def dask_setup(scheduler: Any) -> None:
 def begin(scheduler: Any, run: str) -> bool:
     """Add the page for a run, or for good if its name is empty; return whether the scheduler has a dashboard."""
     served = [app for app in scheduler.http_application.applications if isinstance(app, BokehTornado)]
-    if not served:
-        return False
     if Collected.name not in scheduler.plugins:
-        scheduler.add_plugin(Collected(scheduler, served[0].prefix))
+        scheduler.add_plugin(Collected(scheduler, served[0].prefix if served else None))
     scheduler.plugins[Collected.name].users.add(run)
-    return True
+    return bool(served)
 
 
 def end(scheduler: Any, run: str) -> None:
@@ -76,6 +74,14 @@ def end(scheduler: Any, run: str) -> None:
         if not collected.users:
             scheduler.remove_plugin(Collected.name)
             collected.stop()
+
+
+async def ask_all(dask_scheduler: Any) -> None:
+    """Ask all workers for their latest kernel calls, so that a report has the end of a run."""
+    if (collected := dask_scheduler.plugins.get(Collected.name)) is not None:
+        collected.looked, collected.asked = time.monotonic(), -PATIENCE
+        collected.ask()
+        await asyncio.gather(*collected.asking.values())
 
 
 class Part(NamedTuple):
@@ -106,8 +112,8 @@ class Collected(SchedulerPlugin):
 
     name = "daskgpt-dashboard"
 
-    def __init__(self, scheduler: Any, prefix: str = "") -> None:
-        """prefix   of all paths of the dashboard"""
+    def __init__(self, scheduler: Any, prefix: str | None = "") -> None:
+        """prefix   of all paths of the dashboard; None without one: calls are collected for reports alone"""
         self.scheduler, self.users = scheduler, set[str]()
         self.calls: dict[str, deque[LatestCall]] = {}
         self.lanes: dict[str, dict[int, int]] = {}
@@ -116,13 +122,15 @@ class Collected(SchedulerPlugin):
         self.runs = self.recoveries = 0
         self.looked = self.asked = -PATIENCE
         self.asking: dict[str, asyncio.Task[None]] = {}
-        variables = template_variables(scheduler)
-        self.pages = variables["pages"]
-        self.pages.append(PAGE)
-        self.served = BokehApplication({f"/{PAGE}": show}, scheduler, prefix, variables)
-        self.served.initialize(IOLoop.current())
-        self.served.start()
-        scheduler.http_application.add_application(self.served)
+        self.served: BokehApplication | None = None
+        if prefix is not None:
+            variables = template_variables(scheduler)
+            self.pages = variables["pages"]
+            self.pages.append(PAGE)
+            self.served = BokehApplication({f"/{PAGE}": show}, scheduler, prefix, variables)
+            self.served.initialize(IOLoop.current())
+            self.served.start()
+            scheduler.http_application.add_application(self.served)
         color_task_streams(_known_color)
         self.timer = PeriodicCallback(self.ask, ASKING)
         self.timer.start()
@@ -133,9 +141,10 @@ class Collected(SchedulerPlugin):
         for asking in self.asking.values():
             asking.cancel()
         color_task_streams(None)
-        self.pages.remove(PAGE)
-        self.scheduler.http_application.applications.remove(self.served)
-        self.served.stop()
+        if self.served is not None:
+            self.pages.remove(PAGE)
+            self.scheduler.http_application.applications.remove(self.served)
+            self.served.stop()
 
     async def close(self) -> None:
         """Remove the page, since the scheduler ends."""

@@ -257,6 +257,9 @@ class DaskReportCallback:
         return nullcontext()
 
     def end(self) -> None:
+        from daskgpt.profiling.dashboard import ask_all
+
         with self.client.as_current():
+            self.client.run_on_scheduler(ask_all)
             self.stack.close()
         print(f"report written to {self.path}")
