@@ -19,7 +19,7 @@ tanh form, which changes logits by some thousandths:
     known = torch.load("ckpt.pt", map_location="cpu", weights_only=True)
     sizes, tensors = known["model_args"], {}
     for name, values in known["model"].items():
-        name = name.removeprefix("_orig_mod.").removeprefix("transformer.")
+        name = name.removeprefix("module.").removeprefix("_orig_mod.").removeprefix("transformer.")
         if name == "lm_head.weight" or name.endswith(".attn.bias"):
             continue
         values = values.T if name.startswith("h.") and values.ndim == 2 else values

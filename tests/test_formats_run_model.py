@@ -130,7 +130,7 @@ def test_format_is_recognized_by_content(path, tmp_path):
         (tmp_path / name).write_bytes(MODEL.read_bytes())
         assert open_model_file(tmp_path / name).config == CONFIG
     (tmp_path / "no").mkdir()
-    for name, keyword in (("a.safetensors", "read_run_model"), ("a.bin", "read_model"), ("no", "hold a checkpoint")):
+    for name, keyword in (("a.safetensors", "must exist"), ("a.bin", "must exist"), ("no", "hold a checkpoint")):
         with pytest.raises(FileNotFoundError, match=keyword):
             daskgpt.load(tmp_path / name)
 

@@ -21,15 +21,24 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import appearing, replacing
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats import safetensors, stored_model
-from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, StoredTensor, TensorFiles
-from daskgpt.formats.stored_model import READABLE, FilePath, ReadLater, StoredModel, held, read_json, short
+from daskgpt.formats.safetensors import ENDING, ENTRY, INDEX_ENDING, StoredTensor, TensorFiles
+from daskgpt.formats.stored_model import (
+    MERGE,
+    READABLE,
+    FilePath,
+    ReadLater,
+    StoredModel,
+    held,
+    read_json,
+    short,
+    what_helps,
+)
 from daskgpt.formats.vocabulary import encoding_in, is_learned, know_vocabulary, known_vocabulary
 from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import Tensor, tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL, INDEX = f"model{ENDING}", f"model{INDEX_ENDING}"
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 READ, WRITE = "read_huggingface", "write_huggingface"
 
 # Fields of config.json with the sizes of the model, and their names in GPT2Config.
@@ -50,11 +59,14 @@ MEANT: dict[str, tuple[Any, ...]] = {
 }
 # Triangles of ones that older files hold for each block.
 MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
-HEAD, PREFIX = "lm_head.weight", "transformer."
+HEAD = "lm_head.weight"
+# A name of GPT-2's behind those of the modules that hold the model: transformer., module. (DistributedDataParallel),
+# base_model.model. (peft), model. (Lightning), in any order. Modules around a part have names such as _orig_mod
+# (torch.compile) and _fsdp_wrapped_module.
+BARE, WRAPPER = re.compile(r"(?:.*?\.)??((?:wte|wpe|ln_f|lm_head)\.\w+|h\.\d+\..+)"), re.compile(r"\b(_\w+|module)\.")
 DAMAGED = "The folder holds another kind of model, or is damaged: copy it again."
 
 # This program's own file.
-ENTRY = "daskgpt"  # entry of the metadata, a JSON object
 CHECK = "check"  # a part of the entry: a checksum of the others, since nothing else reveals a flipped bit there
 LAYERS = "layers"  # a part of the entry, if layers were replaced: their rows, and the replacements
 LEARNED = "vocabulary"  # a part of the entry, if the vocabulary was learned: the content of its file
@@ -85,10 +97,9 @@ def open_huggingface(path: FilePath) -> StoredModel:
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     config = _config_of(folder / CONFIG)
-    rule, advice = f"the folder must hold {MODEL}, or {INDEX}", f"There is no model beside {CONFIG}: copy it again."
-    if any((folder / name).is_file() for name in PICKLED):
-        advice = "`python -m daskgpt.convert --help` shows how to convert pytorch_model.bin, which is not opened here."
     file = safetensors.tensor_path(folder)
+    rule = f"the folder must hold {MODEL}, or {INDEX}"
+    advice = what_helps(folder, f"There is no model beside {CONFIG}: copy it again.")
     require(file.is_file(), READ, rule, {"path": folder}, advice, FileNotFoundError)
     files, encoding, length = TensorFiles(file, READ), "", 0
     if ENTRY in files.metadata:  # this program has written the file
@@ -98,7 +109,7 @@ def open_huggingface(path: FilePath) -> StoredModel:
         require(own == config, READ, rule, {"path": file, "metadata": own, CONFIG: config}, DAMAGED)
     stored: dict[str, StoredTensor] = {}
     for name, tensor in files.items():
-        bare = name.removeprefix(PREFIX)
+        bare = bare_name(name)
         if not MASK.fullmatch(bare):
             got = {"path": file, "tensor": short(bare)}
             require(bare not in stored, READ, "every tensor must occur once", got, DAMAGED)
@@ -106,14 +117,29 @@ def open_huggingface(path: FilePath) -> StoredModel:
     head = stored.pop(HEAD, None)
     parameters = open_tensors(file, stored, config, READ)
     if head:  # this program has one table for both
-        table = stored["wte.weight"]
-        same = head.dtype == table.dtype and np.array_equal(head.read(), table.read())
+        table, known = tensors(config)["wte.weight"], head.dtype in READABLE
+        same = (
+            known
+            and head.shape == table.shape
+            and np.array_equal(held(table, head.read(), head.dtype), parameters["wte.weight"])
+        )
         rule = f"{HEAD} must equal wte.weight, value for value: this program's output layer is the embedding"
         require(same, READ, rule, {"path": file, HEAD: "another"}, "A model with two tables is not supported.")
     dtypes = ", ".join(sorted({READABLE[tensor.dtype] for tensor in stored.values()}))
     listed = dict.fromkeys((folder / CONFIG, file, *files.files))
     encoding = encoding or encoding_in(folder)
     return StoredModel(config, parameters, encoding, length, "Hugging Face", dtypes, tuple(listed))
+
+
+def bare_name(name: str) -> str:
+    """Return the name of a tensor without those of the modules around it; other models' names as they are.
+
+    >>> bare_name("base_model.model.transformer.h.0._orig_mod.attn.c_attn.bias")
+    'h.0.attn.c_attn.bias'
+    """
+    bare = WRAPPER.sub("", name)
+    found = BARE.fullmatch(bare)
+    return found[1] if found else bare
 
 
 def _config_of(path: Path) -> GPT2Config:
@@ -267,7 +293,8 @@ def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: GPT2Con
     table = tensors(config)
     for kind, wrong in (("missing", table.keys() - stored.keys()), ("unknown", stored.keys() - table.keys())):
         got = {"path": path, kind: f"{short(min(wrong, default=''))} ({len(wrong)} in all)"}
-        require(not wrong, where, "the tensors must be those of the described GPT-2", got, FOREIGN)
+        advice = MERGE if any("lora_" in name for name in stored) else FOREIGN
+        require(not wrong, where, "the tensors must be those of the described GPT-2", got, advice)
     for name, tensor in table.items():
         found, shapes = stored[name], published_shapes(config, tensor)
         rule, got = f"{name} must be {', '.join(READABLE.values())}", {"path": path, "dtype": short(found.dtype)}

@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import GPT2Config
 from daskgpt.formats.huggingface import is_huggingface, open_huggingface, open_run_model, write_run_model
 from daskgpt.formats.llmc import KINDS, open_model, write_model
 from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, tensor_path
-from daskgpt.formats.stored_model import FilePath, StoredModel, refuse_pickle
+from daskgpt.formats.stored_model import NOT_READ, FilePath, StoredModel, refuse_pickle, refuse_unread, what_helps
 from daskgpt.model.gpt2 import require_own_layers
 from daskgpt.model.parameters import check_dtypes, check_parameters
 
 LLMC = ".bin"
+# A name at Hugging Face's hub, also as its address.
+HUB = re.compile(r"(?:https?://huggingface\.co/|hf://)?((?:[\w-][\w.-]*/)?[\w-][\w.-]*)/?")
+
+
+def model_path(name: FilePath) -> Path:
+    """Return the path of a model; in a folder of the cache of Hugging Face's hub, that of its snapshot.
+
+    Errors   FileNotFoundError if there is none; ValueError for several snapshots of which none is the newest
+    """
+    path = Path(name).expanduser()
+    folder = path.parent if path.name == "snapshots" else path
+    if (folder / "snapshots").is_dir():
+        return _snapshot(folder)
+    if not path.exists():
+        found = HUB.fullmatch(os.fspath(name))
+        hub = found and not path.suffix.endswith((LLMC, ENDING)) and (path.parent == Path() or not path.parent.exists())
+        advice = "Check the spelling and the folder."
+        if found and hub:
+            command = f'`hf download {found[1]} --include "*.json" "*.safetensors"`'
+            advice += f" Nothing is downloaded from Hugging Face's hub: {command} prints a folder that can be given."
+        raise refusal(FileNotFoundError, "load", "the model must exist", {"path": name}, advice)
+    return path
+
+
+def _snapshot(folder: Path) -> Path:
+    """Return the newest snapshot in a folder of the cache, or the only one."""
+    main, found = folder / "refs" / "main", sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
+    named = folder / "snapshots" / main.read_text().strip() if main.is_file() else None
+    chosen = [named] if named in found else found
+    rule, advice = "the folder must hold a snapshot", "Download it again, or give the snapshot."
+    got = {"path": folder, "snapshots": ", ".join(path.name for path in found) or "none"}
+    require(len(chosen) == 1, "load", rule, got, advice, ValueError if found else FileNotFoundError)
+    return chosen[0]
 
 
 def open_model_file(path: FilePath) -> StoredModel:
@@ -30,18 +65,24 @@ def open_model_file(path: FilePath) -> StoredModel:
     if is_huggingface(path):
         return open_huggingface(path)
     if path.is_dir():
-        return open_run_model(tensor_path(path))
+        file = tensor_path(path)
+        rule = "the folder must hold a checkpoint, or a model in this program's or Hugging Face's form"
+        advice = what_helps(path, "A run writes a checkpoint while it trains: wait, or give another path.")
+        require(file.is_file(), "load", rule, {"path": path}, advice, FileNotFoundError)
+        return open_run_model(file)
+    refuse_unread(path, "read_model_file")
     start = b""
     if path.is_file():
-        with open(path, "rb") as file:
-            start = file.read(9)
+        with open(path, "rb") as opened:
+            start = opened.read(9)
     llmc = len(start) >= 4 and int.from_bytes(start[:4], "little") in KINDS
     if not llmc and (start[8:] == b"{" or path.name.endswith((ENDING, INDEX_ENDING))):
         return open_run_model(path)
     refuse_pickle(path, "read_model_file")
     rule = "the file must be a model: this program's or llm.c's, or Hugging Face's folder"
     got = {"path": path, "first bytes": start[:4].hex(" ") or "none"}
-    require(llmc or not path.is_file(), "read_model_file", rule, got, "It is another kind of file, or damaged.")
+    advice = NOT_READ["*.gguf"] if start.startswith(b"GGUF") else "It is another kind of file, or damaged."
+    require(llmc or not path.is_file(), "read_model_file", rule, got, advice)
     return open_model(path)
 
 

@@ -25,6 +25,7 @@ from daskgpt.formats.stored_model import FilePath, mapped, pieces, read_json, re
 LONGEST_NAME = 255  # longest name that file systems allow
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
 DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # that are read; NumPy has no bfloat16: its bits as uint16
+ENTRY = "daskgpt"  # this program's entry of the metadata, a JSON object
 COPY_AGAIN = "Copy the folder again."
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -94,7 +95,7 @@ class TensorFiles(dict[str, StoredTensor]):
 
     path       .safetensors, or the index (.json)
     where      the caller's name in error messages
-    metadata   of each file
+    metadata   of the first file; the others may differ, but not in this program's entry
 
     Errors   FileNotFoundError; ValueError for a file that is not safetensors, truncated, or longer than by its header,
              for an invalid index, and for a tensor that is in two files
@@ -105,8 +106,9 @@ class TensorFiles(dict[str, StoredTensor]):
         self.path, self.where = Path(path), where
         self.files = self._shards() if self.path.suffix == ".json" else [self.path]
         self.metadata, *others = (self._open(file) for file in self.files)
-        rule = "the files of one model must have the same metadata"
-        require(all(own == self.metadata for own in others), where, rule, {"path": self.path}, COPY_AGAIN)
+        same = all(other.get(ENTRY) == self.metadata.get(ENTRY) for other in others)
+        rule = "the files of one model must have the same metadata of daskgpt"
+        require(same, where, rule, {"path": self.path}, COPY_AGAIN)
 
     def _shards(self) -> list[Path]:
         files = read_json(self.path, self.where, "the index").get("weight_map")
@@ -114,8 +116,13 @@ class TensorFiles(dict[str, StoredTensor]):
         # The index is a foreign file: nothing outside the folder is opened.
         beside = [name == Path(name).name and name.endswith(ENDING) and name.isprintable() for name in names]
         right = bool(names) and all(beside) and max(len(os.fsencode(name)) for name in names) <= LONGEST_NAME
-        rule, got = "weight_map must name .safetensors files beside the index", {"path": self.path}
+        rule = "weight_map must name .safetensors files beside the index"
+        got: dict[str, Any] = {"path": self.path}
         require(right, self.where, rule, got | {"weight_map": short(files)}, COPY_AGAIN)
+        missing = [name for name in names if not self.path.with_name(name).is_file()]
+        rule = "the files of an index must be beside it"
+        got |= {"missing": f"{short(min(missing, default=''), 100)} ({len(missing)} of {len(names)})"}
+        require(not missing, self.where, rule, got, COPY_AGAIN, FileNotFoundError)
         return [self.path.with_name(name) for name in names]
 
     def _open(self, path: Path) -> dict[str, str]:

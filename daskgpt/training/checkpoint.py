@@ -44,7 +44,7 @@ from daskgpt.config.model import GPT2Config
 from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model
 from daskgpt.formats.huggingface import MODEL as MODEL_FILE
 from daskgpt.formats.huggingface import open_run_model, write_run_model
-from daskgpt.formats.models import open_model_file
+from daskgpt.formats.models import model_path, open_model_file
 from daskgpt.formats.safetensors import ENDING, TensorFiles, tensor_path, write_tensor_file
 from daskgpt.formats.stored_model import StoredModel, in_memory, read_json, short
 from daskgpt.formats.vocabulary import KNOWN
@@ -350,13 +350,8 @@ def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     Errors   as of `load`
     """
     require_named(path, "load", "path")
-    path = followed(Path(path))
+    path = followed(model_path(path))
     folder, state = find_checkpoint(path) or (path, {})
-    if path.is_dir() and not state:
-        rule = "the folder must hold a checkpoint, or a model in this program's or Hugging Face's form"
-        advice = "A run writes a checkpoint while it trains: wait, or give another path."
-        holds = (path / "config.json").exists() or tensor_path(path).exists()
-        require(holds, "load", rule, {"path": path}, advice, FileNotFoundError)
     model = open_model_file(path if path.is_file() else folder)
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
     known = model.encoding in ("", *VOCABULARY) or model.encoding in KNOWN
