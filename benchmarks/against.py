@@ -19,7 +19,7 @@ from tool_records import add_record_flag, check_record, record
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
-from daskgpt.config.model import PRESETS, GPT2Config, preset
+from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.generation.decoder import Weights
 from daskgpt.model.parameters import initial_parameters
@@ -57,7 +57,7 @@ def parser() -> Parser:
     flags.add_argument("--torch-compile", action="store_true", help="torch and torch-ddp: torch.compile the model")
     flags.add_argument("--torch-bf16", action="store_true", help="torch and torch-ddp: bfloat16 autocast")
     add_record_flag(flags)
-    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
+    add_flags(flags, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
     for config in (BenchConfig, DataflowConfig):
         add_flags(flags, config)
     return flags
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     values = parser().parse_args(arguments)
     checked(values)
     timing, dataflow = from_flags(BenchConfig, values), from_flags(DataflowConfig, values)
-    config = preset(values.preset, **given_flags(GPT2Config, values))
+    config = preset(values.preset, **given_flags(ModelConfig, values))
     if values.program == "transformers":
         found = compare_generation(config, timing, dataflow.threads)
     else:
@@ -226,7 +226,7 @@ def check_first(sides: tuple[Any, ...], job: Job, options: TorchOptions) -> None
     check_losses((sides[0].losses[0], sides[-1].losses[0]), "bfloat16" if options.bf16 else job.precision.name)
 
 
-def compare_generation(config: GPT2Config, timing: BenchConfig, threads: int) -> Found:
+def compare_generation(config: ModelConfig, timing: BenchConfig, threads: int) -> Found:
     """Return figures, the other program, settings and text of a comparison of how models write.
 
     Errors   RuntimeError if transformers writes another text

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from one_number import Dials, Model, bits_after_steps, divisions, own_product, random_dials
 
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.opening import open_scheduler
@@ -59,7 +59,7 @@ def random_model(random: np.random.Generator) -> Model:
     channels = heads * int(random.integers(1 if heads > 3 else 4, 18))
     vocabulary, padding, positions = (int(random.integers(*own)) for own in ((2, 300), (0, 20), (length, length + 7)))
     rows = {"vocabulary": vocabulary, "padded_vocabulary": vocabulary + padding, "positions": positions}
-    config = GPT2Config(blocks=blocks, heads=heads, channels=channels, **rows)
+    config = ModelConfig(blocks=blocks, heads=heads, channels=channels, **rows)
     return Model(config, (sequences, length), int(random.choice(divisions(sequences))))
 
 

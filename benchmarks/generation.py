@@ -16,7 +16,7 @@ from tool_records import add_record_flag, check_record, record
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
-from daskgpt.config.model import PRESETS, GPT2Config, preset
+from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import PRECISIONS, Choice, Texts
 from daskgpt.model.parameters import initial_parameters, parameter_count
@@ -81,7 +81,7 @@ class Copying(_OfThisProcess):
         return [1 / copy_rate(self.threads)]
 
 
-def random_prompts(config: GPT2Config, texts: int, length: int, seed: int) -> list[list[int]]:
+def random_prompts(config: ModelConfig, texts: int, length: int, seed: int) -> list[list[int]]:
     """Tokens, uniform over the vocabulary; the same for the same seed."""
     found: list[list[int]] = (
         np.random.default_rng([seed, texts]).integers(0, config.vocabulary, (texts, length)).tolist()
@@ -90,7 +90,7 @@ def random_prompts(config: GPT2Config, texts: int, length: int, seed: int) -> li
 
 
 def measure_generation(
-    config: GPT2Config, options: BenchConfig, threads: int, others: Sequence[Side] = ()
+    config: ModelConfig, options: BenchConfig, threads: int, others: Sequence[Side] = ()
 ) -> tuple[Measurement, Sequence[Turn]]:
     """Let the ways to write, a copy of memory and other programs take turns, as many as `options.steps`.
 
@@ -149,10 +149,10 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--threads", type=int, default=0, help="0 = one per core")
     add_record_flag(flags)
-    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
+    add_flags(flags, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
     add_flags(flags, BenchConfig)
     values = flags.parse_args(arguments)
-    config = preset(values.preset, **given_flags(GPT2Config, values))
+    config = preset(values.preset, **given_flags(ModelConfig, values))
     rule, least = "a model that writes must have enough positions", EARLY + TOKENS
     require(config.positions >= least, "generation", rule, {"positions": config.positions}, f"Give {least} or more.")
     check_record(values.record)

@@ -27,7 +27,7 @@ from tool_records import add_record_flag, check_record, record
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags, given_flags, run_command
-from daskgpt.config.model import GPT2Config, preset
+from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.rich import text_table
 from daskgpt.config.run import DataflowConfig
 from daskgpt.kernels.float32.blas import gemm_address, multiply
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
     add_flags(flags, DataflowConfig)
     values = flags.parse_args(arguments)
     check_record(values.record)
-    options, config = from_flags(BenchConfig, values), preset(values.preset, **given_flags(GPT2Config, values))
+    options, config = from_flags(BenchConfig, values), preset(values.preset, **given_flags(ModelConfig, values))
     job = job_of(config, options, from_flags(DataflowConfig, values))
     rule, got = "operations are counted for float32 on threads", {"precision": job.precision.name}
     fits = job.precision.name == "float32" and job.scheduler == "threads"

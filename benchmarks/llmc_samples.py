@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.formats.llmc import DEBUG_STATE as DEBUG_STATE_MAGIC
 from daskgpt.formats.llmc import TOKENS, DebugState, header_of, open_model
 from daskgpt.formats.safetensors import TensorFiles
@@ -20,8 +20,8 @@ from daskgpt.model.parameters import parameter_shapes
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
 MODEL = GOLDEN / "gpt2_small.bin"
 DEBUG_STATE = GOLDEN / "gpt2_small_debug_state.bin"
-CONFIG = GPT2Config(blocks=3, heads=4, channels=64, vocabulary=509, padded_vocabulary=512, positions=64)
-SMALL = GPT2Config(blocks=2, heads=2, channels=4, vocabulary=5, padded_vocabulary=8, positions=6)
+CONFIG = ModelConfig(blocks=3, heads=4, channels=64, vocabulary=509, padded_vocabulary=512, positions=64)
+SMALL = ModelConfig(blocks=2, heads=2, channels=4, vocabulary=5, padded_vocabulary=8, positions=6)
 
 
 def small_parameters(seed: int = 0) -> dict[str, np.ndarray]:
@@ -37,13 +37,13 @@ def small_debug_state() -> DebugState:
     return DebugState(tokens, targets, logits, loss=1.5, gradients=small_parameters(2))
 
 
-def read_model(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
+def read_model(path: str | Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
     """Read the configuration and the parameters of a model file of llm.c's."""
     model = open_model(path).loaded()
     return model.config, dict(model.parameters)
 
 
-def write_debug_state(path: str | Path, config: GPT2Config, state: DebugState) -> None:
+def write_debug_state(path: str | Path, config: ModelConfig, state: DebugState) -> None:
     """Write a debug state of llm.c's, version 2."""
     gradients = (state.gradients[name] for name in parameter_shapes(config))
     with open(path, "wb") as file:

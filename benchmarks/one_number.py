@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.kernels.float32 import gemm
 from daskgpt.kernels.float32.blas import gemm_address
@@ -32,7 +32,7 @@ STEPS = 3
 class Model:
     """A configuration, the shape and groups of its batch, its optimizer, dropout and clipping."""
 
-    config: GPT2Config
+    config: ModelConfig
     batch: tuple[int, int]
     groups: int = 1
     optimizer: str = "adamw"
@@ -40,13 +40,13 @@ class Model:
     clip: float = 0.0
 
 
-ODD = GPT2Config(blocks=2, heads=3, channels=21, vocabulary=131, padded_vocabulary=160, positions=20)
+ODD = ModelConfig(blocks=2, heads=3, channels=21, vocabulary=131, padded_vocabulary=160, positions=20)
 MODELS = {
-    "tiny": Model(GPT2Config(), (12, 64)),
+    "tiny": Model(ModelConfig(), (12, 64)),
     # Nothing is a multiple of a vector, a tile of 32 tokens or a pair.
     "odd": Model(ODD, (6, 20)),
     # Sequences of several tiles, the last one incomplete.
-    "long": Model(GPT2Config(1, 2, 24, vocabulary=67, padded_vocabulary=67, positions=75), (3, 75)),
+    "long": Model(ModelConfig(1, 2, 24, vocabulary=67, padded_vocabulary=67, positions=75), (3, 75)),
 }
 MODELS["tiny in 4 groups"] = replace(MODELS["tiny"], groups=4)
 MODELS["odd in 2 groups"] = replace(MODELS["odd"], groups=2)
@@ -80,7 +80,7 @@ def raw_numbers(seed: int, shape: tuple[int, ...]) -> np.ndarray:
     return (np.random.Philox(seed).random_raw(int(np.prod(shape))) >> np.uint64(40)).reshape(shape)
 
 
-def start_values(config: GPT2Config) -> dict[str, np.ndarray]:
+def start_values(config: ModelConfig) -> dict[str, np.ndarray]:
     """Return parameters between -1/8 and 1/8, or around 1 if they scale, made without the C library."""
     values = {}
     for number, (name, shape) in enumerate(parameter_shapes(config).items()):

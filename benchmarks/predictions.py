@@ -25,7 +25,7 @@ from tool_records import add_record_flag, check_record, record
 
 import daskgpt
 from daskgpt.config.errors import require
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.rich import text_table
 from daskgpt.profiling import calibrate
 from daskgpt.profiling.calibrate import Calibration
@@ -107,7 +107,7 @@ def predicted(case: Case, costs: Calibration) -> float:
     return forecast(job, case.workers, cores=usable_cores(), costs=costs)[0].seconds
 
 
-def measured(config: GPT2Config, some: Sequence[Case], turns: int) -> dict[str, Spread]:
+def measured(config: ModelConfig, some: Sequence[Case], turns: int) -> dict[str, Spread]:
     """Return the seconds of a step of configurations of one model and batch, a value for each turn."""
     flows = {case.name: case.dataflow for case in some}
     found = daskgpt.measure(config, some[0].data, flows, turns=turns, steps=STEPS[some[0].model])

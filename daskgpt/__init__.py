@@ -37,7 +37,7 @@ if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_
 
 # The public names of each module, which is loaded when one of them is used first, so that a command line starts fast.
 _MODULES = {
-    "config.model": "GPT2Config preset",
+    "config.model": "ModelConfig preset",
     "config.run": "DataConfig DataflowConfig LocalConfig OptimizerConfig RunConfig",
     "formats.models": "save",
     "generation.sampler": "sample",

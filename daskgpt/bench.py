@@ -27,7 +27,7 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 
 from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags, given_flags, run_command
-from daskgpt.config.model import GPT2Config, preset
+from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.profiling.calibrate import calibrate
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         calibration = calibrate()
         print(f"{calibration.describe()}\nwritten to {calibration.save()}")
         return 0
-    options, config = from_flags(BenchConfig, values), preset(values.preset, **given_flags(GPT2Config, values))
+    options, config = from_flags(BenchConfig, values), preset(values.preset, **given_flags(ModelConfig, values))
     job = job_of(config, options, from_flags(DataflowConfig, values))
     if values.record:
         check_records(values.record)

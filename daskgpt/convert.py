@@ -48,7 +48,6 @@ from daskgpt.formats.huggingface import write_huggingface, write_run_model
 from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, write_model
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.formats.vocabulary import tokenizer_files
-from daskgpt.model.gpt2 import require_own_layers
 from daskgpt.model.parameters import parameter_count, tensors
 from daskgpt.training.checkpoint import open_model_of
 
@@ -68,8 +67,6 @@ def main(arguments: list[str]) -> int:
     rule, advice = "what is written must be new", "Nothing is written over: name another."
     require(not taken, "convert", rule, {"path": target}, advice)
     model = open_model_of(values.source)
-    if kind != "daskgpt":
-        require_own_layers("convert")
     print("\n".join(_read(model)), flush=True)
     print("\n".join(WRITERS[kind](target, model)))
     return 0

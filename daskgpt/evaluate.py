@@ -90,7 +90,7 @@ def multiple_choice(weights: Weights, questions: list[Question], threads: int) -
     """Return accuracies and their standard errors."""
     for question in questions:
         check_tokens(np.concatenate([question.context, *question.completions]), weights.config.vocabulary)
-    compile_kernels(uses={"decoding", weights.config.norm})
+    compile_kernels(uses=weights.config.uses | {"decoding"})
     coming = answers(weights, questions, weights.config.positions, threads)
     found = list(tqdm(coming, total=len(questions), unit="question", disable=None, leave=False))
     right, normalized = map(sum, zip(*found))
@@ -131,7 +131,7 @@ def loss_of_pairs(
 
 def _summed(weights: Weights, coming: Iterator[np.ndarray], encoding: Encoding, counted: np.ndarray) -> dict[str, Any]:
     """Return the figures of some losses as they come; counted: the tokens that are predicted."""
-    compile_kernels(uses={"decoding", weights.config.norm})
+    compile_kernels(uses=weights.config.uses | {"decoding"})
     nats, count = 0.0, 0
     with tqdm(total=len(counted), unit="token", unit_scale=True, disable=None, leave=False) as line:
         for losses in coming:

@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
     prompts = [(prompt, writer.ids(prompt)) for prompt in given for _ in range(options.samples)]
     if not options.template:
         form = PromptForm.of_state(state.get("data", {}).get("form"))
-    compile_kernels(uses={"decoding", model.config.norm})
+    compile_kernels(uses=model.config.uses | {"decoding"})
     texts = chat(writer, form) if values.interactive else write_all(writer, prompts)
     if texts is not None and texts.rate.tokens:
         print(describe_rate(texts.rate, texts.decoder.threads, options.precision), file=sys.stderr)

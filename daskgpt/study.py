@@ -22,7 +22,7 @@ from typing import Any
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, add_model_flags, given_flags, run_command
-from daskgpt.config.model import GPT2Config, preset
+from daskgpt.config.model import ModelConfig, preset
 from daskgpt.profiling.records import append_records, check_records
 from daskgpt.profiling.study import (
     BARRIERS,
@@ -102,9 +102,9 @@ def main(arguments: list[str]) -> int:
     return 1 if failed else 0
 
 
-def settings(values: Namespace) -> tuple[GPT2Config, StudyConfig]:
+def settings(values: Namespace) -> tuple[ModelConfig, StudyConfig]:
     """Return the model and the settings that all runs share; --quick makes both small, except for given flags."""
-    model, study = given_flags(GPT2Config, values), given_flags(StudyConfig, values)
+    model, study = given_flags(ModelConfig, values), given_flags(StudyConfig, values)
     if values.quick:
         return preset("tiny", **QUICK_MODEL | model), StudyConfig(**QUICK_STUDY | study)
     return preset(values.preset, **model), StudyConfig(**study)

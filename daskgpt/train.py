@@ -12,7 +12,7 @@ from typing import Any
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, add_plan_flags, called, from_flags, given_flags, run_command
-from daskgpt.config.model import PRESETS, GPT2Config, preset
+from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.source import STANDARD_LIBRARY
@@ -66,9 +66,9 @@ def parser() -> Parser:
         f"again: {', '.join(changeable())}; --data and --init may name another place of the same content",
     )
     add_plan_flags(flags)
-    add_flags(flags, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
+    add_flags(flags, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
     for config in (*SECTIONS.values(), TimelineConfig, DaskReportConfig):
-        if config is not GPT2Config:
+        if config is not ModelConfig:
             add_flags(flags, config)
     return flags
 
@@ -142,7 +142,7 @@ def job_of(values: Namespace, run: RunConfig, start: WarmStart | None) -> Job:
         data = from_flags(DataConfig, values)
         config = config_of(values, data)
     else:
-        numbers = given_flags(GPT2Config, values)
+        numbers = given_flags(ModelConfig, values)
         if values.preset:
             size = preset(values.preset)
             numbers = {"blocks": size.blocks, "heads": size.heads, "channels": size.channels} | numbers
@@ -161,12 +161,12 @@ def with_data(job: Job, values: Namespace, start: WarmStart | None) -> Job:
     return replace(job, config=config, dataset=dataset)
 
 
-def config_of(values: Namespace, data: DataConfig, vocabulary: int = 0) -> GPT2Config:
+def config_of(values: Namespace, data: DataConfig, vocabulary: int = 0) -> ModelConfig:
     """Return the size of a new model; a vocabulary other than the preset's replaces it."""
     name = values.preset or DEFAULT
     fitting = {"vocabulary": vocabulary} if vocabulary not in (0, preset(name).vocabulary) else {}
     fitting |= {"positions": data.sequence_length} if name == DEFAULT else {}  # tiny is as long as its sequences
-    return preset(name, **fitting | given_flags(GPT2Config, values))
+    return preset(name, **fitting | given_flags(ModelConfig, values))
 
 
 def report(job: Job, result: Result, seconds: float) -> None:

@@ -10,7 +10,7 @@ from llmc_samples import read_model
 from machines import Machines
 from tolerances import TOLERANCES
 
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.formats.llmc import read_debug_state
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.model.parameters import parameter_shapes
@@ -19,7 +19,7 @@ from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
 
 GOLDEN = Path(__file__).parent / "golden"
-SMALL = GPT2Config(blocks=2, heads=2, channels=16, vocabulary=29, padded_vocabulary=32, positions=16)
+SMALL = ModelConfig(blocks=2, heads=2, channels=16, vocabulary=29, padded_vocabulary=32, positions=16)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts the tests in the background ignores Ctrl-C for them, and their processes would inherit this.
@@ -78,14 +78,16 @@ def random():
     return np.random.default_rng(20)
 
 
-def random_parameters(config: GPT2Config, random: np.random.Generator, dtype: str = "float32") -> dict[str, np.ndarray]:
+def random_parameters(
+    config: ModelConfig, random: np.random.Generator, dtype: str = "float32"
+) -> dict[str, np.ndarray]:
     """Return values large enough for nonzero gradients; rows of padding are 0."""
     values = {name: (random.normal(size=shape) * 0.3).astype(dtype) for name, shape in parameter_shapes(config).items()}
     values["wte.weight"][config.vocabulary :] = 0
     return values
 
 
-def random_batch(config: GPT2Config, random: np.random.Generator, shape: tuple[int, int] = (4, 12)):
+def random_batch(config: ModelConfig, random: np.random.Generator, shape: tuple[int, int] = (4, 12)):
     return tuple(random.integers(0, config.vocabulary, shape).astype(np.int32) for _ in range(2))
 
 

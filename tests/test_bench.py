@@ -10,7 +10,7 @@ from conftest import SMALL
 from control_groups import control_groups
 
 from daskgpt import bench, train
-from daskgpt.config.model import GPT2Config, preset
+from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.model.parameters import parameter_count, step_operations
@@ -39,7 +39,7 @@ def printed(capsys, *arguments):
 def test_measurement_record(capsys, flags):
     record = Record.of_line(printed(capsys, *FLAGS, *flags, "--sequence-chunk", "16", "--json").encode())
     found, settings = {name: figure.median for name, figure in record.figures.items()}, record.settings
-    step, config = record.figures["step"], GPT2Config(blocks=2, heads=2, channels=32)
+    step, config = record.figures["step"], ModelConfig(blocks=2, heads=2, channels=32)
     assert 0 < step.least <= step.median <= step.largest
     assert min(found["forward"], found["backward"], found["update"]) > 0
     assert found["tokens"] == pytest.approx(4 * 32 / step.median * 1e3, rel=1e-3)

@@ -13,7 +13,7 @@ from llmc_samples import MODEL, peak_bytes, read_model, write_debug_state
 
 import daskgpt
 from daskgpt import convert, generate, train, verify
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.formats.llmc import read_debug_state, write_model
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import initial_parameters
@@ -129,7 +129,7 @@ def test_partial_folder_does_not_appear(tmp_path):
 
 
 def test_conversion_streams_tensors(tmp_path):
-    config = GPT2Config(blocks=16, heads=2, channels=128, vocabulary=64, positions=64)
+    config = ModelConfig(blocks=16, heads=2, channels=128, vocabulary=64, positions=64)
     parameters = initial_parameters(config, seed=0)
     size = sum(values.nbytes for values in parameters.values())
     assert peak_bytes(daskgpt.save, tmp_path / "m.safetensors", config, parameters) < 0.2 * size

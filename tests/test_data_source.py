@@ -258,7 +258,7 @@ def test_nothing_is_no_source(source):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
-    config = daskgpt.GPT2Config(blocks=1, heads=2, channels=16, vocabulary=257, positions=48)
+    config = daskgpt.ModelConfig(blocks=1, heads=2, channels=16, vocabulary=257, positions=48)
     daskgpt.save(path, config, daskgpt.initial_parameters(config, seed=1), encoding="bytes")
     return path
 

@@ -20,7 +20,7 @@ from daskgpt.evaluate import sizes_of
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
 
-CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=16, vocabulary=257, positions=40)
+CONFIG = daskgpt.ModelConfig(blocks=2, heads=2, channels=16, vocabulary=257, positions=40)
 CASES = [([1, 2, 3], [[4], [5, 6], [7, 8, 9], [10]], 2), ([9] * 60, [[7, 7], [8]], 0), ([5], [[1, 2], [3] * 20], 1)]
 
 

@@ -1,73 +1,29 @@
-"""Tests of a layer and an optimizer from outside the package, whose kernel and row are all that they give.
+"""Tests of a layer and an optimizer from outside the package (`custom_layers`), which the configuration names."""
 
-The examples of CONTRIBUTING.md: a squared ReLU in the place of GELU, and an optimizer that goes by the gradient's sign.
-"""
-
-import json
-import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from math import prod
 
-import numpy as np
 import pytest
-from conftest import SMALL, random_parameters, whole_logits
-from distributed import Client
+from conftest import SMALL
 from one_number import Dials, Model, bits_after_steps
 from test_model import check_gradient_in_a_random_direction
 
 import daskgpt
+from daskgpt import audit
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
-from daskgpt.model import gpt2, layers, parameters
-from daskgpt.model.layers import PASS, Layer, Row
-from daskgpt.model.optimizer import OPTIMIZERS, SCHEDULES, Optimizer
-from daskgpt.model.parameters import PARAMETERS, tensors
-from daskgpt.model.rows import Table, content
+from daskgpt.model.parameters import tensors
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
 from daskgpt.profiling.plan import predict
 from daskgpt.profiling.timeline import summarise
 from daskgpt.schedulers.opening import open_scheduler
-
-
-def squared_relu(x):
-    return np.maximum(x, 0) ** 2
-
-
-def squared_relu_backward(dy, x):
-    return dy * 2 * np.maximum(x, 0)
-
-
-BACKWARD = {"x": Row(squared_relu_backward, "btC, btC -> btC", "dy x")}
-SQUARED_RELU = Layer("squared_relu", Row(squared_relu, "btC -> btC", "x"), outputs="y", backward=BACKWARD)
-
-
-def sign(weight, gradient, hyper):
-    return weight - (hyper[0] * np.sign(gradient)).astype(weight.dtype)
-
-
-def sign_inplace(weight, gradient, hyper):
-    weight[...] = sign(weight, gradient, hyper)
-
-
-SIGN = Optimizer(
-    name="sign",
-    kernel=sign,
-    in_place=sign_inplace,
-    moments=(),
-    options=lambda config, tensor: {},
-    hyper=lambda config, step, steps: np.array([config.learning_rate]),
-    hyper_size=1,
-)
-
+from daskgpt.training.start import Resumed
 
 RMS = replace(SMALL, norm="rmsnorm")
 
 
-@pytest.fixture
-def extended(monkeypatch):
-    monkeypatch.setattr(layers, "GELU", SQUARED_RELU)  # the line of the model
-    monkeypatch.setitem(OPTIMIZERS, SIGN.name, SIGN)
+EXTENDED = replace(SMALL, activation="custom_layers:SQUARED_RELU")
+SIGN = "custom_layers:SIGN"
 
 
 def job(config, optimizer, grain):
@@ -75,9 +31,8 @@ def job(config, optimizer, grain):
     return replace(made, optimizer=OptimizerConfig(optimizer=optimizer, schedule="constant"))
 
 
-@pytest.mark.usefixtures("extended")
 def test_gradients_agree_with_a_numeric_derivative(random):
-    check_gradient_in_a_random_direction(random)
+    check_gradient_in_a_random_direction(random, EXTENDED)
 
 
 DIALS = [
@@ -88,21 +43,19 @@ DIALS = [
 ]
 
 
-@pytest.mark.usefixtures("extended")
-@pytest.mark.parametrize(("norm", "optimizer"), [("layernorm", "sign"), ("rmsnorm", "momentum"), ("rmsnorm", "sign")])
+@pytest.mark.parametrize(("norm", "optimizer"), [("layernorm", SIGN), ("rmsnorm", "momentum"), ("rmsnorm", SIGN)])
 def test_no_dial_changes_a_bit(norm, optimizer, cluster):
     """Of a layer and an optimizer from outside, and of others that the package has."""
     cluster.have(2)
-    model = Model(replace(SMALL, norm=norm), (4, 12), optimizer=optimizer)
+    model = Model(replace(EXTENDED, norm=norm), (4, 12), optimizer=optimizer)
     dials = [*DIALS, Dials((2, 12), scheduler=cluster.address)]
     found = {own: bits_after_steps(model, "float32", own) for own in dials}
     assert len(set(found.values())) == 1, found
 
 
-@pytest.mark.usefixtures("extended")
-@pytest.mark.parametrize(("norm", "optimizer", "rate"), [("layernorm", "sign", 3e-3), ("rmsnorm", "momentum", 0.1)])
+@pytest.mark.parametrize(("norm", "optimizer", "rate"), [("layernorm", SIGN, 3e-3), ("rmsnorm", "momentum", 0.1)])
 def test_extended_model_learns(norm, optimizer, rate, small_text):
-    config = replace(SMALL, vocabulary=257, padded_vocabulary=0, norm=norm)
+    config = replace(EXTENDED, vocabulary=257, padded_vocabulary=0, norm=norm)
     data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
     own = OptimizerConfig(optimizer=optimizer, learning_rate=rate, schedule="constant")
     losses = daskgpt.fit(config, data, own, run=RunConfig(steps=40, validation_batches=1), quiet=True).losses
@@ -126,13 +79,12 @@ def moment_bytes(config, of_matrices, of_others):
 
 
 MADE = [
-    (SMALL, "sign", "kernel", (0, 0), {"squared_relu.forward", "squared_relu.backward", "sign.update"}),
+    (EXTENDED, SIGN, "kernel", (0, 0), {"squared_relu.forward", "squared_relu.backward", "sign.update"}),
     (SMALL, "muon", "block", (1, 2), {"muon.update", "adamw.update"}),
     (RMS, "momentum", "kernel", (1, 1), {"rmsnorm.forward", "rmsnorm.backward", "momentum.update"}),
 ]
 
 
-@pytest.mark.usefixtures("extended")
 @pytest.mark.parametrize(("config", "optimizer", "grain", "moments", "kernels"), MADE)
 def test_plan_bench_and_timeline_of_extensions(config, optimizer, grain, moments, kernels):
     made = job(config, optimizer, grain)
@@ -143,160 +95,49 @@ def test_plan_bench_and_timeline_of_extensions(config, optimizer, grain, moments
         assert kernels <= {".".join(own) for own in summarise(steps.timeline(1)).kernels}
 
 
-@pytest.mark.usefixtures("extended")
-def test_workers_with_other_layers_are_refused(cluster, small_text):
+def test_workers_with_another_module_are_refused(cluster, small_text, monkeypatch):
     cluster.have(2)
     data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
-    config = replace(SMALL, vocabulary=257, padded_vocabulary=0)
-    with pytest.raises(
-        ValueError,
-        match=r"the client's layers and optimizer; got client=GELU=.*squared_relu \(.*, worker=daskgpt's own",
-    ):
+    config = replace(EXTENDED, vocabulary=257, padded_vocabulary=0)
+    monkeypatch.setattr("inspect.getsource", lambda module: "another version")
+    with pytest.raises(ValueError, match=r"must have the client's modules; got client=.*custom_layers.*, worker="):
         daskgpt.fit(config, data, dataflow={"scheduler": cluster.address}, run={"steps": 2}, quiet=True)
 
 
-def put(row):
-    layers.GELU = row
+@pytest.mark.parametrize(
+    ("settings", "error", "keyword"),
+    [
+        ({"activation": "gellu"}, ValueError, "Did you mean gelu"),
+        ({"activation": "custom_layers:GELU"}, ValueError, "must name a row of a module.*no attribute 'GELU'"),
+        ({"activation": "nowhere_at_all:GELU"}, ValueError, "No module named.*PYTHONPATH"),
+        ({"activation": "custom_layers:NO_ROW"}, TypeError, "of the kind Layer; got .*type=str"),
+    ],
+)
+def test_rows_that_cannot_be_had_are_refused(settings, error, keyword, small_text):
+    def begun():
+        return daskgpt.fit(daskgpt.preset("tiny", **settings), {"data": str(small_text)}, run={"steps": 1}, quiet=True)
+
+    with pytest.raises(error, match=keyword):
+        begun()
 
 
-@pytest.mark.usefixtures("extended")
-def test_workers_with_the_client_s_layers(cluster, small_text):
-    cluster.have(2)
-    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
-    config, run = replace(SMALL, vocabulary=257, padded_vocabulary=0), {"steps": 2, "validation_batches": 1}
-    wanted = daskgpt.fit(config, data, dataflow={"scheduler": "sync"}, run=run, quiet=True)
-    with Client(cluster.address) as client:
-        own = layers.LAYERS[[row.name for row in layers.LAYERS].index("gelu")]
-        client.run(put, SQUARED_RELU)
-        try:
-            found = daskgpt.fit(config, data, run=run, client=client, quiet=True)
-        finally:
-            client.run(put, own)
-    assert daskgpt.digest(found.parameters) == daskgpt.digest(wanted.parameters)
+def test_a_run_does_not_decide_what_is_imported(small_text, tmp_path, monkeypatch):
+    data, run = {"data": str(small_text), "batch_size": 4, "sequence_length": 12}, {"steps": 1, "out": str(tmp_path)}
+    daskgpt.fit(daskgpt.preset("tiny"), data, {"optimizer": SIGN}, run=run, quiet=True)
+    monkeypatch.delitem(sys.modules, "custom_layers")
+    for again in (lambda: Resumed(str(tmp_path), {"run": {"steps": 2}}), lambda: audit.main([str(tmp_path)])):
+        with pytest.raises(ValueError, match="module=custom_layers"):
+            again()
+    assert "custom_layers" not in sys.modules
 
 
-REPLACING = """
-import json, sys
-import numpy as np
-import daskgpt
-from daskgpt.model import layers
-from daskgpt.model.layers import Layer, Row
-def squared_relu(x):
-    return np.maximum(x, 0) ** 2
-def squared_relu_backward(dy, x):
-    return dy * 2 * np.maximum(x, 0)
-assert ("daskgpt.model.gpt2" in sys.modules) == (sys.argv[2] == "later"), "the order that this is about"
-back = {"x": Row(squared_relu_backward, "btC, btC -> btC", "dy x")}
-layers.GELU = Layer("squared_relu", Row(squared_relu, "btC -> btC", "x"), outputs="y", backward=back)
-config = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, positions=12)
-data = {"data": sys.argv[1], "batch_size": 4, "sequence_length": 12}
-result = daskgpt.fit(config, data, dataflow={"scheduler": "sync"}, run={"steps": 2, "out": sys.argv[3]}, quiet=True)
-text = list(daskgpt.sample(result.config, result.parameters, [104], 8, temperature=0))
-try:
-    daskgpt.save("model.bin", result.config, result.parameters)
-except ValueError as error:
-    print(json.dumps([daskgpt.digest(result.parameters), text, str(error)]))
-"""
-
-
-@pytest.mark.parametrize("order", ["before", "later"])
-def test_layer_replaced_before_and_after_the_model_is_imported(order, small_text, tmp_path, monkeypatch):
-    """Training, text and files are those of the new layer in any order of imports; a process without it refuses."""
-    start = "import daskgpt.model.gpt2\n" if order == "later" else ""
-    command = [sys.executable, "-c", start + REPLACING, small_text, order, tmp_path / "run"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "GELU=__main__.squared_relu: every layer runs its own forward kernel" in ended.stderr
-    digest, text, refused = json.loads(ended.stdout)
-    assert "the layers must be GPT-2's own; got GELU=__main__.squared_relu" in refused
-    with pytest.raises(ValueError, match="the layers must be those that the model was trained with"):
-        daskgpt.load(tmp_path / "run")
-    config = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, positions=12)
-    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
-    monkeypatch.setattr(layers, "GELU", SQUARED_RELU)
-    wanted = daskgpt.fit(config, data, dataflow={"threads": 2}, run={"steps": 2}, quiet=True)
-    assert digest == daskgpt.digest(wanted.parameters)
-    assert text == list(daskgpt.sample(config, wanted.parameters, [104], 8, temperature=0))
-
-
-def sloped(slope):
-    def relu(x):
-        return np.maximum(x, 0) * slope
-
-    return Layer("relu", Row(relu, "btC -> btC", "x"), "y", {"x": PASS})
-
-
-CLIPPED = replace(layers.GELU, backward={"x": Row(squared_relu_backward, "btC, btC -> btC", "dy x")})
-WAYS = {
-    "row": (layers, "GELU", SQUARED_RELU, "GELU=test_extensions.squared_relu"),
-    "kernel of a row": (layers, "GELU", replace(layers.GELU, forward=SQUARED_RELU.forward), "GELU=test_ext"),
-    "another own row": (layers, "LAYERNORM", layers.RMSNORM, "LAYERNORM=daskgpt.kernels.rmsnorm.forward"),
-    "callable object": (
-        layers,
-        "GELU",
-        replace(layers.GELU, forward=Row(partial(squared_relu), "btC -> btC", "x")),
-        "",
-    ),
-    "block": (gpt2, "block", squared_relu, "block=test_extensions.squared_relu"),
-    "transformer": (gpt2, "transformer", squared_relu, "transformer="),
-    "parameter": (parameters, "PARAMETERS", (replace(PARAMETERS[0], initial="one"), *PARAMETERS[1:]), "'wte.weight'"),
-    "parameter that is gone": (parameters, "PARAMETERS", PARAMETERS[1:], "'wte.weight'"),
-}
-
-
-@pytest.mark.parametrize(("where", "name", "new", "said"), WAYS.values(), ids=WAYS)
-def test_every_way_to_replace_is_noticed(where, name, new, said, monkeypatch):
-    assert gpt2.replaced_rows() == gpt2.changed_rows(OptimizerConfig()) == ""
-    monkeypatch.setattr(where, name, new)
-    assert said in gpt2.replaced_rows()
-    assert said in gpt2.changed_rows(OptimizerConfig())
-    with pytest.raises(ValueError, match="the layers must be GPT-2's own"):
-        gpt2.require_own_layers("save")
-
-
-def test_what_changes_only_training_is_noticed_by_ranks(monkeypatch):
-    """Files and decoding do not depend on it."""
-    changes = [
-        (layers, "GELU", CLIPPED),
-        (OPTIMIZERS, "adamw", SIGN),
-        (SCHEDULES, "cosine", SCHEDULES["linear"]),
-    ]
-    found = {gpt2.changed_rows(OptimizerConfig())}
-    for where, name, new in changes:
-        with monkeypatch.context() as patch:
-            (patch.setitem if isinstance(where, dict) else patch.setattr)(where, name, new)
-            assert gpt2.replaced_rows() == ""
-            found.add(gpt2.changed_rows(OptimizerConfig()))
-    with monkeypatch.context() as patch:  # of the same mapping, which is not frozen
-        patch.setitem(layers.GELU.backward, "x", PASS)
-        found.add(gpt2.changed_rows(OptimizerConfig()))
-    assert len(found) == 5
-    monkeypatch.setitem(OPTIMIZERS, "sign", SIGN)
-    assert gpt2.changed_rows(OptimizerConfig()) == "", "a row that this run does not use"
-    assert "sign" in gpt2.changed_rows(OptimizerConfig(optimizer="sign"))
-
-
-def test_rows_of_one_name_are_compared_by_their_code():
-    assert content(sloped(1)) == content(sloped(1)) != content(sloped(2))
-    patched = Table(lambda: {"GELU": SQUARED_RELU, "LINEAR": layers.LINEAR})
-    assert list(patched.replaced()) == ["GELU"], "a kernel that was replaced in its module before the table was made"
-
-
-def test_normalization_is_the_row_of_the_module(random, monkeypatch):
-    values, tokens = random_parameters(SMALL, random), np.arange(4)
-    wanted = whole_logits(RMS, {name: values[name] for name in daskgpt.initial_parameters(RMS, 0)}, tokens)
-    assert not np.array_equal(whole_logits(SMALL, values, tokens), wanted)
-    monkeypatch.setattr(layers, "LAYERNORM", layers.RMSNORM)
-    assert np.array_equal(whole_logits(SMALL, values, tokens), wanted)
-    with pytest.raises(TypeError, match="item assignment"):
-        layers.NORMS["layernorm"] = layers.RMSNORM
-
-
-def half_sum(x, y):
-    return x + y / 2
-
-
-def test_replaced_addition_adds_no_gradients(random, monkeypatch):
-    """Gradients of one array are added, whatever replaces the layer of the residual stream."""
-    half = {"x": PASS, "y": Row(lambda dy: dy / 2, "btC -> btC", "dy")}
-    monkeypatch.setattr(layers, "ADD", Layer("half_sum", Row(half_sum, "btC, btC -> btC", "x y"), "sum", half))
-    check_gradient_in_a_random_direction(random)
+def test_a_file_does_not_decide_what_is_imported(tmp_path, monkeypatch):
+    parameters = daskgpt.initial_parameters(EXTENDED, seed=1)
+    daskgpt.save(tmp_path / "model.safetensors", EXTENDED, parameters)
+    assert daskgpt.load(tmp_path / "model.safetensors")[0] == EXTENDED
+    monkeypatch.delitem(sys.modules, "custom_layers")
+    with pytest.raises(ValueError, match="must be allowed.*module=custom_layers.*DASKGPT_MODULES=custom_layers"):
+        daskgpt.load(tmp_path / "model.safetensors")
+    assert "custom_layers" not in sys.modules
+    monkeypatch.setenv("DASKGPT_MODULES", "other,custom_layers")
+    assert daskgpt.load(tmp_path / "model.safetensors")[0] == EXTENDED

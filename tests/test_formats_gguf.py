@@ -8,7 +8,7 @@ from conftest import random_parameters
 
 import daskgpt
 from daskgpt import convert
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.data.tokenizer import learn_encoding, vocabulary_of
 from daskgpt.formats.byte_characters import decoded
 
@@ -21,7 +21,7 @@ DTYPES = {"m.gguf": "F32", "m-F16.gguf": "F16", "m-bf16.gguf": "BF16", "m_q8_0.g
 
 def converted(target, encoding="", **sizes):
     """Write a random model to a GGUF file."""
-    config = GPT2Config(**SIZES | sizes)
+    config = ModelConfig(**SIZES | sizes)
     values = random_parameters(config, np.random.default_rng(1))
     daskgpt.save(target.with_name("m.safetensors"), config, values, encoding=encoding)
     assert convert.main([str(target.with_name("m.safetensors")), str(target)]) == 0

@@ -10,7 +10,7 @@ from llmc_samples import in_shards
 from safetensors.numpy import save_file
 
 import daskgpt
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.data.tokenizer import VOCABULARY, get_encoding, vocabulary_of
 from daskgpt.formats.huggingface import open_huggingface, open_run_model, write_huggingface
 from daskgpt.formats.models import open_model_file
@@ -18,7 +18,7 @@ from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.formats.vocabulary import merges_of, tokenizer_files
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 
-CONFIG = GPT2Config(blocks=2, heads=4, channels=16, vocabulary=29, padded_vocabulary=29, positions=12)
+CONFIG = ModelConfig(blocks=2, heads=4, channels=16, vocabulary=29, padded_vocabulary=29, positions=12)
 PARAMETERS = random_parameters(CONFIG, np.random.default_rng(2))
 FIELDS = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 16, "n_positions": 12, "vocab_size": 29}
 
@@ -168,7 +168,7 @@ def test_padding_is_left_out(tmp_path):
 
 
 NOT_WRITTEN = [
-    ("new", opened({}, daskgpt.GPT2Config(norm="rmsnorm")), ValueError, "no norm"),
+    ("new", opened({}, daskgpt.ModelConfig(norm="rmsnorm")), ValueError, "no norm"),
     ("taken", opened(), ValueError, "must be new, or empty"),
     ("c/d", opened(), FileNotFoundError, "folder must exist"),
     ("new", opened({"wte.weight": PARAMETERS["wte.weight"]}), KeyError, "wpe.weight"),

@@ -4,7 +4,7 @@ import pytest
 from compare.turns import Turn
 from generation import EARLY, TOKENS, Writing, main
 
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.generation.decoder import Weights
 from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.profiling.records import read_records
@@ -47,7 +47,7 @@ def test_printed_measurement(capsys, monkeypatch):
 
 
 def test_bytes_of_a_token_match_the_arrays():
-    config = GPT2Config(blocks=2, heads=2, channels=32, vocabulary=100, padded_vocabulary=128, positions=64)
+    config = ModelConfig(blocks=2, heads=2, channels=32, vocabulary=100, padded_vocabulary=128, positions=64)
     parameters = initial_parameters(config, 0)
     read = parameter_count(config) - 64 * 32  # no positions; padding is not counted
     kept = 3 * 2 * 2 * 32 * (EARLY + TOKENS // 2 + 1)  # texts, blocks, keys and values, channels, positions
@@ -58,7 +58,7 @@ def test_bytes_of_a_token_match_the_arrays():
 
 
 def test_every_turn_writes_the_same_tokens():
-    config = GPT2Config(blocks=1, heads=2, channels=16, vocabulary=100, positions=64)
+    config = ModelConfig(blocks=1, heads=2, channels=16, vocabulary=100, positions=64)
     weights = Weights(config, initial_parameters(config, 0), "float32")
     writing, whole = (Writing(weights, 2, EARLY, 1, 0, whole) for whole in (False, True))
     assert len(writing.run(TOKENS)) == TOKENS

@@ -17,7 +17,7 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import train
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.graph import calls, update_in_place
 from daskgpt.graph.accumulate import MicroBatches
@@ -226,7 +226,7 @@ def job(config, batch_size, accumulate):
     return Job(config, data, OptimizerConfig(), DataflowConfig(scheduler="threads", threads=2), RunConfig())
 
 
-@pytest.mark.parametrize("config", [GPT2Config(), GPT2Config(blocks=3, channels=64, vocabulary=2000)], ids=str)
+@pytest.mark.parametrize("config", [ModelConfig(), ModelConfig(blocks=3, channels=64, vocabulary=2000)], ids=str)
 def test_memory_of_micro_batches(config):
     """And what the tied table's last sum waits for: the gradients of the embedding's output, a row a token.
 

@@ -134,7 +134,7 @@ def test_run_prints_and_records_its_groups(small_text, tmp_path, capsys):
 
 def test_losses_and_validation_use_the_same_groups(small_text):
     data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16, groups=4)
-    model = daskgpt.GPT2Config(blocks=1, heads=1, channels=16, positions=16)
+    model = daskgpt.ModelConfig(blocks=1, heads=1, channels=16, positions=16)
     run = {"steps": 3, "validation_batches": 2}
     dials = {"scheduler": "sync", "batch_chunk": 4}, {"threads": 2, "batch_chunk": 1, "sequence_chunk": 8}
     one, other = (daskgpt.fit(model, data, dataflow=dataflow, run=run, quiet=True) for dataflow in dials)

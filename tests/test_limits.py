@@ -4,13 +4,13 @@ import limits
 import pytest
 
 import daskgpt
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.model.parameters import step_operations
 from daskgpt.profiling.measure import BatchConfig, Steps, job_of
 from daskgpt.profiling.work import features, work_of
 
-SMALL = GPT2Config(blocks=2, heads=2, channels=32, vocabulary=50, padded_vocabulary=50, positions=16)
+SMALL = ModelConfig(blocks=2, heads=2, channels=32, vocabulary=50, padded_vocabulary=50, positions=16)
 SHAPE = BatchConfig(batch_size=4, sequence_length=16)
 
 

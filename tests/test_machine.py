@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from control_groups import control_groups
 
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.generation.decoder import Decoder, Weights
 from daskgpt.model.parameters import initial_parameters
 from daskgpt.schedulers import machine
@@ -125,7 +125,7 @@ def test_threads_and_decoding_follow_the_quota(tmp_path, monkeypatch):
         assert (scheduler.threads, "2 threads: quota of 1.5 of 16 cores" in scheduler.description) == (2, True)
     with open_scheduler("threads", 1) as scheduler:
         assert "quota" not in scheduler.description
-    config = GPT2Config(blocks=2, heads=2, channels=512)
+    config = ModelConfig(blocks=2, heads=2, channels=512)
     weights = Weights(config, initial_parameters(config, 0), "float32")
     assert Decoder(weights, 1, 64, 0).threads == 2
 

@@ -56,14 +56,14 @@ def test_golden_losses_of_ten_steps(options, precision, losses, tolerance, golde
     np.testing.assert_allclose(found, EXPECTED[losses], **TOLERANCES[tolerance])
 
 
-def check_gradient_in_a_random_direction(random):
-    parameters = random_parameters(SMALL, random, "float64")
-    batch = lazy_batch(random_batch(SMALL, random), (2, 4))
+def check_gradient_in_a_random_direction(random, config=SMALL):
+    parameters = random_parameters(config, random, "float64")
+    batch = lazy_batch(random_batch(config, random), (2, 4))
     direction = {name: random.normal(size=value.shape) for name, value in parameters.items()}
 
     def at(distance):
         moved = {name: value + distance * direction[name] for name, value in parameters.items()}
-        return loss_and_gradients(SMALL, moved, *batch)
+        return loss_and_gradients(config, moved, *batch)
 
     numeric = (at(1e-6)[0] - at(-1e-6)[0]).compute(scheduler="sync") / 2e-6
     (gradients,) = dask.compute(at(0.0)[1], scheduler="sync")

@@ -19,7 +19,7 @@ from terminals import left_lines, shown_lines
 import daskgpt
 from daskgpt.training.progress import Progress, wrapped
 
-CONFIG = daskgpt.GPT2Config(blocks=2, heads=2, channels=32, vocabulary=257, positions=32)
+CONFIG = daskgpt.ModelConfig(blocks=2, heads=2, channels=32, vocabulary=257, positions=32)
 HEADER = ["scheduler", "model", "data", "batch", "chunks", "precision", "grain"]
 
 

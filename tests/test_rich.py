@@ -46,7 +46,7 @@ def text_of(html):
 RESULT = Result(MODEL, lambda: initial_parameters(MODEL, 0), [5.5, float("nan"), 4.5, 3.5], 3.25, 1.5)
 # Makes an object, and what its HTML says; the timeline is that of a watcher without a file.
 SHOWN = [
-    (lambda _: MODEL, ("GPT2Config", "blocks", "1 *", "transformer blocks", "padded_vocabulary")),
+    (lambda _: MODEL, ("ModelConfig", "blocks", "1 *", "transformer blocks", "padded_vocabulary")),
     (lambda _: daskgpt.RunConfig(steps=5, out="<b>here</b>"), ("RunConfig", "steps", "5 *", "<b>here</b> *")),
     (lambda _: daskgpt.DataflowConfig(grain="block"), ("DataflowConfig", "grain", "block *", "batch_chunk auto")),
     (lambda _: daskgpt.plan(MODEL, DATA), ("model", "parameters", "at the peak", "critical path", "no step was run")),

@@ -41,7 +41,7 @@ def test_top_k_one_is_greedy(parameters):
 def test_scores_match_training(norm, random):
     rest = {"vocabulary": 37, "padded_vocabulary": 40, "positions": 90, "norm": norm}
     for heads, channels in ((3, 30), (2, 16), (1, 48), (5, 320)):
-        config = daskgpt.GPT2Config(blocks=2, heads=heads, channels=channels, **rest)
+        config = daskgpt.ModelConfig(blocks=2, heads=heads, channels=channels, **rest)
         parameters = random_parameters(config, random)
         tokens = random.integers(0, 37, 80).tolist()
         (found,) = Texts(Weights(config, parameters, "float32"), [tokens]).scores([0])
@@ -146,7 +146,7 @@ def test_invalid_model_is_refused(parameters):
             list(daskgpt.sample(SMALL, broken, [1], 1, temperature=temperature))
 
 
-CONFIG = daskgpt.GPT2Config(blocks=1, heads=2, channels=16, vocabulary=257, positions=32)
+CONFIG = daskgpt.ModelConfig(blocks=1, heads=2, channels=16, vocabulary=257, positions=32)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from daskgpt.config.model import GPT2Config, preset
+from daskgpt.config.model import ModelConfig, preset
 from daskgpt.profiling import study
 from daskgpt.profiling.records import read_records, rounded
 from daskgpt.profiling.report import SECTIONS, compare, write_report
@@ -29,7 +29,7 @@ from daskgpt.profiling.study import (
 from daskgpt.schedulers import machine
 from daskgpt.study import main, parser, settings
 
-MODEL = GPT2Config(blocks=1, heads=2, channels=32, vocabulary=64, positions=16)
+MODEL = ModelConfig(blocks=1, heads=2, channels=32, vocabulary=64, positions=16)
 STUDY = StudyConfig(batch_size=4, sequence_length=64)
 BASE = base_point(STUDY, 2)
 FIGURES = ["phases", "barriers", "slicing", "grains", "overlap", "schedulers"]

@@ -16,7 +16,7 @@ from timeline_picture import svg_one_under_the_other
 
 import daskgpt
 from daskgpt import train
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import RECORDER, bytes_of, calls_of
 from daskgpt.profiling.pages import _means, in_brief, lanes_of, time_axis, write_side_by_side, write_timeline
@@ -42,7 +42,7 @@ from daskgpt.profiling.timeline import (
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep
 
-LARGER = GPT2Config(blocks=2, heads=2, channels=128, vocabulary=257, positions=64)
+LARGER = ModelConfig(blocks=2, heads=2, channels=128, vocabulary=257, positions=64)
 SHAPE = (8, 64)
 
 

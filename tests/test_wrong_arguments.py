@@ -25,7 +25,7 @@ def sample(parameters=PARAMETERS, prompt=(1,), config=CONFIG, **options):
 @pytest.mark.parametrize(
     ("call", "kind", "keyword"),
     [
-        (lambda: daskgpt.fit("tiny"), TypeError, "GPT2Config"),
+        (lambda: daskgpt.fit("tiny"), TypeError, "ModelConfig"),
         (lambda: daskgpt.fit(CONFIG, 3), TypeError, "DataConfig"),
         (lambda: daskgpt.fit(CONFIG, {"dta": "text"}), ValueError, "Did you mean data"),
         (lambda: daskgpt.fit(CONFIG, DATA, parameters=DOUBLE), TypeError, "float32"),
@@ -38,7 +38,7 @@ def sample(parameters=PARAMETERS, prompt=(1,), config=CONFIG, **options):
         (lambda: sample(None), TypeError, "by name"),
         (lambda: sample(DOUBLE), TypeError, "float32"),
         (lambda: sample(dict.fromkeys(PARAMETERS, 1.0)), TypeError, "NumPy"),
-        (lambda: sample(config="tiny"), TypeError, "GPT2Config"),
+        (lambda: sample(config="tiny"), TypeError, "ModelConfig"),
         (lambda: sample(prompt=np.zeros((2, 2), int)), TypeError, "whole numbers"),
         (lambda: sample(prompt=[1.7]), TypeError, "whole numbers"),
         (lambda: sample(prompt="text"), TypeError, "whole numbers"),

@@ -16,7 +16,7 @@ from typing import IO
 from compare.programs import Programs, require_published_model
 from compare.turns import Turn
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.profiling.measure import Steps
 from daskgpt.profiling.records import Spread
 
@@ -48,7 +48,7 @@ def require_program(path: Path) -> None:
     require(path.is_file(), "against", rule, {"path": path}, advice, FileNotFoundError)
 
 
-def run_program(program: Path, threads: int, config: GPT2Config, steps: int) -> tuple[list[tuple[float, float]], int]:
+def run_program(program: Path, threads: int, config: ModelConfig, steps: int) -> tuple[list[tuple[float, float]], int]:
     """Return loss and seconds of the program's first steps, and its peak memory in bytes; it is stopped after them."""
     process = subprocess.Popen(
         [str(program.resolve())],
@@ -71,7 +71,7 @@ def run_program(program: Path, threads: int, config: GPT2Config, steps: int) -> 
     return found, usage.ru_maxrss * 1024
 
 
-def read_steps(lines: IO[str], config: GPT2Config, steps: int) -> list[tuple[float, float]]:
+def read_steps(lines: IO[str], config: ModelConfig, steps: int) -> list[tuple[float, float]]:
     """Return loss and seconds of each step that the lines report, at most so many.
 
     Errors   ValueError if the lines report a model of another size

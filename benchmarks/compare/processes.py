@@ -18,7 +18,7 @@ from typing import Any
 
 from compare.pipes import Place, Process, TorchOptions
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.profiling.measure import random_batch
 from daskgpt.training.job import Job
 
@@ -34,7 +34,7 @@ def require_installed(program: str, *packages: str) -> None:
         raise refusal(RuntimeError, "against", f"{program} must be installed", f"{missing[0]}=not installed", advice)
 
 
-def require_layernorm(config: GPT2Config) -> None:
+def require_layernorm(config: ModelConfig) -> None:
     """Errors   ValueError for another model than GPT-2"""
     rule, advice = "other programs must have this model", "Leave --norm out, or compare nothing."
     require(config.norm == "layernorm", "against", rule, {"norm": config.norm}, advice)
@@ -123,7 +123,7 @@ class TorchSide(OtherProcesses):
 class TransformersSide(OtherProcesses):
     """Hugging Face's GPT-2: each turn writes tokens after the same prompt, the likeliest ones, its cache on."""
 
-    def __init__(self, config: GPT2Config, seed: int, threads: int, prompt: list[int]) -> None:
+    def __init__(self, config: ModelConfig, seed: int, threads: int, prompt: list[int]) -> None:
         super().__init__()
         require_layernorm(config)
         self.start, self.prompt = (config, seed, threads), prompt

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compare.pipes import TorchOptions, serve
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.model.parameters import initial_parameters, tensors
 
 
 class Attention(nn.Module):
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads = config.heads
         self.c_attn = nn.Linear(config.channels, 3 * config.channels)
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.channels, 4 * config.channels)
         self.c_proj = nn.Linear(4 * config.channels, config.channels)
@@ -51,7 +51,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(config.channels), Attention(config)
         self.ln_2, self.mlp = nn.LayerNorm(config.channels), FeedForward(config)
@@ -64,7 +64,7 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """The mean loss of a batch. The embedding's matrix is the unembedding's too."""
 
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocabulary, config.channels)
         self.wpe = nn.Embedding(config.positions, config.channels)
@@ -79,7 +79,7 @@ class GPT2(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
-def model_of(config: GPT2Config, seed: int) -> GPT2:
+def model_of(config: ModelConfig, seed: int) -> GPT2:
     """Return the model with the initial values that daskgpt starts from."""
     with torch.device("meta"):
         model = GPT2(config)
@@ -89,7 +89,7 @@ def model_of(config: GPT2Config, seed: int) -> GPT2:
     return model
 
 
-def optimizer_of(model: GPT2, size: GPT2Config, config: OptimizerConfig) -> torch.optim.Optimizer:
+def optimizer_of(model: GPT2, size: ModelConfig, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Fused AdamW; the same tensors decay."""
     table = tensors(size)
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -112,7 +112,7 @@ class Training:
 
     def start(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         optimizer: OptimizerConfig,
         seed: int,
         threads: int,

@@ -9,11 +9,11 @@ import torch
 import transformers
 
 from compare.pipes import serve
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.model.parameters import initial_parameters, tensors
 
 
-def model_of(config: GPT2Config, seed: int) -> Any:
+def model_of(config: ModelConfig, seed: int) -> Any:
     """Return their model with our initial values."""
     settings = transformers.GPT2Config(
         n_layer=config.blocks,
@@ -42,7 +42,7 @@ def model_of(config: GPT2Config, seed: int) -> Any:
 class Generation:
     """A model that writes."""
 
-    def start(self, config: GPT2Config, seed: int, threads: int) -> str:
+    def start(self, config: ModelConfig, seed: int, threads: int) -> str:
         """Make the model; return how the program is called."""
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
-from daskgpt.config.model import GPT2Config, preset
+from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import Origin, is_pick
 from daskgpt.graph.fuse import chunk_of
@@ -35,7 +35,7 @@ class Cell:
     columns: tuple[int, ...]
 
 
-def block_grains(config: GPT2Config | None = None, block: int = 1) -> str:
+def block_grains(config: ModelConfig | None = None, block: int = 1) -> str:
     """The picture, as SVG.
 
     config   a model of three blocks or more; None for the preset tiny with three

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from daskgpt.config.model import GPT2Config, preset
+from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import Origin
 from daskgpt.graph.fuse import chunk_of
@@ -21,7 +21,7 @@ BOX, ROW, COLUMN, TOP = (196, 20), 26, 290, 34
 FILLS = {"forward": "#dbe5fb", "backward": "#fbdcd6", "head": "#ece0f8", "update": "#e3e6e9"}
 
 
-def step_tasks(config: GPT2Config | None = None, grain: str = "block") -> str:
+def step_tasks(config: ModelConfig | None = None, grain: str = "block") -> str:
     """The picture, as SVG; config: None for the preset tiny with two blocks."""
     step = TrainingStep(
         config or preset("tiny", blocks=2),

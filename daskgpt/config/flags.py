@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from daskgpt.config.errors import UNSET, nearest, refusal, require_working_folder
 from daskgpt.config.files import NO_ROOM
-from daskgpt.config.model import PRESETS, GPT2Config
+from daskgpt.config.model import PRESETS, ModelConfig
 from daskgpt.config.settings import count, duration, help_of
 from daskgpt.config.stopping import STOPPED, CanGoOn
 
@@ -130,7 +130,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
             "--" + f.name.replace("_", "-"),
             type=_type(f),
             default=argparse.SUPPRESS,
-            choices=f.metadata["choices"] or None,
+            choices=None if f.metadata["rows"] else f.metadata["choices"] or None,
             metavar=f.metadata["unit"].upper() or ("NUMBER" if isinstance(f.default, int | float) else f.name.upper()),
             help=help_of(f, "the preset's" if of_preset else "").replace("%", "%%"),
         )
@@ -154,7 +154,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add --preset, and a flag for each number of the model, which overrides the preset's."""
     text = f"size of the model: {', '.join(PRESETS)} (default: tiny)"
     parser.add_argument("--preset", default="tiny", help=text)
-    add_flags(parser, GPT2Config, title="Numbers of the model that override the preset", of_preset=True)
+    add_flags(parser, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,13 @@ from daskgpt.config.settings import Checked, documented, setting
 
 @documented
 @dataclass(frozen=True)
-class GPT2Config(Checked):
-    """The size of a GPT-2 model.
+class ModelConfig(Checked):
+    """The sizes of a decoder-only language model, and the choice of its layers. The defaults are GPT-2's.
 
-    Errors   ValueError if a number is below 1, heads does not divide channels, or padding is below the vocabulary;
-             TypeError if one is not a whole number
+    A choice names a row of `daskgpt.model.layers`, or of another module, which workers import too: package.module:ROW.
+
+    Errors   ValueError if a number is below 1, heads does not divide channels (without head_size), kv_heads does not
+             divide heads, or padding is below the vocabulary; TypeError if one is not a whole number
     Source   Radford et al. 2019, table 2 (names of the published sizes)
     """
 
@@ -27,40 +29,100 @@ class GPT2Config(Checked):
         0, "rows of the embedding table, 0 for the vocabulary itself; rows beyond it stay 0", most=2**25
     )
     positions: int = setting(64, "longest sequence", unit="tokens", least=1, most=2**24)
-    norm: str = setting("layernorm", "normalization of a block's inputs", choices=("layernorm", "rmsnorm"))
+    norm: str = setting("layernorm", "normalization of a block's inputs", choices=("layernorm", "rmsnorm"), rows=True)
+    position: str = setting(
+        "learned",
+        "how positions enter: a table that is added to the embedding, or queries and keys that are turned",
+        choices=("learned", "rotary"),
+        rows=True,
+    )
+    rope_theta: float = setting(10_000.0, "base of the angles of rotary positions", above=0, most=1e12)
+    attention: str = setting("causal", "what mixes the tokens of a sequence", choices=("causal",), rows=True)
+    activation: str = setting(
+        "gelu", "function inside of the feed-forward layer", choices=("gelu", "swiglu"), rows=True
+    )
+    bias: str = setting("all", "linear layers with a bias", choices=("all", "qkv", "none"))
+    head: str = setting("tied", "whether the last layer has the table of the embedding", choices=("tied", "untied"))
+    kv_heads: int = setting(0, "heads of keys and values, a divisor of heads; 0 = as many as heads", most=1_000_000)
+    head_size: int = setting(0, "channels of a head; 0 = channels / heads", most=1_000_000)
+    hidden: int = setting(0, "channels inside of the feed-forward layer; 0 = 4 x channels", most=4_000_000)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.padded_vocabulary == 0:
             object.__setattr__(self, "padded_vocabulary", self.vocabulary)
-        where, got = "GPT2Config", {"channels": self.channels, "heads": self.heads}
+        where, got = "ModelConfig", {"channels": self.channels, "heads": self.heads}
         rule, heads = "channels must be a multiple of heads", nearest_divisor(self.channels, self.heads)
-        require(self.channels % self.heads == 0, where, rule, got, f"Try heads={heads}.")
+        require(bool(self.head_size) or self.channels % self.heads == 0, where, rule, got, f"Try heads={heads}.")
+        rule, got = "kv_heads must divide heads", {"kv_heads": self.kv_heads, "heads": self.heads}
+        advice = f"Try kv_heads={nearest_divisor(self.heads, self.kv_heads or self.heads)}."
+        require(self.heads % self.key_heads == 0, where, rule, got, advice)
+        rule, got = "rotary positions must have an even head_size", {"head_size": self.head_channels}
+        require(self.position != "rotary" or self.head_channels % 2 == 0, where, rule, got, "Take fewer or more heads.")
         rule = "padded_vocabulary must be at least vocabulary"
         got = {"padded_vocabulary": self.padded_vocabulary, "vocabulary": self.vocabulary}
         require(self.padded_vocabulary >= self.vocabulary, where, rule, got, "Use 0 for no padding.")
 
+    @property
+    def key_heads(self) -> int:
+        """Number of heads of keys, and of values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_channels(self) -> int:
+        """Channels of a head."""
+        return self.head_size or self.channels // self.heads
+
+    @property
+    def hidden_channels(self) -> int:
+        """Channels inside of the feed-forward layer."""
+        return self.hidden or 4 * self.channels
+
+    @property
+    def turned_by(self) -> float:
+        """Base of the angles by which queries and keys are turned; 0 = they are not."""
+        return self.rope_theta if self.position == "rotary" else 0.0
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """Uses of kernels that not every model has, see `kernels.compilation.Kernel`."""
+        heads = self.position != "learned" or self.key_heads != self.heads
+        return frozenset({self.norm, self.activation, "heads" if heads else ""})
+
+    def beyond_gpt2(self, *allowed: str) -> str:
+        """Return the choices and sizes that GPT-2 does not have, such as `position=rotary`; empty if there are none.
+
+        allowed   fields that do not count
+        """
+        sizes = {"kv_heads": self.heads, "head_size": self.channels // self.heads, "hidden": 4 * self.channels}
+        gpt2 = {name: getattr(ModelConfig, name) for name in CHOICES} | sizes
+        own = {name: getattr(self, name) for name in gpt2.keys() - set(allowed)}
+        return ", ".join(sorted(f"{name}={value}" for name, value in own.items() if value not in (0, gpt2[name])))
+
+
+CHOICES = ("norm", "position", "attention", "activation", "bias", "head")
+
 
 _PUBLISHED: dict[str, Any] = {"vocabulary": 50257, "padded_vocabulary": 50304, "positions": 1024}
-PRESETS: dict[str, GPT2Config] = {
-    "tiny": GPT2Config(blocks=4, heads=4, channels=128, vocabulary=257, positions=64),
-    "gpt2": GPT2Config(blocks=12, heads=12, channels=768, **_PUBLISHED),
-    "gpt2-medium": GPT2Config(blocks=24, heads=16, channels=1024, **_PUBLISHED),
-    "gpt2-large": GPT2Config(blocks=36, heads=20, channels=1280, **_PUBLISHED),
-    "gpt2-xl": GPT2Config(blocks=48, heads=25, channels=1600, **_PUBLISHED),
+PRESETS: dict[str, ModelConfig] = {
+    "tiny": ModelConfig(blocks=4, heads=4, channels=128, vocabulary=257, positions=64),
+    "gpt2": ModelConfig(blocks=12, heads=12, channels=768, **_PUBLISHED),
+    "gpt2-medium": ModelConfig(blocks=24, heads=16, channels=1024, **_PUBLISHED),
+    "gpt2-large": ModelConfig(blocks=36, heads=20, channels=1280, **_PUBLISHED),
+    "gpt2-xl": ModelConfig(blocks=48, heads=25, channels=1600, **_PUBLISHED),
 }
 
 
-def preset(name: str, **overrides: Any) -> GPT2Config:
+def preset(name: str, **overrides: Any) -> ModelConfig:
     """Return the named size with some numbers replaced.
 
     Errors   ValueError for an unknown name
 
     >>> preset("gpt2", blocks=2)
-    GPT2Config(blocks=2, heads=12, channels=768, vocabulary=50257, padded_vocabulary=50304, positions=1024, ...)
+    ModelConfig(blocks=2, heads=12, channels=768, vocabulary=50257, padded_vocabulary=50304, positions=1024, ...)
     >>> preset("tiny", heads=3)
     Traceback (most recent call last):
-    ValueError: GPT2Config: channels must be a multiple of heads; got channels=128, heads=3. Try heads=4.
+    ValueError: ModelConfig: channels must be a multiple of heads; got channels=128, heads=3. Try heads=4.
     """
     require_known(name, PRESETS, "preset", "preset")
     if "vocabulary" in overrides and "padded_vocabulary" not in overrides:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from daskgpt.config.errors import refusal, require, require_known, require_named
 from daskgpt.config.files import require_utf8
 from daskgpt.config.rich import html_table
+from daskgpt.config.rows import is_from_outside
 
 DOC_WIDTH = 67  # 80 columns with the indentation and the prefix of `help`
 FIELDS = "Fields   "
@@ -43,6 +44,7 @@ def setting(
     choices: tuple[str, ...] = (),
     words: Mapping[str, int] | None = None,
     blank: bool = False,
+    rows: bool = False,
     parse: Callable[[str], Any] | None = None,
     path: bool = False,
     **bounds: float,
@@ -52,6 +54,7 @@ def setting(
     choices   the allowed texts; all if none is named
     words     words that stand for numbers: {"auto": 0}
     blank     whether white space is a value, as of a text; most texts are names
+    rows      whether the choices are rows of a table, beside which another module's may be named: package.module:ROW
     parse     converts a text that is given for the number: `count` or `count_or_share`
     path      whether the text is a path that a run writes down
     bounds    of numbers: inclusive `least` (0 unless `above` is given) and `most`, exclusive `above` and `below`
@@ -60,7 +63,8 @@ def setting(
         bounds = {"most": MOST} | bounds
     if "above" not in bounds:
         bounds = {"least": 0} | bounds
-    known: dict[str, Any] = {"help": help, "unit": unit, "choices": choices, "words": words or {}, "blank": blank}
+    known: dict[str, Any] = {"help": help, "unit": unit, "choices": choices, "words": words or {}}
+    known |= {"blank": blank, "rows": rows}
     return field(default=default, metadata=known | {"bounds": bounds, "parse": parse, "path": path})
 
 
@@ -76,7 +80,7 @@ class Checked:
         for f in fields(self):
             value = _of_type(where, f, getattr(self, f.name))
             object.__setattr__(self, f.name, value)
-            if f.metadata["choices"]:
+            if f.metadata["choices"] and not (f.metadata["rows"] and is_from_outside(value)):
                 require_known(value, f.metadata["choices"], where, f.name)
             elif not isinstance(value, str):
                 _check_bounds(where, f, value)

@@ -57,7 +57,7 @@ def write_gguf(
     rule, got = f"channels must be a multiple of {block} for {dtype}", {"channels": config.channels}
     require(config.channels % block == 0, WRITE, rule, got, "Write float16 instead.")
     table, published = tensors(config), gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.blocks)
-    kinds = {name: matrices if tensor.row.multiplied else others for name, tensor in table.items()}
+    kinds = {name: matrices if tensor.multiplied else others for name, tensor in table.items()}
     with replacing(path, WRITE) as file:
         writer = gguf.GGUFWriter(file.name, "gpt2")
         writer.add_block_count(config.blocks)

@@ -19,7 +19,8 @@ import numpy as np
 from daskgpt import __version__
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import appearing, replacing
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
+from daskgpt.config.rows import require_allowed
 from daskgpt.formats import safetensors, stored_model
 from daskgpt.formats.safetensors import ENDING, ENTRY, INDEX_ENDING, StoredTensor, TensorFiles
 from daskgpt.formats.stored_model import (
@@ -34,14 +35,13 @@ from daskgpt.formats.stored_model import (
     what_helps,
 )
 from daskgpt.formats.vocabulary import encoding_in, is_learned, know_vocabulary, known_vocabulary
-from daskgpt.model.gpt2 import replaced_rows
 from daskgpt.model.parameters import Tensor, tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL, INDEX = f"model{ENDING}", f"model{INDEX_ENDING}"
 READ, WRITE = "read_huggingface", "write_huggingface"
 
-# Fields of config.json with the sizes of the model, and their names in GPT2Config.
+# Fields of config.json with the sizes of the model, and their names in ModelConfig.
 SIZES = {"n_layer": "blocks", "n_head": "heads", "n_embd": "channels"}
 SIZES |= {"vocab_size": "vocabulary", "n_positions": "positions"}
 # Fields that change the computation of a model, with the values that this program supports; the first one is the
@@ -68,7 +68,6 @@ DAMAGED = "The folder holds another kind of model, or is damaged: copy it again.
 
 # This program's own file.
 CHECK = "check"  # a part of the entry: a checksum of the others, since nothing else reveals a flipped bit there
-LAYERS = "layers"  # a part of the entry, if layers were replaced: their rows, and the replacements
 LEARNED = "vocabulary"  # a part of the entry, if the vocabulary was learned: the content of its file
 VERSION = 1
 READ_OWN, WRITE_OWN = "read_run_model", "write_run_model"
@@ -142,7 +141,7 @@ def bare_name(name: str) -> str:
     return found[1] if found else bare
 
 
-def _config_of(path: Path) -> GPT2Config:
+def _config_of(path: Path) -> ModelConfig:
     """Return the configuration in config.json, if this program can express it."""
     known = read_json(path, READ, CONFIG)
 
@@ -159,7 +158,7 @@ def _config_of(path: Path) -> GPT2Config:
         right = any(type(value) is type(one) and value == one for one in values)
         check(name, right, " or ".join(map(_json, values)), "Other values are not supported.")
     try:
-        return GPT2Config(**{own: known[name] for name, own in SIZES.items()})
+        return ModelConfig(**{own: known[name] for name, own in SIZES.items()})
     except ValueError as error:
         rule = f"{CONFIG} must describe a GPT-2"
         raise refusal(ValueError, READ, rule, {"path": path}, str(error)) from error
@@ -195,7 +194,7 @@ def write_huggingface(
                 file.write(content)
 
 
-def _fields(config: GPT2Config) -> dict[str, Any]:
+def _fields(config: ModelConfig) -> dict[str, Any]:
     sizes = {name: getattr(config, own) for name, own in SIZES.items()}
     meant = {name: values[0] for name, values in MEANT.items() if values[0] not in ({}, None)}
     # Dropout belongs to a run, not to its model; 0.02 is the standard deviation of initial values.
@@ -237,7 +236,7 @@ def write_run_model(path: FilePath, model: StoredModel) -> str:
     return safetensors.write_tensor_file(path, shapes, view, metadata_of(model), where=WRITE_OWN)
 
 
-def published_shapes(config: GPT2Config, tensor: Tensor) -> list[tuple[int, ...]]:
+def published_shapes(config: ModelConfig, tensor: Tensor) -> list[tuple[int, ...]]:
     """Return the shapes that a tensor may have in a file: one, or two for a table with rows of padding."""
     if tensor.row.is_conv1d:
         return [tensor.shape[::-1]]
@@ -250,8 +249,6 @@ def metadata_of(model: StoredModel) -> dict[str, str]:
     """Return the metadata of a model's file, including a learned vocabulary."""
     known: dict[str, Any] = {"version": VERSION, "daskgpt": __version__, "model": asdict(model.config)}
     known |= {"encoding": model.encoding, "sequence_length": model.sequence_length}
-    if replaced := replaced_rows():
-        known[LAYERS] = replaced
     if is_learned(model.encoding):  # no other place has it
         known[LEARNED] = known_vocabulary(model.encoding).content
     # transformers reads a file only if its metadata names a library; the layout is the same for all.
@@ -280,7 +277,7 @@ def open_run_model(path: FilePath) -> StoredModel:
     return StoredModel(config, parameters, encoding, length, "daskgpt", "float32", tuple(files.files))
 
 
-def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: GPT2Config, where: str) -> ReadLater:
+def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: ModelConfig, where: str) -> ReadLater:
     """Return the tensors of a model in Hugging Face's layout, before they are read.
 
     stored   by names of the table
@@ -309,7 +306,7 @@ def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: GPT2Con
     return ReadLater(table, read)
 
 
-def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[GPT2Config, str, int]:
+def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig, str, int]:
     """Return configuration, encoding and sequence length in the metadata of a file.
 
     Errors   ValueError if they are missing or changed
@@ -326,14 +323,12 @@ def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[GPT2Config, 
     require(check == _checksum(known), READ_OWN, rule, {"path": path, CHECK: short(check)}, FOREIGN)
     rule, advice = f"the version must be {VERSION}", "Read it with the daskgpt that wrote it, or a newer one."
     require(known["version"] == VERSION, READ_OWN, rule, {"path": path, "version": short(known["version"])}, advice)
-    rule, own = "the layers must be those that the model was trained with", "GPT-2's own"
-    layers = f"path={path} ({short(known.get(LAYERS, own), 200)}), here {replaced_rows() or own}"
-    advice = "Put the same rows into daskgpt.model.layers."
-    require(known.get(LAYERS, "") == replaced_rows(), READ_OWN, rule, layers, advice)
     if LEARNED in known:
         know_vocabulary(known[LEARNED], str(path))
     try:  # a setting that is newer than the file has its default
-        return GPT2Config(**known["model"]), known["encoding"], known["sequence_length"]
+        config = ModelConfig(**known["model"])
+        require_allowed(map(str, asdict(config).values()), READ_OWN)
+        return config, known["encoding"], known["sequence_length"]
     except (ValueError, TypeError) as error:
         rule = "the metadata must describe a GPT-2 that is supported"
         raise refusal(ValueError, READ_OWN, rule, {"path": path}, short(error, 200)) from error

@@ -16,7 +16,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import replacing
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.formats import stored_model
 from daskgpt.formats.stored_model import READABLE, FilePath, ReadLater, StoredModel, held, pieces, require_file
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
@@ -87,10 +87,10 @@ def open_model(path: FilePath) -> StoredModel:
     header = read_header(path, where, MODEL, DTYPES)
     sizes: dict[str, Any] = dict(zip(SIZES, header[2:8]))
     rule, rows = "the header must describe a GPT-2", sizes["padded_vocabulary"]
-    # GPT2Config reads 0 as "no padding"; in a file, 0 means a layout without the padded size.
+    # ModelConfig reads 0 as "no padding"; in a file, 0 means a layout without the padded size.
     require(rows >= 1, where, rule, {"path": path, "padded_vocabulary": rows}, "Write the file again.")
     try:
-        config = GPT2Config(**sizes)
+        config = ModelConfig(**sizes)
     except ValueError as error:
         raise refusal(ValueError, where, rule, {"path": path}, str(error)) from error
     dtype = DTYPES[header[1]]
@@ -108,7 +108,7 @@ def open_model(path: FilePath) -> StoredModel:
 
 
 def write_model(
-    path: FilePath, config: GPT2Config, parameters: Mapping[str, np.ndarray], version: int = FLOAT32_VERSION
+    path: FilePath, config: ModelConfig, parameters: Mapping[str, np.ndarray], version: int = FLOAT32_VERSION
 ) -> None:
     """Write an llm.c model file; it appears under its name only when it is complete.
 
@@ -150,7 +150,7 @@ class DebugState:
     gradients: dict[str, np.ndarray]
 
 
-def read_debug_state(path: FilePath, config: GPT2Config) -> DebugState:
+def read_debug_state(path: FilePath, config: ModelConfig) -> DebugState:
     """Read the batch, logits, loss and gradients of an llm.c debug state; `config` is that of its model.
 
     Shapes   tokens (B, T), targets (B, T), logits (B, T, V), gradients as the parameters

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.formats.huggingface import is_huggingface, open_huggingface, open_run_model, write_run_model
 from daskgpt.formats.llmc import KINDS, open_model, write_model
 from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, tensor_path
 from daskgpt.formats.stored_model import NOT_READ, FilePath, StoredModel, refuse_pickle, refuse_unread, what_helps
-from daskgpt.model.gpt2 import require_own_layers
 from daskgpt.model.parameters import check_dtypes, check_parameters
 
 LLMC = ".bin"
@@ -88,7 +87,7 @@ def open_model_file(path: FilePath) -> StoredModel:
 
 def save(
     path: FilePath,
-    config: GPT2Config,
+    config: ModelConfig,
     parameters: Mapping[str, np.ndarray],
     *,
     encoding: str = "",
@@ -127,5 +126,4 @@ def save(
     if ending == ENDING:
         write_run_model(path, StoredModel(config, parameters, encoding, sequence_length))
     else:
-        require_own_layers("save")
         write_model(path, config, parameters)

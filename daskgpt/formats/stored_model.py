@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.model.parameters import Tensor
 
 # The dtypes of values that can be read, by safetensors' names; bfloat16 as the uint16 of its bits.
@@ -80,7 +80,7 @@ class StoredModel:
     files             paths of the files
     """
 
-    config: GPT2Config
+    config: ModelConfig
     parameters: Mapping[str, np.ndarray] = field(repr=False)
     encoding: str = ""
     sequence_length: int = 0
@@ -96,7 +96,7 @@ class StoredModel:
 # Tensors in files
 
 
-def require_defaults(config: GPT2Config, known: Collection[str], where: str, file: str) -> None:
+def require_defaults(config: ModelConfig, known: Collection[str], where: str, file: str) -> None:
     """Check that all settings that a format cannot hold are GPT-2's, since a reader would assume these.
 
     known    settings that the file holds

@@ -15,19 +15,20 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.kernels.bfloat16.rounding import ceiling, to_bfloat16
 from daskgpt.kernels.decoding.decode_step import OUTSIDE, TENSORS, decode_step, stages
 from daskgpt.kernels.decoding.kv_cache import GROUP
 from daskgpt.kernels.decoding.thread_barrier import APART
 from daskgpt.kernels.simd.lanes import LANES
-from daskgpt.model.gpt2 import logits, replaced_rows
+from daskgpt.model.gpt2 import logits
 from daskgpt.model.layers import Layer
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.local import at_once, own_threads
 
+DECODED_NORMS = ("layernorm", "rmsnorm")
 MOST_ROWS = 32  # rows of a step: tokens that are read together, so that weights are read once for all of them
 BYTES_A_THREAD = 1 << 22  # bytes of weights below which another thread would cost more time than it saves
 
@@ -35,19 +36,19 @@ BYTES_A_THREAD = 1 << 22  # bytes of weights below which another thread would co
 class Weights:
     """A model's weights for decoding: the caller's arrays in float32, or rounded copies of matrices in bfloat16.
 
-    replaced   the layers that are not GPT-2's own, which the decoding kernel cannot run; empty if there are none
+    others     choices of the model that the decoding kernel does not know; empty if there are none
     bytes      of the weights that a token reads: all but the table of positions
     """
 
-    def __init__(self, config: GPT2Config, parameters: Mapping[str, np.ndarray], precision: str) -> None:
+    def __init__(self, config: ModelConfig, parameters: Mapping[str, np.ndarray], precision: str) -> None:
         self.config, self.halves, self.precision = config, precision == "bfloat16", precision_of(precision)
-        self.replaced = replaced_rows()
+        self.others = config.beyond_gpt2("norm") if config.norm in DECODED_NORMS else config.beyond_gpt2()
         self.arrays: dict[str, Any] = {}
         self.bytes = 0
         for name, tensor in tensors(config).items():
             value = np.ascontiguousarray(parameters[name], np.float32)
-            half = self.halves and tensor.row.multiplied
-            if self.replaced:
+            half = self.halves and tensor.multiplied
+            if self.others:
                 self.arrays[name] = self.precision.hold(tensor, value)
             else:
                 self.arrays[name] = to_bfloat16(value) if half else value
@@ -66,15 +67,15 @@ def decoder_of(weights: Weights, texts: int, capacity: int, threads: int = 0) ->
     rule, got = "a model must have as many positions as are cached", {"capacity": capacity}
     most = weights.config.positions
     require(capacity <= most, "Decoder", rule, got, f"Keep {most} at most.")
-    if not weights.replaced:
+    if not weights.others:
         return Decoder(weights, texts, capacity, threads)
-    _say_replaced(weights.replaced)
+    _say_slower(weights.others)
     return EagerDecoder(weights, texts, capacity)
 
 
 @cache
-def _say_replaced(replaced: str) -> None:
-    print(f"decoding: {replaced}: every layer runs its own forward kernel, which is slower", file=sys.stderr)
+def _say_slower(others: str) -> None:
+    print(f"decoding: {others}: every layer runs its own forward kernel, which is slower", file=sys.stderr)
 
 
 class Decoder:

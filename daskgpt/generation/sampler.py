@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.generation.decoder import Weights, decoder_of
 from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
@@ -78,7 +78,7 @@ class Choice(Checked):
 
 
 def sample(
-    config: GPT2Config,
+    config: ModelConfig,
     parameters: Mapping[str, np.ndarray],
     prompt: Sequence[int],
     count: int,
@@ -132,13 +132,13 @@ def sample(
 
 
 def sampled(
-    config: GPT2Config, parameters: Mapping[str, np.ndarray], prompt: Sequence[int], count: int, **options: Any
+    config: ModelConfig, parameters: Mapping[str, np.ndarray], prompt: Sequence[int], count: int, **options: Any
 ) -> list[int]:
     """Return all tokens of `sample` as a list, which can be sent between processes."""
     return list(sample(config, parameters, prompt, count, **options))
 
 
-def prompt_ids(config: GPT2Config, prompt: Any) -> list[int]:
+def prompt_ids(config: ModelConfig, prompt: Any) -> list[int]:
     """Return a prompt as a list of token ids.
 
     Errors   TypeError for anything but whole numbers, such as text, numbers with a fraction, or several rows;

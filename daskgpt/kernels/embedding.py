@@ -15,6 +15,13 @@ def _forward(tokens, wte, positions, wpe, y):
             y[i, j] = wte[token, j] + wpe[position, j]
 
 
+@kernel("i1 r2 w2", use="heads")
+def _of_tokens(tokens, wte, y):
+    for i in range(tokens.size):
+        for j in range(y.shape[1]):
+            y[i, j] = wte[tokens[i], j]
+
+
 @kernel("r2 i1 w2 n n")
 def _backward(dy, indices, total, accumulate, first_row):
     """Add row i of dy to row indices[i] of the table; the indices repeat when dy has more rows."""
@@ -43,6 +50,19 @@ def forward(tokens: np.ndarray, wte: np.ndarray, positions: np.ndarray, wpe: np.
     flat_positions = checked_indices("embedding.forward", "positions", positions, len(wpe))
     y = np.empty((*tokens.shape, wte.shape[1]), wte.dtype)
     _forward(flat_tokens, wte, flat_positions, wpe, rows(y))
+    return y
+
+
+def of_tokens(tokens: np.ndarray, wte: np.ndarray) -> np.ndarray:
+    """Return the tokens' rows.
+
+    Shapes   tokens (b, t), wte (V, C) -> y (b, t, C)
+    Dtype    int32 tokens; a float32 or float64 table
+    Errors   ValueError for a token outside of the table
+    """
+    wte = np.ascontiguousarray(wte)
+    y = np.empty((*tokens.shape, wte.shape[1]), wte.dtype)
+    _of_tokens(checked_indices("embedding.of_tokens", "tokens", tokens, len(wte)), wte, rows(y))
     return y
 
 

@@ -1,7 +1,7 @@
-"""GPT-2: embedding, blocks of attention and feed-forward on a residual stream, cross-entropy.
+"""The model: embedding, blocks of attention and feed-forward on a residual stream, cross-entropy.
 
-Training, validation, generation and evaluation all derive from `transformer` and `block`. To change the model, replace
-a row of `model.layers`, rows of `model.parameters.PARAMETERS`, or `block`: each is looked up when a model is built.
+Training, validation, generation and evaluation all derive from `transformer` and `block`. The configuration chooses the
+rows of `model.layers` (GPT-2's by default), and `model.parameters` has the tensors that exist then.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import dask.array as da
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.model import GPT2Config
-from daskgpt.config.run import OptimizerConfig
+from daskgpt.config.model import ModelConfig
 from daskgpt.graph.nodes import from_numpy
-from daskgpt.model import layers, optimizer, parameters
-from daskgpt.model.layers import Layer
-from daskgpt.model.rows import Table, named
+from daskgpt.model import layers
+from daskgpt.model.layers import Layer, chosen
 from daskgpt.model.tape import Tape
 
 Parameters = Mapping[str, Any]
@@ -38,7 +36,7 @@ class Forward:
     """
 
     tape: Any
-    config: GPT2Config
+    config: ModelConfig
     parameters: Parameters
     inputs: Inputs
     rate: float = 0.0
@@ -69,7 +67,7 @@ class Forward:
             if key in known:
                 return known[key]
         rule = f"an argument of {layer.name} must be an input or a parameter"
-        advice = f"Add {at}.{name} to daskgpt.model.parameters.PARAMETERS."
+        advice = "Name arguments after the parameters of their place, or after the inputs of a step."
         raise refusal(ValueError, at, rule, {"argument": name}, advice)
 
     def _option(self, at: str, name: str) -> Any:
@@ -79,17 +77,32 @@ class Forward:
 
     def normalize(self, at: str, x: Any) -> Any:
         """Return x normalized."""
-        return self(at, getattr(layers, layers.NORMS[self.config.norm]), x)
+        return self(at, chosen(self.config, "norm"), x)
+
+    def linear(self, at: str, x: Any) -> Any:
+        """Return x after a linear layer, with its bias if the model has it."""
+        return self(at, layers.LINEAR if f"{at}.bias" in self.parameters else layers.UNBIASED, x)
+
+    def embed(self) -> Any:
+        """Return the embedded tokens, positions added if they have a table."""
+        return self(EMBEDDED, layers.EMBEDDING if self.config.position == "learned" else layers.TOKEN_EMBEDDING)
+
+    def as_heads(self, at: str, qkv: Any) -> Any:
+        """Return queries, keys and values in the form that attention takes."""
+        config, learned = self.config, self.config.position == "learned"
+        if learned and config.key_heads == config.heads:
+            return qkv
+        return self(at, layers.HEADS if learned else chosen(config, "position"), qkv)
 
     def drop(self, at: str, x: Any) -> Any:
         """Return x after dropout; x itself if nothing is dropped."""
         return self(at, layers.DROPOUT, x) if self.rate else x
 
 
-def transformer(tape: Any, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0) -> Any:
+def transformer(tape: Any, config: ModelConfig, p: Parameters, inputs: Inputs, rate: float = 0.0) -> Any:
     """Return the activations after the last normalization, (B, T, C) in the chunks of the tokens."""
     forward = Forward(tape, config, p, inputs, rate)
-    x = forward.drop(EMBEDDED, forward(EMBEDDED, layers.EMBEDDING))
+    x = forward.drop(EMBEDDED, forward.embed())
     for number in range(config.blocks):
         x = block(forward, f"h.{number}", x)
     return forward.normalize("ln_f", x)
@@ -97,12 +110,11 @@ def transformer(tape: Any, config: GPT2Config, p: Parameters, inputs: Inputs, ra
 
 def block(forward: Forward, at: str, x: Any) -> Any:
     """Return x after a transformer block: x + attention(norm(x)), then x + feed_forward(norm(x))."""
-    qkv = forward(f"{at}.attn.c_attn", layers.LINEAR, forward.normalize(f"{at}.ln_1", x))
-    y = forward(f"{at}.attn.c_proj", layers.LINEAR, forward(f"{at}.attn", layers.ATTENTION, qkv))
+    qkv = forward.as_heads(f"{at}.attn", forward.linear(f"{at}.attn.c_attn", forward.normalize(f"{at}.ln_1", x)))
+    y = forward.linear(f"{at}.attn.c_proj", forward(f"{at}.attn", chosen(forward.config, "attention"), qkv))
     x = forward(f"{at}.attn", layers.ADD, x, forward.drop(f"{at}.attn.c_proj", y))
-    hidden = forward(f"{at}.mlp.c_fc", layers.LINEAR, forward.normalize(f"{at}.ln_2", x))
-    hidden = forward(f"{at}.mlp", layers.GELU, hidden)
-    y = forward(f"{at}.mlp.c_proj", layers.LINEAR, hidden)
+    hidden = forward.linear(f"{at}.mlp.c_fc", forward.normalize(f"{at}.ln_2", x))
+    y = forward.linear(f"{at}.mlp.c_proj", forward(f"{at}.mlp", chosen(forward.config, "activation"), hidden))
     return forward(f"{at}.mlp", layers.ADD, x, forward.drop(f"{at}.mlp.c_proj", y))
 
 
@@ -114,24 +126,26 @@ def place_of(at: str) -> int:
     return 1 + len(DROPPED) * int(block_number) + DROPPED.index(part)
 
 
-def mean_loss(tape: Tape, config: GPT2Config, p: Parameters, inputs: Inputs, rate: float = 0.0) -> da.Array:
+def mean_loss(tape: Tape, config: ModelConfig, p: Parameters, inputs: Inputs, rate: float = 0.0) -> da.Array:
     """Return the mean cross-entropy of the next token, a 0-d array, in nats: the sum of all losses times `shares`.
 
     rate    of dropout, see `Forward`
     """
     check_tokens(config, inputs["tokens"], inputs["targets"])
     forward = Forward(tape, config, p, inputs)
-    losses = forward("losses", layers.CROSSENTROPY, transformer(tape, config, p, inputs, rate))
+    head = layers.CROSSENTROPY if config.head == "tied" else layers.UNTIED_CROSSENTROPY
+    losses = forward("losses", head, transformer(tape, config, p, inputs, rate))
     return forward("loss", layers.MEAN, losses)
 
 
-def logits(tape: Any, config: GPT2Config, p: Parameters, inputs: Inputs, rows: Any = slice(None)) -> Any:
+def logits(tape: Any, config: ModelConfig, p: Parameters, inputs: Inputs, rows: Any = slice(None)) -> Any:
     """Return the scores of every row of the padded vocabulary, (B, T, V) in the chunks of the tokens.
 
     rows   the tokens that are scored
     """
     x = transformer(tape, config, p, inputs)[:, rows]
-    return Forward(tape, config, p, inputs)("logits", layers.UNEMBEDDING, x)
+    head = layers.UNEMBEDDING if config.head == "tied" else layers.UNTIED_UNEMBEDDING
+    return Forward(tape, config, p, inputs)("logits", head, x)
 
 
 def lazy_inputs(tape: Tape, tokens: da.Array, targets: da.Array | None = None) -> Inputs:
@@ -144,7 +158,7 @@ def lazy_inputs(tape: Tape, tokens: da.Array, targets: da.Array | None = None) -
     return inputs | {"targets": targets, "shares": from_numpy(f"shares-{tape.token}", shares, tokens.chunks)}
 
 
-def check_tokens(config: GPT2Config, tokens: da.Array, targets: da.Array) -> None:
+def check_tokens(config: ModelConfig, tokens: da.Array, targets: da.Array) -> None:
     """Check that tokens and targets have the same chunks and fit the model's positions."""
     rule = "tokens and targets must be (B, T) in the same chunks"
     got = {"tokens": tokens.chunks, "targets": targets.chunks}
@@ -153,34 +167,3 @@ def check_tokens(config: GPT2Config, tokens: da.Array, targets: da.Array) -> Non
     got = {"sequence_length": length, "positions": config.positions}
     advice = "Shorten the sequence or use a model with more positions."
     require(length <= config.positions, "loss", rule, got, advice)
-
-
-_FUNCTIONS = Table(lambda: {"transformer": transformer, "block": block})
-
-
-def replaced_rows() -> str:
-    """Return what replaces GPT-2's forward pass, with its kernels (`GELU=mine.relu`); empty if nothing does.
-
-    Files of other programs assume GPT-2's own, and `kernels.decoding` computes it.
-    """
-    return named(layers.FORWARD_ROWS.replaced() | parameters.ROWS.replaced() | _FUNCTIONS.replaced())
-
-
-def changed_rows(config: OptimizerConfig) -> str:
-    """Return everything that is replaced in a training step; it differs between processes that would train differently.
-
-    config   names the rows of optimizer and schedule that count
-    """
-    updates = optimizer.ROWS.replaced()
-    used = [f"OPTIMIZERS[{config.optimizer!r}]", f"SCHEDULES[{config.schedule!r}]"]
-    rows = layers.ROWS.replaced() | parameters.ROWS.replaced() | _FUNCTIONS.replaced()
-    return named(rows | {name: updates[name] for name in used if name in updates}, coded=True)
-
-
-def require_own_layers(where: str) -> None:
-    """Refuse a model with replaced layers where another program would compute GPT-2's own.
-
-    Errors   ValueError naming the layers
-    """
-    rule, advice = "the layers must be GPT-2's own", "Restore the layers, or save to daskgpt's own format."
-    require(not replaced_rows(), where, rule, replaced_rows(), advice)

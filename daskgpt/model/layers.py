@@ -12,11 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
-from daskgpt.kernels import add, attention, crossentropy, dropout, embedding, gelu, layernorm, linear, rmsnorm
-from daskgpt.model.rows import Table
+from daskgpt.config.model import ModelConfig
+from daskgpt.config.rows import row_of
+from daskgpt.kernels import (
+    add,
+    attention,
+    crossentropy,
+    dropout,
+    embedding,
+    gelu,
+    heads,
+    layernorm,
+    linear,
+    rmsnorm,
+    swiglu,
+)
 
 Sizes = Mapping[str, int]
 Options = Mapping[str, Any]
@@ -41,6 +53,7 @@ class Layer:
     new_axes   sizes of axes that occur in an output but in no argument
     cheap      whether the output is computed again in backward instead of being kept
     dropped    the layer that replaces this one in training with dropout, if that is another one
+    widens     of an activation: channels of its input per channel of its output
     """
 
     name: str
@@ -50,6 +63,7 @@ class Layer:
     new_axes: Callable[[Sizes, Options], Sizes] = field(default=lambda sizes, options: {})
     cheap: bool = False
     dropped: Layer | None = None
+    widens: int = 1
 
 
 PASS = None
@@ -62,6 +76,13 @@ EMBEDDING = Layer(
         "wte": Row(embedding.backward_wte, "btC, bt -> VC", "dy tokens"),
         "wpe": Row(embedding.backward_wpe, "btC, t -> PC", "dy positions"),
     },
+)
+
+TOKEN_EMBEDDING = Layer(
+    name="embedding",
+    forward=Row(embedding.of_tokens, "bt, VC -> btC", "tokens wte"),
+    outputs="y",
+    backward={"wte": Row(embedding.backward_wte, "btC, bt -> VC", "dy tokens")},
 )
 
 LAYERNORM = Layer(
@@ -98,6 +119,14 @@ LINEAR = Layer(
     },
 )
 
+# Of models without these biases.
+UNBIASED = Layer(
+    name="linear",
+    forward=Row(linear.forward, "btC, OC -> btO", "x weight"),
+    outputs="y",
+    backward={name: row for name, row in LINEAR.backward.items() if name != "bias"},
+)
+
 GELU = Layer(
     name="gelu",
     forward=Row(gelu.forward, "btC -> btC", "x"),
@@ -106,11 +135,31 @@ GELU = Layer(
     cheap=True,
 )
 
-ADDITION = Row(add.forward, "btC, btC -> btC", "x y")  # of gradients as well, whatever replaces the layer
+SWIGLU = Layer(
+    name="swiglu",
+    forward=Row(swiglu.forward, "btX -> btC", "x"),
+    outputs="y",
+    backward={"x": Row(swiglu.backward, "btC, btX -> btX", "dy x")},
+    new_axes=lambda sizes, options: {"C": sizes["X"] // 2},
+    cheap=True,
+    widens=2,
+)
+
+# Queries and keys turned by their positions, and keys and values once per query head.
+HEADS = Layer(
+    name="heads",
+    forward=Row(heads.forward, "btX, t -> btO", "x positions", "heads key_heads turned_by"),
+    outputs="y",
+    backward={"x": Row(heads.backward, "btO, t -> btX", "dy positions", "heads key_heads turned_by")},
+    new_axes=lambda sizes, options: {
+        "O": 3 * options["heads"] * (sizes["X"] // (options["heads"] + 2 * options["key_heads"]))
+    },
+    cheap=True,
+)
 
 ADD = Layer(
     name="add",
-    forward=ADDITION,
+    forward=Row(add.forward, "btC, btC -> btC", "x y"),
     outputs="sum",
     backward={"x": PASS, "y": PASS},
 )
@@ -178,6 +227,26 @@ CROSSENTROPY = Layer(
     },
 )
 
+UNTIED_UNEMBEDDING = Layer(
+    name="unembedding",
+    forward=Row(linear.forward, "btC, VC -> btV", "x lm_head"),
+    outputs="logits",
+    backward={
+        "x": Row(linear.backward_x, "btV, VC -> btC", "dy lm_head"),
+        "lm_head": Row(linear.backward_weight, "btV, btC -> VC", "dy x"),
+    },
+)
+
+UNTIED_CROSSENTROPY = Layer(
+    name="crossentropy",
+    forward=Row(crossentropy.forward, "btC, VC, bt -> bt, btV", "x lm_head targets", "vocabulary"),
+    outputs="losses dlogits",
+    backward={
+        "x": Row(crossentropy.backward_x, "bt, btV, VC -> btC", "dy dlogits lm_head"),
+        "lm_head": Row(crossentropy.backward_wte, "bt, btV, btC -> VC", "dy dlogits x"),
+    },
+)
+
 MEAN = Layer(
     name="mean",
     forward=Row(crossentropy.mean_forward, "bt, bt -> ", "losses shares"),
@@ -187,13 +256,15 @@ MEAN = Layer(
 
 LAYERS: tuple[Layer, ...] = tuple(row for row in list(globals().values()) if isinstance(row, Layer))
 
-# The values of the configuration's `norm`, and the names here of their rows.
-NORMS: Mapping[str, str] = MappingProxyType({"layernorm": "LAYERNORM", "rmsnorm": "RMSNORM"})
+# The rows that a configuration names, by its fields.
+CHOICES: Mapping[str, Mapping[str, Layer]] = {
+    "norm": {"layernorm": LAYERNORM, "rmsnorm": RMSNORM},
+    "position": {"learned": EMBEDDING, "rotary": HEADS},
+    "attention": {"causal": ATTENTION},
+    "activation": {"gelu": GELU, "swiglu": SWIGLU},
+}
 
 
-def _present() -> dict[str, Layer]:
-    return {name: row for name, row in globals().items() if isinstance(row, Layer)}
-
-
-# What other programs' files and `kernels.decoding` assume, and what a training step is made of.
-FORWARD_ROWS, ROWS = Table(lambda: {name: row.forward for name, row in _present().items()}), Table(_present)
+def chosen(config: ModelConfig, field: str) -> Layer:
+    """Return the row that a configuration names in a field. Errors   as of `row_of`"""
+    return row_of(getattr(config, field), CHOICES[field], "model", field)

@@ -10,6 +10,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
+from daskgpt.config.rows import row_of
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.config.settings import part_of
 from daskgpt.graph.calls import CallOptions, Origin, apply
@@ -18,7 +19,6 @@ from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.optimizers import GRAD_INFO, LIMITS, guard, squares
 from daskgpt.model.parameters import Tensor
-from daskgpt.model.rows import Table
 from daskgpt.model.tape import Tape
 
 Kernel = Callable[..., Any]
@@ -169,7 +169,7 @@ MOMENTUM = Optimizer(
 
 def _muon_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, float]:
     decay = _decay(config, tensor)
-    return {"beta": config.muon_beta, "scale": config.muon_scale, "weight_decay": decay, "maps": tensor.row.maps}
+    return {"beta": config.muon_beta, "scale": config.muon_scale, "weight_decay": decay, "maps": tensor.maps}
 
 
 MUON = Optimizer(
@@ -185,13 +185,12 @@ MUON = Optimizer(
     others=ADAMW,
 )
 
-OPTIMIZERS: dict[str, Optimizer] = {each.name: each for each in (ADAMW, MOMENTUM, MUON)}
-ROWS = Table(
-    lambda: (
-        {f"OPTIMIZERS[{name!r}]": row for name, row in OPTIMIZERS.items()}
-        | {f"SCHEDULES[{name!r}]": row for name, row in SCHEDULES.items()}
-    )
-)
+OPTIMIZERS: Mapping[str, Optimizer] = {row.name: row for row in (ADAMW, MOMENTUM, MUON)}
+
+
+def optimizer_of(name: str) -> Optimizer:
+    """Return the optimizer that a configuration names. Errors   as of `row_of`"""
+    return row_of(name, OPTIMIZERS, "train", "optimizer")
 
 
 class Guarded:

@@ -1,4 +1,4 @@
-"""TABLE 1: the 16 parameter tensors of GPT-2, from which initial values, counts, decay and file layouts derive.
+"""TABLE 1: the parameter tensors of a model (16 for GPT-2), from which initial values, counts and layouts derive.
 
 Read it with `tensors` for a configuration, which decides the number of blocks and the rows that exist.
 """
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.model import GPT2Config
-from daskgpt.model.rows import Table
+from daskgpt.config.model import ModelConfig
+from daskgpt.model.layers import chosen
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,18 @@ class Parameter:
     """One row of the table.
 
     name      GPT-2's published name; `{block}` stands for the block's number
-    axes      one word per axis: V padded vocabulary, P positions, C channels, 3C queries with keys and values, 4C
-              hidden; or a function of the configuration
+    axes      one word per axis: V padded vocabulary, P positions, C channels, A channels of all heads, QKV queries with
+              keys and values, H hidden, I input of the activation
     initial   "one", "zero", "normal" (std 0.02), or "residual" (std 0.02 / sqrt(2 L)) if the output is added to x
-    multiplied   whether activations are multiplied by it (positions are only added)
-    exists       whether a model of this configuration has it
+    multiplied   whether activations are multiplied by it in a model (positions are only added)
+    exists       whether a model has it
     """
 
     name: str
-    axes: tuple[str | Callable[[GPT2Config], int], ...]
+    axes: tuple[str, ...]
     initial: str
-    multiplied: bool = False
-    exists: Callable[[GPT2Config], bool] = lambda config: True
+    multiplied: Callable[[ModelConfig], bool] = lambda config: False
+    exists: Callable[[ModelConfig], bool] = lambda config: True
 
     @property
     def per_block(self) -> bool:
@@ -47,61 +47,76 @@ class Parameter:
         return len(self.axes) == 2
 
     @property
-    def maps(self) -> int:
-        """Number of linear maps of the channels in it, one below the other: queries, keys and values."""
-        return 3 if self.axes[0] == "3C" and self.is_matrix else 1
-
-    @property
     def is_conv1d(self) -> bool:
         """True if Hugging Face's GPT-2 files hold its transpose (in, out)."""
         return self.is_matrix and self.per_block
 
-    def shape(self, config: GPT2Config) -> tuple[int, ...]:
+    def shape(self, config: ModelConfig) -> tuple[int, ...]:
         """Return the shape in a model of this size; matrices are (out, in)."""
-        sizes = {"V": config.padded_vocabulary, "P": config.positions, "C": config.channels}
-        return tuple(
-            int(axis[:-1] or 1) * sizes[axis[-1]] if isinstance(axis, str) else axis(config) for axis in self.axes
-        )
+        size, hidden = config.head_channels, config.hidden_channels
+        sizes = {"V": config.padded_vocabulary, "P": config.positions, "C": config.channels, "H": hidden}
+        sizes |= {"A": config.heads * size, "QKV": (config.heads + 2 * config.key_heads) * size}
+        sizes |= {"I": chosen(config, "activation").widens * hidden if "I" in self.axes else 0}
+        return tuple(sizes[axis] for axis in self.axes)
 
 
-def _has_mean(config: GPT2Config) -> bool:
-    """Return whether normalization subtracts the mean and adds a bias."""
-    return config.norm == "layernorm"
+def _always(config: ModelConfig) -> bool:
+    return True
+
+
+def _is_tied(config: ModelConfig) -> bool:
+    return config.head == "tied"
+
+
+def _norm_has_bias(config: ModelConfig) -> bool:
+    return "bias" in chosen(config, "norm").forward.arguments.split()
+
+
+def _qkv_has_bias(config: ModelConfig) -> bool:
+    return config.bias in ("all", "qkv")
+
+
+def _all_have_bias(config: ModelConfig) -> bool:
+    return config.bias == "all"
 
 
 # The order is that of llm.c's files.
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter("wte.weight", ("V", "C"), "normal", multiplied=True),
-    Parameter("wpe.weight", ("P", "C"), "normal"),
+    Parameter("wte.weight", ("V", "C"), "normal", multiplied=_is_tied),
+    Parameter("wpe.weight", ("P", "C"), "normal", exists=lambda config: config.position == "learned"),
     Parameter("h.{block}.ln_1.weight", ("C",), "one"),
-    Parameter("h.{block}.ln_1.bias", ("C",), "zero", exists=_has_mean),
-    Parameter("h.{block}.attn.c_attn.weight", ("3C", "C"), "normal", multiplied=True),
-    Parameter("h.{block}.attn.c_attn.bias", ("3C",), "zero"),
-    Parameter("h.{block}.attn.c_proj.weight", ("C", "C"), "residual", multiplied=True),
-    Parameter("h.{block}.attn.c_proj.bias", ("C",), "zero"),
+    Parameter("h.{block}.ln_1.bias", ("C",), "zero", exists=_norm_has_bias),
+    Parameter("h.{block}.attn.c_attn.weight", ("QKV", "C"), "normal", multiplied=_always),
+    Parameter("h.{block}.attn.c_attn.bias", ("QKV",), "zero", exists=_qkv_has_bias),
+    Parameter("h.{block}.attn.c_proj.weight", ("C", "A"), "residual", multiplied=_always),
+    Parameter("h.{block}.attn.c_proj.bias", ("C",), "zero", exists=_all_have_bias),
     Parameter("h.{block}.ln_2.weight", ("C",), "one"),
-    Parameter("h.{block}.ln_2.bias", ("C",), "zero", exists=_has_mean),
-    Parameter("h.{block}.mlp.c_fc.weight", ("4C", "C"), "normal", multiplied=True),
-    Parameter("h.{block}.mlp.c_fc.bias", ("4C",), "zero"),
-    Parameter("h.{block}.mlp.c_proj.weight", ("C", "4C"), "residual", multiplied=True),
-    Parameter("h.{block}.mlp.c_proj.bias", ("C",), "zero"),
+    Parameter("h.{block}.ln_2.bias", ("C",), "zero", exists=_norm_has_bias),
+    Parameter("h.{block}.mlp.c_fc.weight", ("I", "C"), "normal", multiplied=_always),
+    Parameter("h.{block}.mlp.c_fc.bias", ("I",), "zero", exists=_all_have_bias),
+    Parameter("h.{block}.mlp.c_proj.weight", ("C", "H"), "residual", multiplied=_always),
+    Parameter("h.{block}.mlp.c_proj.bias", ("C",), "zero", exists=_all_have_bias),
     Parameter("ln_f.weight", ("C",), "one"),
-    Parameter("ln_f.bias", ("C",), "zero", exists=_has_mean),
+    Parameter("ln_f.bias", ("C",), "zero", exists=_norm_has_bias),
+    Parameter("lm_head.weight", ("V", "C"), "normal", multiplied=_always, exists=lambda config: not _is_tied(config)),
 )
-ROWS = Table(lambda: {f"PARAMETERS[{row.name!r}]": row for row in PARAMETERS})
 
 
 @dataclass(frozen=True)
 class Tensor:
     """One tensor of a model: a row of the table in one block, or outside the blocks.
 
-    block   number of its transformer block, None outside
+    block        number of its transformer block, None outside
+    multiplied   whether activations are multiplied by it
+    maps         number of linear maps of the channels in it, one below the other: queries, keys and values
     """
 
     name: str
     row: Parameter
     block: int | None
     shape: tuple[int, ...]
+    multiplied: bool = False
+    maps: int = 1
 
     def decayed(self, rule: str) -> bool:
         """Return whether weight decay applies to it.
@@ -111,7 +126,7 @@ class Tensor:
         return rule == "all" or self.row.is_matrix
 
 
-def tensors(config: GPT2Config) -> dict[str, Tensor]:
+def tensors(config: ModelConfig) -> dict[str, Tensor]:
     """Return every tensor of the model by its full name, in the table's order, blocks in turn."""
     found = {}
     for row in PARAMETERS:
@@ -119,11 +134,12 @@ def tensors(config: GPT2Config) -> dict[str, Tensor]:
             continue
         for block in range(config.blocks) if row.per_block else (None,):
             name = row.name.format(block=block)
-            found[name] = Tensor(name, row, block, row.shape(config))
+            maps = 3 if row.axes == ("QKV", "C") and config.key_heads == config.heads else 1
+            found[name] = Tensor(name, row, block, row.shape(config), row.multiplied(config), maps)
     return found
 
 
-def parameter_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor by its full name."""
     return {name: tensor.shape for name, tensor in tensors(config).items()}
 
@@ -134,23 +150,24 @@ def block_of(where: str) -> int | None:
     return int(rest.partition(".")[0]) if first == "h" else None
 
 
-def parameter_count(config: GPT2Config, *, multiplied: bool = False) -> int:
+def parameter_count(config: ModelConfig, *, multiplied: bool = False) -> int:
     """Return the number of trained values, without the padding of the vocabulary (124,439,808 for gpt2).
 
     multiplied   count only tensors that activations are multiplied by
     """
-    padding = (config.padded_vocabulary - config.vocabulary) * config.channels
+    tables = 1 if multiplied or _is_tied(config) else 2
+    padding = tables * (config.padded_vocabulary - config.vocabulary) * config.channels
     return value_count(config, multiplied=multiplied) - padding
 
 
-def value_count(config: GPT2Config, *, multiplied: bool = False) -> int:
+def value_count(config: ModelConfig, *, multiplied: bool = False) -> int:
     """Return the number of values in all tensors, with padding; counted by rows, since a broken file may have any
     size."""
-    rows = [row for row in PARAMETERS if row.exists(config) and (row.multiplied or not multiplied)]
+    rows = [row for row in PARAMETERS if row.exists(config) and (not multiplied or row.multiplied(config))]
     return sum(math.prod(row.shape(config)) * (config.blocks if row.per_block else 1) for row in rows)
 
 
-def step_operations(config: GPT2Config, batch_size: int, sequence_length: int) -> int:
+def step_operations(config: ModelConfig, batch_size: int, sequence_length: int) -> int:
     """Return the floating-point operations of one step's matrix products; recomputed products count once.
 
     6 N B T + 6 L C B T (T + 1): a multiplication and an addition for each of the N multiplied values and each token in
@@ -158,7 +175,7 @@ def step_operations(config: GPT2Config, batch_size: int, sequence_length: int) -
     attends to (T + 1) / 2 tokens on average.
     """
     tokens = batch_size * sequence_length
-    attention = config.blocks * config.channels * (sequence_length + 1)
+    attention = config.blocks * config.heads * config.head_channels * (sequence_length + 1)
     return 6 * tokens * (parameter_count(config, multiplied=True) + attention)
 
 
@@ -170,7 +187,7 @@ class RandomParameters(Mapping[str, np.ndarray]):
     Source   Radford et al. 2019, section 2.3; nanoGPT and llm.c use the same values
     """
 
-    def __init__(self, config: GPT2Config, seed: int, dtype: np.typing.DTypeLike = np.float32) -> None:
+    def __init__(self, config: ModelConfig, seed: int, dtype: np.typing.DTypeLike = np.float32) -> None:
         self.config, self.seed, self.dtype = config, seed, np.dtype(dtype)
         self.numbers = {name: number for number, name in enumerate(tensors(config))}
 
@@ -182,7 +199,7 @@ class RandomParameters(Mapping[str, np.ndarray]):
         std = 0.02 / math.sqrt(2 * config.blocks) if initial == "residual" else 0.02
         random = np.random.default_rng([self.seed, self.numbers[name]])
         values: np.ndarray = (random.standard_normal(tensor.shape, np.float32) * np.float32(std)).astype(self.dtype)
-        if name == "wte.weight":
+        if tensor.row.axes[0] == "V":
             values[config.vocabulary :] = 0
         return values
 
@@ -193,7 +210,9 @@ class RandomParameters(Mapping[str, np.ndarray]):
         return len(self.numbers)
 
 
-def initial_parameters(config: GPT2Config, seed: int, dtype: np.typing.DTypeLike = np.float32) -> dict[str, np.ndarray]:
+def initial_parameters(
+    config: ModelConfig, seed: int, dtype: np.typing.DTypeLike = np.float32
+) -> dict[str, np.ndarray]:
     """Return all initial values of a model as arrays, by the names of the table: see `RandomParameters`.
 
     >>> import daskgpt
@@ -221,7 +240,7 @@ def digest(parameters: Mapping[str, np.ndarray]) -> str:
     return found.hexdigest()
 
 
-def check_parameters(config: GPT2Config, parameters: Mapping[str, np.ndarray]) -> None:
+def check_parameters(config: ModelConfig, parameters: Mapping[str, np.ndarray]) -> None:
     """Check that names and shapes are those of the table.
 
     Errors   ValueError naming the first tensor that is missing, unknown or of another shape; TypeError for anything
@@ -241,14 +260,14 @@ def check_parameters(config: GPT2Config, parameters: Mapping[str, np.ndarray]) -
         require(shape == shapes[name], where, shaped, {"shape": shape}, "Compare the config.")
 
 
-def check_config(where: str, config: Any) -> GPT2Config:
+def check_config(where: str, config: Any) -> ModelConfig:
     """Return a model's configuration.
 
     Errors   TypeError for anything else, such as the name of a preset
     """
-    rule, got = "the configuration must be a GPT2Config", {"config": repr(config)[:40]}
-    require(isinstance(config, GPT2Config), where, rule, got, "Give daskgpt.preset(name).", TypeError)
-    found: GPT2Config = config
+    rule, got = "the configuration must be a ModelConfig", {"config": repr(config)[:40]}
+    require(isinstance(config, ModelConfig), where, rule, got, "Give daskgpt.preset(name).", TypeError)
+    found: ModelConfig = config
     return found
 
 

@@ -69,14 +69,14 @@ class Precision:
 
     def hold(self, tensor: Tensor, value: np.ndarray) -> Any:
         """Return a parameter as a step holds it, without a copy if it has the dtype already."""
-        if self.packed and tensor.row.multiplied:
+        if self.packed and tensor.multiplied:
             return TrainedWeight.of(value)
         return np.asarray(value, self.dtype)
 
     def held_bytes(self, tensor: Tensor) -> int:
         """Return the bytes of a parameter as it is held."""
         values = int(np.prod(tensor.shape)) * self.dtype.itemsize
-        return values + (empty_weight(*tensor.shape).nbytes if self.packed and tensor.row.multiplied else 0)
+        return values + (empty_weight(*tensor.shape).nbytes if self.packed and tensor.multiplied else 0)
 
     def compile(self, uses: Container[str] | None = None, **options: Any) -> None:
         """Compile every kernel that is needed, or load it from the cache on disk, see `compile_all`."""
@@ -124,7 +124,8 @@ BFLOAT16 = Precision(
     "bfloat16",
     np.dtype("float32"),
     {
-        embedding.forward: bf16_layers.embedding_forward,
+        embedding.forward: OfArrays(embedding.forward),  # nothing is multiplied
+        embedding.of_tokens: OfArrays(embedding.of_tokens),
         linear.forward: gemm.forward,
         attention.forward: bf16_attention.forward,
         attention.backward: bf16_attention.backward,

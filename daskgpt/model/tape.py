@@ -12,7 +12,7 @@ import dask.array as da
 from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.calls import CallOptions, Origin, apply, parse
 from daskgpt.model import layers
-from daskgpt.model.layers import ADDITION, PASS, Layer, Row
+from daskgpt.model.layers import ADD, PASS, Layer, Row
 from daskgpt.model.parameters import block_of
 from daskgpt.model.precision import FLOAT32, Precision
 
@@ -129,7 +129,7 @@ class Tape:
         return self.recomputed[array.name]
 
     def _add(self, where: str, argument: str, x: da.Array, y: da.Array) -> da.Array:
-        (total,) = self._apply(Origin("add", "backward", where, block_of(where), argument), ADDITION, [x, y], {})
+        (total,) = self._apply(Origin(ADD.name, "backward", where, block_of(where), argument), ADD.forward, [x, y], {})
         return total
 
     def _apply(

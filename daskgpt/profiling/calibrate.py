@@ -33,7 +33,7 @@ from dask.order import order
 from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, replacing
 from daskgpt.config.flags import called
-from daskgpt.config.model import GPT2Config, preset
+from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import wait
 from daskgpt.graph.nodes import Graph, Key, task
@@ -270,8 +270,7 @@ def of_job(job: Job, chunk: tuple[int, int], known: Calibration | None) -> Calib
     samples = sample(shapes, cores, QUICK_TURNS)
     if known:
         return known.with_samples(samples)
-    # Replaced layers may not fit the sizes of another model.
-    return overheads(samples, cores, own.config if job.replaced else MODELS["tiny"], FEW_TASK_POINTS, QUICK_TURNS)
+    return overheads(samples, cores, MODELS["tiny"], FEW_TASK_POINTS, QUICK_TURNS)
 
 
 def _extend(samples: dict[str, Samples], more: Mapping[str, Samples]) -> None:
@@ -314,7 +313,7 @@ def sample(jobs: Sequence[Job], cores: int, turns: int) -> dict[str, Samples]:
 def overheads(
     samples: dict[str, Samples],
     cores: int,
-    model: GPT2Config = MODELS["tiny"],
+    model: ModelConfig = MODELS["tiny"],
     points: Sequence[tuple[int, str, str]] = TASK_POINTS,
     turns: int = TASK_TURNS,
 ) -> Calibration:
@@ -357,7 +356,7 @@ def overheads(
     )
 
 
-def _crowd(model: GPT2Config, shape: BatchConfig, cores: int, turns: int) -> float:
+def _crowd(model: ModelConfig, shape: BatchConfig, cores: int, turns: int) -> float:
     """Return how many times as long a step of four chunks takes with twice as many threads as cores."""
     cuts: dict[str, Any] = {"batch_chunk": 3, "sequence_chunk": shape.sequence_length}
     job = job_of(model, shape, DataflowConfig(**cuts, grain="block"))

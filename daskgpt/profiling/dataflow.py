@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from daskgpt.config.errors import require, require_known
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.rich import html_table
 from daskgpt.config.run import DataConfig, DataflowConfig
 from daskgpt.graph.calls import Origin
@@ -248,7 +248,7 @@ class _Drawing:
 
 
 def dataflow(
-    config: GPT2Config,
+    config: ModelConfig,
     data: DataConfig | Mapping[str, Any] | None = None,
     dataflow: DataflowConfig | Mapping[str, Any] | None = None,
 ) -> Dataflow:

@@ -16,7 +16,7 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.groups import groups_setting
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.rich import html_table, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import Checked, documented, setting
@@ -58,13 +58,13 @@ class BenchConfig(BatchConfig):
     )
 
 
-def job_of(config: GPT2Config, options: BatchConfig, dataflow: DataflowConfig) -> Job:
+def job_of(config: ModelConfig, options: BatchConfig, dataflow: DataflowConfig) -> Job:
     """Return the checked job of a run on random tokens, with a constant learning rate."""
     data = DataConfig(batch_size=options.batch_size, sequence_length=options.sequence_length, groups=options.groups)
     return Job(config, data, OptimizerConfig(schedule="constant"), dataflow, RunConfig(seed=options.seed))
 
 
-def job_from(config: GPT2Config, **given: Any) -> Job:
+def job_from(config: ModelConfig, **given: Any) -> Job:
     """Return the job of some configurations (data, optimizer ...), each an object, its fields, or None."""
     made = configurations("plan", {"model": config, **given})
     return Job(made.pop("model"), **made)
@@ -285,7 +285,7 @@ class Executions(dict[str, Execution]):
 
 
 def measure(
-    config: GPT2Config,
+    config: ModelConfig,
     data: DataConfig | Mapping[str, Any] | None = None,
     dataflows: Mapping[str, DataflowConfig | Mapping[str, Any]] | None = None,
     *,

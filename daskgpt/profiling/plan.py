@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from daskgpt.config.errors import require
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.rich import html_text, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig
 from daskgpt.config.settings import count, duration
@@ -118,7 +118,7 @@ class Plan:
 
 
 def plan(
-    config: GPT2Config,
+    config: ModelConfig,
     data: DataConfig | Mapping[str, Any] | None = None,
     optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
     dataflow: DataflowConfig | Mapping[str, Any] | None = None,

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from daskgpt.config.errors import require
 from daskgpt.config.groups import groups_of_batch
-from daskgpt.config.model import PRESETS, GPT2Config
+from daskgpt.config.model import PRESETS, ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import documented, setting
 from daskgpt.graph.calls import PHASES
@@ -159,7 +159,7 @@ def slicings(study: StudyConfig) -> list[tuple[int, int]]:
     ]
 
 
-def job_of_point(config: GPT2Config, study: StudyConfig, point: DataflowConfig) -> Job:
+def job_of_point(config: ModelConfig, study: StudyConfig, point: DataflowConfig) -> Job:
     """Return the checked job of a point's runs.
 
     Errors   ValueError if the point does not fit the model or the batch
@@ -167,7 +167,7 @@ def job_of_point(config: GPT2Config, study: StudyConfig, point: DataflowConfig) 
     return job_of(config, study, point)
 
 
-MODEL = tuple(f.name for f in fields(GPT2Config))
+MODEL = tuple(f.name for f in fields(ModelConfig))
 SHARED = ("batch_size", "sequence_length", "groups", "precision", "window", "warmup", "seed")
 PHASES_MS = ("forward_ms", "backward_ms", "update_ms")
 SHARES = ("overlap", "steps_overlap", "kernel_share", "inside_share", "scheduling_share", "waiting_share")
@@ -207,7 +207,7 @@ class Table:
     Errors   ValueError if the file is of another study: other columns, another model or batch
     """
 
-    def __init__(self, path: Path, model: GPT2Config, study: StudyConfig) -> None:
+    def __init__(self, path: Path, model: ModelConfig, study: StudyConfig) -> None:
         self.path = path
         self.shared = asdict(model) | {name: getattr(study, name) for name in SHARED}
         self.shared["groups"] = groups_of_batch(study.batch_size, study.sequence_length, study.groups)
@@ -336,7 +336,7 @@ def speedups(times: Mapping[int, Spread], base: Spread | None) -> dict[int, floa
 
 def model_name(row: Row) -> str:
     """Return the name of a run's model, or its numbers, such as `gpt2 (124,439,808 parameters)`."""
-    config = GPT2Config(**{name: row[name] for name in MODEL})
+    config = ModelConfig(**{name: row[name] for name in MODEL})
     known = [name for name, size in PRESETS.items() if size == config]
     numbers = f"a GPT-2 with {count(config.blocks, 'block')} of {config.channels} channels"
     return f"{known[0] if known else numbers} ({parameter_count(config):,} parameters)"
@@ -351,7 +351,7 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUM
 
 
 def run_all(
-    model: GPT2Config,
+    model: ModelConfig,
     study: StudyConfig,
     points: Sequence[DataflowConfig],
     table: Table,
@@ -393,7 +393,7 @@ def run_all(
 
 
 def predicted_times(
-    model: GPT2Config, study: StudyConfig, points: Sequence[DataflowConfig]
+    model: ModelConfig, study: StudyConfig, points: Sequence[DataflowConfig]
 ) -> dict[DataflowConfig, float]:
     """Return the predicted ms a step of those points that are one process, each on as many cores as it has threads; a
     machine that is not calibrated is calibrated first.
@@ -408,7 +408,7 @@ def predicted_times(
     return {point: 1e3 * forecast(job, cores=point.threads, costs=costs)[0].seconds for point, job in jobs.items()}
 
 
-def run_one(model: GPT2Config, study: StudyConfig, point: DataflowConfig) -> dict[str, Any]:
+def run_one(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> dict[str, Any]:
     """Make one run in a process of its own; return its columns.
 
     Errors   RuntimeError with the last line that the process wrote, if it failed
@@ -423,7 +423,7 @@ def run_one(model: GPT2Config, study: StudyConfig, point: DataflowConfig) -> dic
     return dict(json.loads(result.stdout.splitlines()[-1]))
 
 
-def run(model: GPT2Config, study: StudyConfig, point: DataflowConfig) -> dict[str, Any]:
+def run(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> dict[str, Any]:
     """Time and record some steps; return the columns of its row in the table.
 
     The times of a step and of its phases come from the same steps, in which every kernel call is recorded. Steps before
@@ -471,7 +471,7 @@ def run(model: GPT2Config, study: StudyConfig, point: DataflowConfig) -> dict[st
     return {name: significant(value) if isinstance(value, float) else value for name, value in own.items()}
 
 
-def write_timelines(model: GPT2Config, study: StudyConfig, folder: Path) -> None:
+def write_timelines(model: ModelConfig, study: StudyConfig, folder: Path) -> None:
     """Write a timeline of each barrier to FOLDER/BARRIER.html and .json, and all of them to FOLDER/barriers.html.
 
     A timeline has as many steps as a window. A chunk has a quarter of the sequences, so that chunks can overlap. A task
@@ -503,7 +503,7 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: max(point["threads"], 1)])
     with contextlib.redirect_stdout(sys.stderr):
-        row = run(GPT2Config(**model), StudyConfig(**study), DataflowConfig(**point))
+        row = run(ModelConfig(**model), StudyConfig(**study), DataflowConfig(**point))
     print(json.dumps(row))
 
 

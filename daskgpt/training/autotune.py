@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import dask.local
 import numpy as np
 
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import KernelCall, call_of
 from daskgpt.graph.fuse import GRAINS, chunk_of
@@ -62,10 +62,10 @@ class Work:
     attention: float
 
     @classmethod
-    def expected(cls, config: GPT2Config, batch_shape: Chunk) -> Work:
+    def expected(cls, config: ModelConfig, batch_shape: Chunk) -> Work:
         """Return the work by the operations of the products, forward and backward with respect to activations."""
         count, length = math.prod(batch_shape), batch_shape[1]
-        attention = 6 * config.blocks * config.channels * (length + 1) * ATTENTION_SLOWER
+        attention = 6 * config.blocks * config.heads * config.head_channels * (length + 1) * ATTENTION_SLOWER
         return cls(4 * parameter_count(config, multiplied=True) * count / RATE, attention * count / RATE)
 
     @classmethod
@@ -94,7 +94,7 @@ class Candidate:
 
 
 def candidates(
-    config: GPT2Config, batch_shape: Chunk, dataflow: DataflowConfig, threads: int, work: Work | None = None
+    config: ModelConfig, batch_shape: Chunk, dataflow: DataflowConfig, threads: int, work: Work | None = None
 ) -> list[Candidate]:
     """Return all sizes of chunks that the given settings leave open, the best one first.
 
@@ -143,7 +143,7 @@ class ChunkChoice:
     """
 
     def __init__(
-        self, config: GPT2Config, batch_shape: Chunk, dataflow: DataflowConfig, precision: Precision, threads: int
+        self, config: ModelConfig, batch_shape: Chunk, dataflow: DataflowConfig, precision: Precision, threads: int
     ) -> None:
         """threads   how many tasks can run at once"""
         self.config, self.batch_shape, self.dataflow, self.threads = config, batch_shape, dataflow, threads

@@ -40,7 +40,7 @@ from daskgpt.config.files import (
     sync_folder,
     temporary_beside,
 )
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model
 from daskgpt.formats.huggingface import MODEL as MODEL_FILE
 from daskgpt.formats.huggingface import open_run_model, write_run_model
@@ -319,7 +319,7 @@ class Best:
             (run / BEST).unlink()
 
 
-def load(path: str | Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
+def load(path: str | Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
     """Load a model: the newest good checkpoint of a run, a checkpoint, or a model file that `daskgpt.convert` reads.
 
     Shapes   those of the table, wte.weight with the rows of the padded vocabulary

@@ -12,7 +12,7 @@ import dask.array as da
 import numpy as np
 
 from daskgpt.config.groups import Groups, groups_of_batch
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.data.dataset import validation_batches
 from daskgpt.data.tokenizer import get_encoding, sizes_of
 from daskgpt.graph.fuse import Fusion
@@ -35,7 +35,7 @@ class Inference:
 
     def __init__(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         batch_shape: tuple[int, int],
         chunk: tuple[int, int],
         layout: Layout,
@@ -74,7 +74,7 @@ class Inference:
 
 
 def loss_and_gradients(
-    config: GPT2Config,
+    config: ModelConfig,
     parameters: Mapping[str, np.ndarray | da.Array],
     tokens: da.Array,
     targets: da.Array,

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require, require_known
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.groups import groups_of_batch
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
+from daskgpt.config.rows import digests_of_modules
 from daskgpt.config.run import (
     DataConfig,
     DataflowConfig,
@@ -30,8 +31,8 @@ from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.kernels.cache import PLACE
-from daskgpt.model.gpt2 import changed_rows
-from daskgpt.model.optimizer import OPTIMIZERS
+from daskgpt.model.layers import CHOICES, chosen
+from daskgpt.model.optimizer import optimizer_of
 from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
 from daskgpt.model.precision import FLOAT32, Precision, settle
 from daskgpt.schedulers.machine import memory_limit, usable_cores
@@ -141,12 +142,12 @@ class Job:
 
     dataset   the tokens to train on; None if they come from elsewhere, as in a benchmark
     horizon   the number of steps, which is estimated repeatedly if the run's length is given in minutes
-    replaced  what the process that made the job has replaced in its steps, see `model.gpt2.changed_rows`
+    modules   digests of modules from outside of the package whose rows the configuration names
 
     Errors    ValueError if settings do not fit each other
     """
 
-    config: GPT2Config
+    config: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig
     dataflow: DataflowConfig
@@ -154,7 +155,7 @@ class Job:
     dataset: Dataset | None = None
     local: LocalConfig = field(default_factory=LocalConfig)
     horizon: Horizon = field(init=False, repr=False, compare=False)
-    replaced: str = field(init=False, repr=False, compare=False)
+    modules: Mapping[str, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         epoch = self.dataset.epoch(self.data.sequence_length) * self.data.sequence_length if self.dataset else 0
@@ -178,10 +179,16 @@ class Job:
             known = {"encoding": self.dataset.encoding_name, "ids": ids, "vocabulary": vocabulary}
             advice = "Start from another model." if self.run.init else "Leave --vocabulary to the encoding."
             require(ids <= vocabulary, "train", "the model must know every token id of the encoding", known, advice)
-        require_known(self.optimizer.optimizer, OPTIMIZERS, "train", "optimizer")
+        optimizer_of(self.optimizer.optimizer)
+        for name in CHOICES:
+            chosen(self.config, name)
+        object.__setattr__(self, "modules", self.modules_here())
         chosen_address(self.dataflow.scheduler)
-        object.__setattr__(self, "replaced", changed_rows(self.optimizer))
         chosen_sinks(self.run.log, self.run.out)
+
+    def modules_here(self) -> dict[str, str]:
+        """Return `modules` as they are in this process."""
+        return digests_of_modules([self.optimizer.optimizer, *(getattr(self.config, name) for name in CHOICES)])
 
     @property
     def tokens(self) -> Dataset:
@@ -232,7 +239,7 @@ class Job:
     @property
     def uses(self) -> frozenset[str]:
         """Uses of kernels that not every run has, see `Kernel`."""
-        return frozenset({self.optimizer.optimizer, self.config.norm, "dropout" if self.optimizer.dropout else ""})
+        return self.config.uses | {self.optimizer.optimizer, "dropout" if self.optimizer.dropout else ""}
 
     @property
     def groups(self) -> int:
@@ -261,7 +268,7 @@ class Job:
         With local steps these are the momentum of the outer step, and the moments of each replica, by its number.
         """
         known = tensors(self.config)
-        own = OPTIMIZERS[self.optimizer.optimizer].state(known)
+        own = optimizer_of(self.optimizer.optimizer).state(known)
         if not self.local.local_steps:
             return own
         found = {f"{OUTER}.{name}": tensor for name, tensor in known.items()}
@@ -374,7 +381,7 @@ def facts(job: Job) -> dict[str, str]:
     batch += f", {data.accumulate} micro-batches of {data.batch_size}" if data.accumulate > 1 else ""
     found = {
         "model": f"{parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
-        f"vocabulary {c.vocabulary}, positions {c.positions}",
+        f"vocabulary {c.vocabulary}, positions {c.positions}" + (f", {c.beyond_gpt2()}" if c.beyond_gpt2() else ""),
         "batch": batch,
         "precision": f"{job.precision.name}: {settle(job.dataflow.precision, c.channels)[1]}",
     }

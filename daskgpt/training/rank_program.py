@@ -17,7 +17,6 @@ from daskgpt.data.dataset import Batch
 from daskgpt.graph.distribute import Rank
 from daskgpt.graph.messages import Peers
 from daskgpt.graph.program import Span
-from daskgpt.model.gpt2 import changed_rows
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
 from daskgpt.schedulers.dask_internals import thread_count
@@ -228,10 +227,8 @@ def begin(run: str, epoch: str, job: Job, *place: Any) -> Owned:
 
     Errors   ValueError if the worker would train another model than the client wants
     """
-    rule, here = "a worker must have the client's layers and optimizer", changed_rows(job.optimizer)
-    got = {"client": job.replaced or "daskgpt's own", "worker": here or "daskgpt's own"}
-    advice = "Replace them on the workers too (dask worker --preload, or client.run)."
-    require(here == job.replaced, "fit", rule, got, advice)
+    rule, got = "a worker must have the client's modules", {"client": job.modules, "worker": job.modules_here()}
+    require(got["worker"] == job.modules, "fit", rule, got, "Copy them there, and restart the workers.")
     end_programs(run, get_worker())
     kind = LocalRankProgram if job.local.local_steps else RankProgram
     program = ranks_of(get_worker()).programs[run] = kind(job, epoch, *place)

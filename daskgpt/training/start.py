@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import nearest, refusal, require, require_named
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
+from daskgpt.config.rows import require_allowed
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import Dataset, encoding_for, load_dataset
 from daskgpt.data.source import PREPARED, recognize
@@ -39,7 +40,7 @@ from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.run_folder import CONFIG, RunFolder
 
 SECTIONS: Mapping[str, type] = {
-    "model": GPT2Config,
+    "model": ModelConfig,
     "data": DataConfig,
     "optimizer": OptimizerConfig,
     "local": LocalConfig,
@@ -304,9 +305,11 @@ def data_of_run(
 
     opened   opens them
 
-    Errors   FileNotFoundError; ValueError if they are not those of the state
+    Errors   FileNotFoundError; ValueError if they are not those of the state, or if the state names layers of a module
+             that is not allowed
     """
     known = state["configuration"]
+    require_allowed(map(str, [*known["model"].values(), known["optimizer"]["optimizer"]]), where)
     try:
         dataset = opened(data, known["model"]["vocabulary"])
     except FileNotFoundError as error:

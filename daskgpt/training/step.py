@@ -15,7 +15,7 @@ import dask.array as da
 import numpy as np
 
 from daskgpt.config.groups import Groups
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.accumulate import MicroBatches, accumulate
@@ -39,7 +39,7 @@ from daskgpt.kernels.float32.blas import one_order
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
 from daskgpt.model.gpt2 import EMBEDDED, mean_loss
 from daskgpt.model.layers import CROSSENTROPY
-from daskgpt.model.optimizer import OPTIMIZERS, SQUARES, Guarded, guarded, guards, hyper_of, hyper_size, update
+from daskgpt.model.optimizer import SQUARES, Guarded, guarded, guards, hyper_of, hyper_size, optimizer_of, update
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, read_rows, values_of, write_rows
 from daskgpt.model.tape import Tape
@@ -131,7 +131,7 @@ class State:
     step: int = 0
 
     @classmethod
-    def of_weights(cls, config: GPT2Config, parameters: Arrays, precision: Precision = FLOAT32) -> State:
+    def of_weights(cls, config: ModelConfig, parameters: Arrays, precision: Precision = FLOAT32) -> State:
         """Return a state of parameters alone, for inference."""
         weights = held_weights(config, parameters, precision)
         layout = Layout((tuple(weights),))
@@ -164,7 +164,7 @@ def named_parameters(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {name: values_of(value) for name, value in weights_in(values).items()}
 
 
-def held_weights(config: GPT2Config, parameters: Arrays, precision: Precision) -> dict[str, Any]:
+def held_weights(config: ModelConfig, parameters: Arrays, precision: Precision) -> dict[str, Any]:
     """Return parameters as a step holds them, under their names in a state."""
     return as_weights({name: precision.hold(tensor, parameters[name]) for name, tensor in tensors(config).items()})
 
@@ -235,7 +235,7 @@ class TrainingStep:
 
     def __init__(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         batch_shape: tuple[int, int],
         chunk: tuple[int, int],
         optimizer: OptimizerConfig,
@@ -251,7 +251,7 @@ class TrainingStep:
         self.in_place, self.barrier = options.in_place, options.barrier
         # With barriers inside a step, sums and updates are tasks of their own phases.
         self.apart = options.barrier in ("layer", "phase")
-        self.row = OPTIMIZERS[optimizer.optimizer]
+        self.row = optimizer_of(optimizer.optimizer)
         # From here on activations take more memory than weights, and tasks wait so that it is released in time.
         self.batch_shape = last - first, batch_shape[1]
         self.large = math.prod(self.batch_shape) > config.channels
@@ -403,7 +403,7 @@ def gradients_of(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:
 
 
 def state_leaves(
-    tape: Tape, config: GPT2Config, precision: Precision, moments: Mapping[str, Tensor] | None = None
+    tape: Tape, config: ModelConfig, precision: Precision, moments: Mapping[str, Tensor] | None = None
 ) -> tuple[Lazy, Lazy]:
     """Return arrays without data for a state, by their names there, and those of its weights by their own names."""
     found = {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from daskgpt.config.errors import refusal, require, require_working_folder
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.rich import html_table, svg_curve
 from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
@@ -46,7 +46,7 @@ LABEL = 12  # columns of `model       ` and the like
 class Result:
     """The result of a run.
 
-    Fields   config: GPT2Config
+    Fields   config: ModelConfig
                  size of the model
              parameters: dict[str, np.ndarray]
                  GPT-2's tensors under their published names, float32; of a cluster's run with a folder they are read
@@ -71,7 +71,7 @@ class Result:
                  seconds that steps waited for validation, logs, samples, checkpoints and recovery points [s]
     """
 
-    config: GPT2Config
+    config: ModelConfig
     read: Callable[[], dict[str, np.ndarray]]  # returns the parameters
     losses: list[float]
     validation_loss: float
@@ -145,7 +145,7 @@ class Observers:
 
 
 def fit(
-    config: GPT2Config | None = None,
+    config: ModelConfig | None = None,
     data: DataConfig | Changes | None = None,
     optimizer: OptimizerConfig | Changes | None = None,
     dataflow: DataflowConfig | Changes | None = None,

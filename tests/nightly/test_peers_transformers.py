@@ -18,7 +18,7 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import convert, evaluate, generate, train
-from daskgpt.config.model import GPT2Config
+from daskgpt.config.model import ModelConfig
 from daskgpt.data import tokenizer as encodings
 from daskgpt.data.dataset import shuffled
 from daskgpt.training.inference import Inference
@@ -28,7 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason="PyTorch is not installed (the extra test-peers)")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra test-peers)")
 
-BYTES = GPT2Config(blocks=2, heads=2, channels=32, vocabulary=257, positions=64)
+BYTES = ModelConfig(blocks=2, heads=2, channels=32, vocabulary=257, positions=64)
 SIZES = [pytest.param(SMALL, id="small"), pytest.param(daskgpt.preset("gpt2"), id="gpt2")]
 
 
@@ -122,7 +122,7 @@ def test_transformers_tokenizer_of_an_exported_folder(tmp_path):
         codec = encodings.get_encoding("gpt2")
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    config = GPT2Config(blocks=1, heads=1, channels=4, vocabulary=50257, positions=64)
+    config = ModelConfig(blocks=1, heads=1, channels=4, vocabulary=50257, positions=64)
     daskgpt.save(tmp_path / "own.safetensors", config, daskgpt.initial_parameters(config, 0))
     folder = converted(tmp_path / "own.safetensors", tmp_path / "folder")
     text = "  Hello world's\n\n\tnaïve 日本 🙂 12345  end"

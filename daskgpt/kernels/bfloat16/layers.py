@@ -13,15 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.kernels import embedding, optimizers
+from daskgpt.kernels import optimizers
 from daskgpt.kernels.arguments import into_new_arrays
 from daskgpt.kernels.bfloat16.gemm import TrainedRows, TrainedWeight, backward_weight, backward_x, forward, pack_weight
 from daskgpt.kernels.crossentropy import scale_rows, softmax_losses
-
-
-def embedding_forward(tokens: np.ndarray, wte: TrainedWeight, positions: np.ndarray, wpe: np.ndarray) -> np.ndarray:
-    """`embedding.forward` of the float32 table: nothing is multiplied."""
-    return embedding.forward(tokens, wte.values, positions, wpe)
 
 
 def crossentropy_forward(

@@ -1,0 +1,64 @@
+"""Rows of tables that configurations name: built in, or of another module, as `package.module:ROW`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TypeVar, cast
+
+from daskgpt.config.errors import refusal, require, require_known
+
+T = TypeVar("T")
+SEPARATOR = ":"
+ALLOWED = "DASKGPT_MODULES"  # the environment variable with the modules that files may name, separated by commas
+
+
+def is_from_outside(name: str) -> bool:
+    """Return whether a name is that of a row in another module."""
+    return SEPARATOR in name
+
+
+def row_of(name: str, table: Mapping[str, T], where: str, what: str) -> T:
+    """Return the row of a table that a configuration names; the module of another row is imported.
+
+    what     the field of the configuration
+
+    Errors   ValueError for an unknown name, a module that cannot be imported, or one without such a row; TypeError for
+             a row of another kind
+    """
+    if not is_from_outside(name):
+        require_known(name, table, where, what)
+        return table[name]
+    module, _, attribute = name.partition(SEPARATOR)
+    try:
+        row = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        rule, got = f"{what} must name a row of a module", {what: name, "error": str(error)[:100]}
+        raise refusal(ValueError, where, rule, got, "Put its folder on PYTHONPATH, of workers too.") from error
+    kind = type(next(iter(table.values())))
+    rule, got = f"{what} must name a row of the kind {kind.__name__}", {what: name, "type": type(row).__name__}
+    require(isinstance(row, kind), where, rule, got, "Make one of the package's class.", TypeError)
+    return cast(T, row)
+
+
+def digests_of_modules(names: Iterable[str]) -> dict[str, str]:
+    """Return a digest of the source of each module from outside whose rows are named, by the name of the module."""
+    modules = {name.partition(SEPARATOR)[0] for name in names if is_from_outside(name)}
+    sources = {module: inspect.getsource(importlib.import_module(module)) for module in sorted(modules)}
+    return {module: hashlib.sha256(source.encode()).hexdigest()[:12] for module, source in sources.items()}
+
+
+def require_allowed(names: Iterable[str], where: str) -> None:
+    """Refuse rows that a file names if their modules are neither imported nor allowed: a file must not decide what code
+    runs.
+
+    Errors   ValueError
+    """
+    allowed = os.environ.get(ALLOWED, "").split(",")
+    for module in [name.partition(SEPARATOR)[0] for name in names if is_from_outside(name)]:
+        rule, advice = "a module that a file names must be allowed", f"If you trust it, set {ALLOWED}={module}."
+        require(module in sys.modules or module in allowed, where, rule, {"module": module}, advice)

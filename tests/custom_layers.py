@@ -1,0 +1,65 @@
+"""A layer and optimizers from outside of the package, which configurations name: `custom_layers:SQUARED_RELU`.
+
+The examples of CONTRIBUTING.md: a squared ReLU as the activation, an optimizer that goes by the gradient's sign, and
+one whose second moment has one number per row of the weight (Adam-mini).
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from daskgpt.model.layers import Layer, Row
+from daskgpt.model.optimizer import ADAMW, Optimizer
+
+
+def squared_relu(x):
+    return np.maximum(x, 0) ** 2
+
+
+def squared_relu_backward(dy, x):
+    return dy * 2 * np.maximum(x, 0)
+
+
+SQUARED_RELU = Layer(
+    "squared_relu",
+    Row(squared_relu, "btC -> btC", "x"),
+    outputs="y",
+    backward={"x": Row(squared_relu_backward, "btC, btC -> btC", "dy x")},
+)
+
+
+def sign(weight, gradient, hyper):
+    return weight - (hyper[0] * np.sign(gradient)).astype(weight.dtype)
+
+
+def sign_inplace(weight, gradient, hyper):
+    weight[...] = sign(weight, gradient, hyper)
+
+
+SIGN = Optimizer(
+    name="sign",
+    kernel=sign,
+    in_place=sign_inplace,
+    moments=(),
+    options=lambda config, tensor: {},
+    hyper=lambda config, step, steps: np.array([config.learning_rate]),
+    hyper_size=1,
+)
+
+
+def mini(weight, gradient, m, v, hyper, **options):
+    new = weight.copy(), m.copy(), v.copy()
+    mini_inplace(new[0], gradient, *new[1:], hyper, **options)
+    return new
+
+
+def mini_inplace(weight, gradient, m, v, hyper, *, beta1, beta2, eps, weight_decay):
+    rate, correction1, correction2 = hyper
+    m += (1 - beta1) * (gradient - m)
+    v += (1 - beta2) * ((gradient**2).reshape(len(v), -1).mean(1) - v)
+    scale = (np.sqrt(v / correction2) + eps).reshape(-1, *[1] * (weight.ndim - 1))
+    weight -= (rate * (m / correction1 / scale + weight_decay * weight)).astype(weight.dtype)
+
+
+MINI = replace(ADAMW, name="mini", kernel=mini, in_place=mini_inplace, fused={}, per_row=("v",))
+NO_ROW = "a text"
