@@ -350,7 +350,8 @@ def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     Errors   as of `load`
     """
     require_named(path, "load", "path")
-    path = model_path(followed(Path(path)))
+    target = followed(Path(path))
+    path = model_path(path if target == Path(path) else target)  # the name of a model at a hub is no path
     folder, state = find_checkpoint(path) or (path, {})
     model = open_model_file(path if path.is_file() else folder)
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
