@@ -10,23 +10,19 @@ daskgpt.save("model.safetensors", result.config, result.parameters)
 
 from __future__ import annotations
 
-import os.path
 import signal
 import sys
 from typing import Any
 
-__version__ = "0.1.0"
+from daskgpt.config.errors import require_in_imports  # at once: it looks whether this is a command
 
-# Whether this is a command: `python -m daskgpt...`, whose module has not begun yet, or the program `daskgpt`.
-IS_COMMAND = os.path.splitext(os.path.basename((sys.argv or [""])[0]))[0] in ("-m", "daskgpt")
+__version__ = "0.1.0"
 
 try:
     import fcntl as _fcntl
 except ImportError:
     _fcntl = None  # type: ignore[assignment]
 if sys.platform == "win32" or _fcntl is None:
-    from daskgpt.config.errors import require_in_imports
-
     _rule, _got = "the system must be Linux, or much like it", {"platform": sys.platform}
     require_in_imports(False, _rule, _got, "On Windows, use WSL: run wsl --install, and install daskgpt there.")
 

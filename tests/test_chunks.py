@@ -19,7 +19,8 @@ from daskgpt.model.precision import FLOAT32
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import ChunkChoice, Trial, Work, candidates, most_bytes
 from daskgpt.training.job import Job
-from daskgpt.training.step import JobSteps, StepOptions, TrainingStep
+from daskgpt.training.job_steps import JobSteps
+from daskgpt.training.step import StepOptions, TrainingStep
 
 TINY = preset("tiny")
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import os.path
 import sys
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-import daskgpt
-
+# Whether this is a command: `python -m daskgpt...`, whose module has not begun yet, or the program `daskgpt`.
+IS_COMMAND = os.path.splitext(os.path.basename((sys.argv or [""])[0]))[0] in ("-m", "daskgpt")
 UNSET = "Check the variable that it comes from, or leave it out."
 E = TypeVar("E", bound=Exception)
 
@@ -41,7 +42,7 @@ def require_in_imports(holds: bool, rule: str, got: Mapping[str, Any], advice: s
     try:
         require(holds, "daskgpt", rule, got, advice, RuntimeError)
     except RuntimeError as error:
-        if not daskgpt.IS_COMMAND:
+        if not IS_COMMAND:
             raise
         print(error, file=sys.stderr, flush=True)
         sys.exit(2)

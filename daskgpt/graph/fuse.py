@@ -36,6 +36,7 @@ from daskgpt.graph.update_in_place import RowUpdate
 
 GRAINS = ("kernel", "segment", "block", "chunk")
 OUTSIDE = "outside"  # of the blocks
+FEW_THREADS = 2  # up to so many threads, chunks are as good as evenly shared whatever their number
 Chunk = tuple[Any, ...]
 GroupOf = Callable[[Key], Hashable]
 Node = TypeVar("Node", bound=Hashable)

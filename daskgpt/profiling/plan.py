@@ -27,7 +27,8 @@ from daskgpt.schedulers.opening import active_client
 from daskgpt.training.autotune import CLASSES, ChunkChoice, GrainChoice, Trial, described, rounded
 from daskgpt.training.diloco import SOME_STEPS
 from daskgpt.training.job import Job, facts
-from daskgpt.training.step import JobSteps, TrainingStep, replica_step, training_step
+from daskgpt.training.job_steps import JobSteps
+from daskgpt.training.step import TrainingStep, replica_step, training_step
 
 ASSUMED = "block"  # the grain, while only a measured step can tell
 KINDS = ("totals", "weights", "rows")

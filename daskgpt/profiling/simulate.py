@@ -38,7 +38,8 @@ from daskgpt.profiling.work import work_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.training.job import Job
-from daskgpt.training.step import JobSteps, TrainingStep
+from daskgpt.training.job_steps import JobSteps
+from daskgpt.training.step import TrainingStep
 
 Kind = tuple[str, str]  # layer and phase
 Seconds = dict[Kind, float]

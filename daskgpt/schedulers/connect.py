@@ -43,7 +43,7 @@ from daskgpt.schedulers.membership import (
     running,
     show_run,
 )
-from daskgpt.schedulers.opening import scheduler_file
+from daskgpt.schedulers.protocol import scheduler_file
 from daskgpt.schedulers.worker_metrics import TOPIC
 from daskgpt.schedulers.workers import PrepareWorker
 

@@ -16,7 +16,7 @@ import dask
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.schedulers.local import ONE_BLAS_THREAD, in_task, keep_memory, local_scheduler, own_threads
-from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.schedulers.protocol import Scheduler, scheduler_file
 
 LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
 CHOICES = "sync, threads, local, tcp://HOST:PORT, tls://HOST:PORT, file:scheduler.json"
@@ -126,11 +126,6 @@ def resolved_address(address: str) -> str:
     if not address.startswith("file:"):
         return address
     return str(json.loads(scheduler_file(address).read_text())["address"])
-
-
-def scheduler_file(address: str) -> Path:
-    """Return the path in an address `file:PATH`."""
-    return Path(address.removeprefix("file:")).expanduser()
 
 
 def require_scheduler(address: str) -> None:

@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask.local
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import KernelCall, call_of
-from daskgpt.graph.fuse import GRAINS, chunk_of
+from daskgpt.graph.fuse import FEW_THREADS, GRAINS, chunk_of
 from daskgpt.graph.nodes import Key, is_leaf, task
 from daskgpt.graph.program import Call, Program, Span, Values
 from daskgpt.graph.recording import GraphRun, StepGraph
@@ -30,9 +30,7 @@ from daskgpt.model.layers import ATTENTION
 from daskgpt.model.parameters import parameter_count, tensors
 from daskgpt.model.precision import Precision
 from daskgpt.schedulers.local import LocalScheduler
-
-if TYPE_CHECKING:
-    from daskgpt.training.step import TrainingStep  # which chooses its chunks and grain here
+from daskgpt.training.step import TrainingStep
 
 Chunk = tuple[int, int]
 
@@ -220,7 +218,6 @@ def described(batch_shape: Chunk, chunk: Chunk) -> str:
 # most are shorter than the mean, and a thread may wait for the last one. (gpt2, 4 x 64 tokens, on two cores: 6 % of
 # the threads' time with tasks of 18 ms, 2.5 % with 100 ms.)
 LONG_ENOUGH = 25e-3
-FEW_THREADS = 2
 # Tasks of single kernels are for inspection: merging those of one chunk costs no parallelism, and separate ones are
 # ordered so that about a quarter more memory is held.
 MERGED_GRAINS = GRAINS[GRAINS.index("segment") :]

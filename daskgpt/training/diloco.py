@@ -29,7 +29,8 @@ from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.job import OUTER, Arrays, Job, Say, of_replica
-from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, Steps, of_sequences, replica_step
+from daskgpt.training.job_steps import Steps
+from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, of_sequences, replica_step
 
 TASK_SECONDS = 1.5  # of a task, about: a thousand times what it costs a cluster, and short enough to show progress
 SOME_STEPS = f"some steps of a replica, about {TASK_SECONDS:g} s, are a task"

@@ -25,7 +25,8 @@ from daskgpt.schedulers.links import LEFT, LostRank, WorkerLink, end_programs, r
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Arrays, Job
-from daskgpt.training.step import JobSteps, Limits, Outcome, State, as_weights, weights_in
+from daskgpt.training.job_steps import JobSteps
+from daskgpt.training.step import Limits, Outcome, State, as_weights, weights_in
 
 Rows = list[tuple[int, int]]  # from which row to which
 Owned = dict[str, Rows]  # of each array of a state

@@ -27,7 +27,8 @@ from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Arrays, Job, Say
-from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, Steps, run_on_packs
+from daskgpt.training.job_steps import Steps
+from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, run_on_packs
 
 PAUSE, NOTICE = 0.05, 5.0  # seconds between two looks at a worker that leaves, and until it has announced that
 WINDOW_SECONDS = 3.0  # of a window, about: many times what it costs to begin one

@@ -29,12 +29,13 @@ from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Arrays, Job, Say, compile_kernels, describe, require_memory
+from daskgpt.training.job_steps import JobSteps, Steps
 from daskgpt.training.logs import chosen_sinks
 from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.run_folder import Saver, reason
 from daskgpt.training.start import Resumed, ResumeState, beginning, checkpoint_facts, new_run
-from daskgpt.training.step import JobSteps, State, Steps
+from daskgpt.training.step import State
 
 if TYPE_CHECKING:
     from daskgpt.training.recovery import Recovery
