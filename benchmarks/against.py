@@ -15,7 +15,7 @@ from compare.processes import TorchSide, TransformersSide, require_installed
 from compare.programs import Apart, OnWorkers, Programs, WorkerTime, check_losses, require_published_model, warm_up
 from compare.turns import take_turns, undisturbed
 from generation import EARLY, TOKENS, Writing, measure_generation, random_prompts
-from tool_records import add_record_flag, check_record, record
+from records import Figure, add_record_flag, check_record, record
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
@@ -23,8 +23,7 @@ from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.generation.decoder import Weights
 from daskgpt.model.parameters import initial_parameters
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of
-from daskgpt.profiling.records import Figure, Spread
+from daskgpt.profiling.measure import BenchConfig, Spread, Steps, job_of
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import chosen_address, open_scheduler
 from daskgpt.schedulers.protocol import Scheduler

@@ -26,13 +26,12 @@ from compare.programs import check_losses, warm_up
 from compare.turns import Turn, take_turns
 from machines import Machines
 from namespaces import Hosts
-from tool_records import add_record_flag, check_record, figures_of, record
+from records import Figure, add_record_flag, check_record, figures_of, record
 
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataflowConfig, LocalConfig
 from daskgpt.model.parameters import RandomParameters
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of, random_batch
-from daskgpt.profiling.records import Figure, Spread
+from daskgpt.profiling.measure import BenchConfig, Spread, Steps, job_of, random_batch
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job

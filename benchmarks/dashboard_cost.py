@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 from distributed import Client
-from tool_records import add_record_flag, check_record, record
+from records import Figure, add_record_flag, check_record, record
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
 
@@ -28,7 +28,7 @@ import daskgpt
 from daskgpt import train
 from daskgpt.config.flags import from_flags
 from daskgpt.config.run import RunConfig
-from daskgpt.profiling.records import Figure, Spread
+from daskgpt.profiling.measure import Spread
 from daskgpt.schedulers.machine import usable_cores
 
 WARMUP = 10  # steps before the first window

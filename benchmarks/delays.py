@@ -23,14 +23,13 @@ from typing import Any
 import numba
 import numpy as np
 from predictions import MODELS, stored_calibration
-from tool_records import add_record_flag, check_record, record
+from records import Figure, add_record_flag, check_record, record
 
 from daskgpt.config.rich import text_table
 from daskgpt.graph.nodes import task
 from daskgpt.graph.program import calls_of
 from daskgpt.profiling.calibrate import Calibration
-from daskgpt.profiling.measure import Steps, job_from
-from daskgpt.profiling.records import Figure, Spread
+from daskgpt.profiling.measure import Spread, Steps, job_from
 from daskgpt.profiling.simulate import Demand, call_demands, forecast
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.job import Job, compile_kernels

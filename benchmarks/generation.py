@@ -7,21 +7,22 @@ step, how many bytes of weights, keys and values it reads, and which share of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import numpy as np
 from compare.turns import Side, Turn, disturbed, take_turns, undisturbed
-from tool_records import add_record_flag, check_record, record
+from records import Figure, add_record_flag, check_record, record
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, ModelConfig, preset
+from daskgpt.config.rich import text_table
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import PRECISIONS, Choice, Texts
 from daskgpt.model.parameters import initial_parameters, parameter_count
-from daskgpt.profiling.measure import BenchConfig
-from daskgpt.profiling.records import Figure, Measurement, Spread
+from daskgpt.profiling.measure import BenchConfig, Spread
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.machine import copy_rate, usable_cores
 from daskgpt.training.job import compile_kernels
@@ -89,9 +90,21 @@ def random_prompts(config: ModelConfig, texts: int, length: int, seed: int) -> l
     return found
 
 
+class Measured(NamedTuple):
+    """What was measured: texts to print, settings, figures, and a table whose first line is the head."""
+
+    facts: Mapping[str, str]
+    settings: Mapping[str, Any]
+    figures: Mapping[str, Figure]
+    table: Sequence[Sequence[str]]
+
+    def describe(self) -> str:
+        return "\n".join([*(f"{name:12} {text}" for name, text in self.facts.items()), "", text_table(self.table)])
+
+
 def measure_generation(
     config: ModelConfig, options: BenchConfig, threads: int, others: Sequence[Side] = ()
-) -> tuple[Measurement, Sequence[Turn]]:
+) -> tuple[Measured, Sequence[Turn]]:
     """Let the ways to write, a copy of memory and other programs take turns, as many as `options.steps`.
 
     A way to write is called by precision, texts, and tokens that stand before: `float32_1_10`. Its share is that of a
@@ -140,7 +153,7 @@ def measure_generation(
     }
     if met := disturbed(turns):
         facts["WARNING"] = f"other programs ran in {met} of these turns: the figures say little"
-    return Measurement(facts, {"threads": threads, "disturbed_turns": disturbed(turns)}, figures, table), turns
+    return Measured(facts, {"threads": threads, "disturbed_turns": disturbed(turns)}, figures, table), turns
 
 
 def main(arguments: list[str]) -> int:

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tool_records import add_record_flag, check_record, record
+from records import Figure, add_record_flag, check_record, record
 
 from daskgpt.config.model import preset
 from daskgpt.config.rich import text_table
 from daskgpt.kernels import attention, crossentropy
-from daskgpt.profiling.records import Figure, Spread
+from daskgpt.profiling.measure import Spread
 from daskgpt.schedulers import machine
 
 GPT2 = preset("gpt2")

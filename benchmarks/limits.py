@@ -23,7 +23,7 @@ from math import log, prod
 from statistics import median
 
 import numpy as np
-from tool_records import add_record_flag, check_record, record
+from records import Figure, add_record_flag, check_record, record
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags, given_flags, run_command
@@ -33,7 +33,6 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.kernels.float32.blas import gemm_address, multiply
 from daskgpt.model.parameters import value_count
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of
-from daskgpt.profiling.records import Figure
 from daskgpt.profiling.work import Sizes, features, work_of
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler

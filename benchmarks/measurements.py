@@ -1,7 +1,7 @@
 """Tables of measurements in the documentation, written from the data: `python benchmarks/measurements.py --write`.
 
-The data are the records in `docs/measurements/*.jsonl`, a line each, which `--record` of `daskgpt.bench` and
-`daskgpt.study` adds (`daskgpt/profiling/records.py`). A page has places for them:
+The data are the records in `docs/measurements/*.jsonl`, a line each, which `--record` of the tools here adds
+(`records.py`) and `python -m daskgpt.bench --json` prints. A page has places for them:
 
     <!-- measured: NAME -->       the table of this name, one of TABLES here; `facts FILE` is a plain one of any file
     <!-- end -->
@@ -18,9 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from records import Figure, Record, read_records
 from timeline_picture import PICTURE, picture
-
-from daskgpt.profiling.records import Figure, Record, read_records
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs" / "measurements"

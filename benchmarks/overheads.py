@@ -20,14 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from records import Figure, add_record_flag, check_record, record
 from terminals import in_terminal
-from tool_records import add_record_flag, check_record, record
 
 import daskgpt
 from daskgpt import train
 from daskgpt.config.flags import from_flags
 from daskgpt.config.run import RunConfig
-from daskgpt.profiling.records import Figure, Spread
+from daskgpt.profiling.measure import Spread
 
 COLUMNS = 80
 TOLD = "told.json"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tool_records import add_record_flag, check_record, record
+from records import Figure, add_record_flag, check_record, record
 
 import daskgpt
 from daskgpt.config.errors import require
@@ -29,8 +29,7 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.config.rich import text_table
 from daskgpt.profiling import calibrate
 from daskgpt.profiling.calibrate import Calibration
-from daskgpt.profiling.measure import job_from
-from daskgpt.profiling.records import Figure, Spread
+from daskgpt.profiling.measure import Spread, job_from
 from daskgpt.profiling.simulate import forecast
 from daskgpt.schedulers.machine import usable_cores
 

@@ -24,11 +24,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tool_records import add_record_flag, check_record, record
+from records import Figure, add_record_flag, check_record, record
 
 from daskgpt.config.settings import count
 from daskgpt.data.token_folder import MANIFEST
-from daskgpt.profiling.records import Figure, Spread
+from daskgpt.profiling.measure import Spread
 
 TIKTOKEN = """
 import json, sys, time

@@ -25,11 +25,10 @@ from dataclasses import replace
 from typing import Any
 
 from distributed import Client, LocalCluster
-from tool_records import add_record_flag, check_record, record
+from records import Figure, add_record_flag, check_record, record
 
 import daskgpt
 from daskgpt.config.run import RunConfig
-from daskgpt.profiling.records import Figure
 from daskgpt.schedulers.connect import borrowed_cluster
 from daskgpt.train import job_of
 from daskgpt.train import parser as flags_of_train

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from predictions import stored_calibration
-from tool_records import add_record_flag, check_record, record
+from records import Figure, add_record_flag, check_record, read_records, record
 
 import daskgpt
 from daskgpt.config.errors import require
 from daskgpt.profiling.calibrate import Calibration
 from daskgpt.profiling.measure import job_from
-from daskgpt.profiling.records import Figure, read_records
 from daskgpt.profiling.simulate import forecast
 from daskgpt.profiling.work import Sizes, features
 

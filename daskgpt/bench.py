@@ -16,13 +16,15 @@ memory      peak memory during the timed steps: this process, and the worker pro
 Speedup on more threads is measured by `python -m daskgpt.study --threads 1,2,4`; with --batch-chunk auto,
 --sequence-chunk auto and --grain auto, chunks and grain are chosen for each number of threads.
 --calibrate measures the costs from which `python -m daskgpt.train --plan` predicts the time of a step.
---record FILE appends the measurement to a file, as a line of JSON with command, date, machine, versions and every turn.
+--json prints a line of JSON instead, with command, date, machine, versions and every turn.
 In a checkout of the repository, `python benchmarks/against.py` compares with other programs, and
 `python benchmarks/generation.py` times text generation.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
 
@@ -30,8 +32,7 @@ from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags,
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.profiling.calibrate import calibrate
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
-from daskgpt.profiling.records import append_records, check_records, measured
+from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps, origin
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.job import compile_kernels
@@ -43,15 +44,14 @@ def parser() -> Parser:
     add_model_flags(flags)
     text = "measure kernels, tasks and messages for train --plan, in two to three minutes; other flags are ignored"
     flags.add_argument("--calibrate", action="store_true", help=text)
-    flags.add_argument("--json", action="store_true", help="print only the line of JSON that --record writes")
-    flags.add_argument("--record", metavar="FILE", help="append the measurement to a file, as a line of JSON")
+    flags.add_argument("--json", action="store_true", help="print the measurement as a line of JSON")
     add_flags(flags, BenchConfig)
     add_flags(flags, DataflowConfig)
     return flags
 
 
 def main(arguments: list[str]) -> int:
-    """Check everything, measure, print and record it."""
+    """Check everything, measure, and print it."""
     values = parser().parse_args(arguments)
     if values.calibrate:
         calibration = calibrate()
@@ -59,8 +59,6 @@ def main(arguments: list[str]) -> int:
         return 0
     options, config = from_flags(BenchConfig, values), preset(values.preset, **given_flags(ModelConfig, values))
     job = job_of(config, options, from_flags(DataflowConfig, values))
-    if values.record:
-        check_records(values.record)
     require_scheduler(job.dataflow.scheduler)
     with redirect_stdout(sys.stderr) if values.json else nullcontext():  # standard output has one line
         others = machine.busy_cores()
@@ -69,12 +67,13 @@ def main(arguments: list[str]) -> int:
         compile_kernels(job.precision)
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
             steps = Steps(job, scheduler, options.seed)
-            found = measure_steps(steps, options.warmup, options.steps, options.recorded)
-    facts = {"preset": values.preset, "others_cores": others, **found.settings}
-    record = measured("python -m daskgpt.bench", arguments, found.figures, facts)
-    if values.record:
-        append_records(values.record, [record])
-    print(record.line().decode().rstrip() if values.json else found.describe())
+            measurement = measure_steps(steps, options.warmup, options.steps, options.recorded)
+    if values.json:
+        command = shlex.join(["python", "-m", "daskgpt.bench", *(word for word in arguments if word != "--json")])
+        settings = {"preset": values.preset, "others_cores": others, **measurement.settings}
+        print(json.dumps({"command": command, **origin(), "figures": measurement.figures, "settings": settings}))
+    else:
+        print("\n".join(f"{name:12} {text}" for name, text in measurement.facts.items()))
     return 0
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import SMALL
 from control_groups import control_groups
+from records import Record
 
 from daskgpt import bench, train
 from daskgpt.config.model import ModelConfig, preset
@@ -16,7 +17,6 @@ from daskgpt.graph.nodes import is_leaf
 from daskgpt.model.parameters import parameter_count, step_operations
 from daskgpt.profiling.measure import Steps, measure_steps, random_batch
 from daskgpt.profiling.plan import fits, predict
-from daskgpt.profiling.records import Record
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.step import StepOptions, TrainingStep
@@ -41,6 +41,8 @@ def test_measurement_record(capsys, flags):
     found, settings = {name: figure.median for name, figure in record.figures.items()}, record.settings
     step, config = record.figures["step"], ModelConfig(blocks=2, heads=2, channels=32)
     assert 0 < step.least <= step.median <= step.largest
+    assert len(step.turns) == 3
+    assert record.command == " ".join(["python -m daskgpt.bench", *FLAGS, *flags, "--sequence-chunk", "16"])
     assert min(found["forward"], found["backward"], found["update"]) > 0
     assert found["tokens"] == pytest.approx(4 * 32 / step.median * 1e3, rel=1e-3)
     assert found["rate"] == pytest.approx(step_operations(config, 4, 32) / step.median / 1e6, rel=1e-2)
@@ -60,7 +62,7 @@ def test_worker_kernels_are_counted(cluster):
         steps = Steps(job_of(scheduler=cluster.address), scheduler, 0)
         found = measure_steps(steps, warmup=1, timed=2, recorded=1)
         assert len(steps.cpu()) == 3  # this process, the worker and the scheduler
-    figures = {name: figure.median for name, figure in found.figures.items()}
+    figures = {name: figure["median"] for name, figure in found.figures.items()}
     assert (found.settings["threads"], 0 < figures["overhead"] < 1) == (1, True)
     assert min(figures[name] for name in ("forward", "backward", "update")) > 0
     assert figures["peak"] * 1e9 > machine.resident_memory()  # this process, and the worker
@@ -192,14 +194,6 @@ def test_plan_shows_whether_the_peak_fits(tmp_path, monkeypatch):
     assert fits(job_of(scheduler="tcp://host:1"), 10**9).startswith("1.0 GB are needed by the cluster's workers")
 
 
-REFUSED = [
-    ("--record .", "--record must name a file"),
-    ("--record none/new", "--record must name a file"),
-    ("--steps 0", "steps=0"),
-]
-
-
-@pytest.mark.parametrize(("flags", "keyword"), REFUSED)
-def test_bad_input_is_refused_at_once(flags, keyword):
-    with pytest.raises((ValueError, FileNotFoundError, RuntimeError), match=keyword):
-        bench.main(flags.split())
+def test_bad_input_is_refused_at_once():
+    with pytest.raises(ValueError, match="steps=0"):
+        bench.main(["--steps", "0"])

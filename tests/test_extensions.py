@@ -91,7 +91,7 @@ def test_plan_bench_and_timeline_of_extensions(config, optimizer, grain, moments
     assert predict(made).made["optimizer"] == moment_bytes(config, *moments)
     with open_scheduler("threads", 2) as scheduler:
         steps = Steps(made, scheduler, 0)
-        assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"].median > 0
+        assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"]["median"] > 0
         assert kernels <= {".".join(own) for own in summarise(steps.timeline(1)).kernels}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_lines import run
+from records import append_records, read_records
 from small_runs import FLAGS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
@@ -16,7 +17,6 @@ from daskgpt.config import files
 from daskgpt.config.files import advice_on, appearing, check_writable, locked, rename, replacing, set_aside, sync_folder
 from daskgpt.formats import safetensors
 from daskgpt.formats.llmc import TOKENS, header_of, read_tokens
-from daskgpt.profiling.records import append_records, read_records
 from daskgpt.training.audit import Audit
 from daskgpt.training.checkpoint import checkpoints, point, pointed, prune
 

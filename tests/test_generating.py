@@ -3,11 +3,11 @@
 import pytest
 from compare.turns import Turn
 from generation import EARLY, TOKENS, Writing, main
+from records import read_records
 
 from daskgpt.config.model import ModelConfig
 from daskgpt.generation.decoder import Weights
 from daskgpt.model.parameters import initial_parameters, parameter_count
-from daskgpt.profiling.records import read_records
 
 FLAGS = "--blocks 1 --heads 2 --channels 16 --vocabulary 300 --positions 40 --steps 1 --threads 2"
 

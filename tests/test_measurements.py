@@ -1,8 +1,7 @@
 """Tests that the tables of pages match the recorded measurements, and that these are valid records."""
 
 from measurements import DATA, main
-
-from daskgpt.profiling.records import read_records
+from records import read_records
 
 
 def test_pages_match_the_data():

@@ -193,6 +193,6 @@ def test_plan_bench_and_timeline_of_extensions():
     assert predict(made).made["optimizer"] == sum(4 * (int(np.prod(shape)) + shape[0]) for shape in shapes)
     with open_scheduler("threads", 2) as scheduler:
         steps = Steps(made, scheduler, 0)
-        assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"].median > 0
+        assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"]["median"] > 0
         kernels = {"swiglu.forward", "heads.backward", "mini.update"}
         assert kernels <= {".".join(own) for own in summarise(steps.timeline(1)).kernels}

@@ -1,7 +1,6 @@
-"""Tests of the study: its grid, its table, what its report concludes from numbers, and a small one in process."""
+"""Tests of the study: its grid, its results, its table and figures from numbers, and a small one in process."""
 
-import csv
-import re
+import json
 import sys
 from dataclasses import asdict, replace
 from itertools import product
@@ -10,21 +9,20 @@ import pytest
 
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.profiling import study
-from daskgpt.profiling.records import read_records, rounded
-from daskgpt.profiling.report import SECTIONS, compare, write_report
+from daskgpt.profiling.measure import Spread, job_of, rounded
 from daskgpt.profiling.study import (
     BARRIERS,
-    COLUMNS,
     DIALS,
-    Rows,
+    Results,
     StudyConfig,
-    Table,
     base_point,
+    caption,
     chosen_grid,
     default_grid,
-    job_of_point,
-    speedups,
+    figures,
+    sequential,
     spread,
+    table_of,
 )
 from daskgpt.schedulers import machine
 from daskgpt.study import main, parser, settings
@@ -32,12 +30,11 @@ from daskgpt.study import main, parser, settings
 MODEL = ModelConfig(blocks=1, heads=2, channels=32, vocabulary=64, positions=16)
 STUDY = StudyConfig(batch_size=4, sequence_length=64)
 BASE = base_point(STUDY, 2)
-FIGURES = ["phases", "barriers", "slicing", "grains", "overlap", "schedulers"]
+FIGURES = ["points", "threads", "phases"]
 
 
 def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -47,64 +44,60 @@ def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "run_one", study.run)
         patch.setattr(machine, "busy_cores", lambda: 0.0)
-        with pytest.MonkeyPatch.context() as no_report:
-            no_report.setattr("daskgpt.profiling.report.write_report", lambda *_: None)
+        patch.setattr(machine, "usable_cores", lambda: 2)
+        with pytest.MonkeyPatch.context() as no_figures:
+            no_figures.setattr(study, "write", lambda *_: None)
             assert main(["--quick", "--out", str(out)]) == 0
-        before = (out / "results.csv").read_text()
-        (out / "results.csv").write_text("".join(before.splitlines(keepends=True)[:-1]))
-        assert main(["--quick", "--out", str(out), "--record", str(out / "records")]) == 0
+        before = (out / "results.jsonl").read_text()
+        whole = before.splitlines(keepends=True)
+        (out / "results.jsonl").write_text("".join(whole[:-1]) + whole[-1][:50])  # as a power cut leaves it
+        assert main(["--quick", "--out", str(out)]) == 0
     return out, before
 
 
-def test_a_study_writes_its_table(finished):
-    rows = rows_of(finished[0] / "results.csv")
-    assert tuple(rows[0]) == COLUMNS
-    assert len({tuple(row[dial] for dial in DIALS) for row in rows}) == len(rows) == 11
+def test_a_study_writes_its_results(finished):
+    rows = rows_of(finished[0] / "results.jsonl")
+    assert len({tuple(row[dial] for dial in DIALS) for row in rows}) == len(rows) == 4 * len({1, study.usable_cores()})
     assert {row["barrier"] for row in rows} == set(BARRIERS)
     for row in rows:
-        assert float(row["step_ms_q1"]) <= float(row["step_ms"]) <= float(row["step_ms_q3"])
-        assert float(row["tokens_per_s"]) == pytest.approx(64e3 / float(row["step_ms"]), rel=1e-2)
-        assert int(row["steps"]) >= (1 if row["barrier"] == "none" else 3)
-        shares = [float(row[f"{name}_share"]) for name in ("kernel", "inside", "scheduling", "waiting")]
-        assert sum(shares) == pytest.approx(1, abs=0.05)
-        assert float(row["critical_path_ms"]) > 0
-        assert float(row["recording_cost"]) > -1
+        assert row["step_ms_q1"] <= row["step_ms"] <= row["step_ms_q3"]
+        assert row["steps"] >= (1 if row["barrier"] == "none" else 3)
+        assert sum(row[f"{name}_share"] for name in ("kernel", "inside", "scheduling", "waiting")) == pytest.approx(
+            1, abs=0.05
+        )
+        assert row["critical_path_ms"] > 0
+        assert row["recording_cost"] > -1
         phases = [row[f"{phase}_ms"] for phase in ("forward", "backward", "update")]
         assert all(phases) or row["barrier"] not in ("layer", "phase")
-        assert not all(phases) or sum(map(float, phases)) == pytest.approx(float(row["step_ms"]), abs=0.01)
-    losses = {}
-    for row in rows:
-        losses.setdefault((row["batch_chunk"], row["sequence_chunk"]), set()).add(row["loss"])
-    assert [len(own) for own in losses.values()] == [1, 1], "the same bits from every dial but the chunks"
-    assert {row["overlap"] for row in rows if row["barrier"] == "layer"} == {"0.0"}
+        assert not all(phases) or sum(phases) == pytest.approx(row["step_ms"], abs=0.01)
+        assert row["machine"]["processor"]
+        assert {"python", "daskgpt", "numpy", "dask"} <= row["versions"].keys()
+    assert len({row["loss"] for row in rows}) == 1, "the same bits from every dial"
+    assert {row["overlap"] for row in rows if row["barrier"] == "layer"} == {0.0}
 
 
-def test_what_is_in_the_table_is_not_run_again(finished):
+def test_what_is_in_the_results_is_not_run_again(finished):
     out, before = finished
     *kept, lost = before.splitlines(keepends=True)
-    now = (out / "results.csv").read_text()
+    now = (out / "results.jsonl").read_text()
     assert now.startswith("".join(kept))
-    new, old = rows_of(out / "results.csv")[-1], dict(zip(COLUMNS, next(csv.reader([lost]))))
     assert len(now.splitlines()) == len(before.splitlines())
+    new, old = rows_of(out / "results.jsonl")[-1], json.loads(lost)
     assert all(new[name] == old[name] for name in (*DIALS, "repetition", "loss", "batch_size"))
-    for record, own in zip(read_records(out / "records"), rows_of(out / "results.csv"), strict=True):
-        assert record.settings["barrier"] == own["barrier"]
-        assert record.figures["step"].median == pytest.approx(float(own["step_ms"]), rel=1e-5)
 
 
-def test_the_report_has_every_section_and_figure(finished):
+def test_a_study_writes_a_table_and_figures(finished):
     out, _ = finished
-    text = (out / "report.md").read_text()
-    assert len(re.findall(r"^## (.*)$", text, re.M)) == 9
-    assert "Nothing was run" not in text
-    assert re.findall(r"!\[.*\]\((.*)\)", text) == [f"{name}.png" for name in FIGURES]
+    lines = (out / "table.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("- speedup over 1 x threads, barrier phase, ")]
+    assert len([line for line in lines if line.startswith("| ")]) == 2 + len(rows_of(out / "results.jsonl"))
     assert all((out / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in FIGURES)
     assert all((out / f"{name}.svg").read_bytes().startswith(b"<?xml") for name in FIGURES)
 
 
 REFUSED = [("--barrier layers", "barrier=layers"), ("--batch-chunk 5", "batch_chunk=5"), ("--threads two", "2")]
 REFUSED += [("--scheduler thread", "scheduler=thread"), ("--repetitions 0", "repetitions=0"), ("--barriers step", "2")]
-REFUSED += [("--minutes -1", "minutes=-1"), ("--timelines --record x", "record"), ("--preset tyni", "preset=tyni")]
+REFUSED += [("--minutes -1", "minutes=-1"), ("--record x", "2"), ("--preset tyni", "preset=tyni")]
 
 
 @pytest.mark.parametrize(("flags", "keyword"), REFUSED)
@@ -113,8 +106,7 @@ def test_bad_input_is_refused_at_once(flags, keyword, tmp_path, monkeypatch):
         main([*flags.split(), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("plots", "report"):
-        monkeypatch.delitem(sys.modules, f"daskgpt.profiling.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "daskgpt.profiling.plots", raising=False)
     with pytest.raises(RuntimeError, match="matplotlib must be installed"):
         main(["--quick", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
@@ -130,16 +122,17 @@ def test_runs_that_fail_are_told_and_repetitions_end_with_the_time(tmp_path, mon
     def failing(model, _, point):
         if point.threads == 1:
             raise RuntimeError("no")
-        return {name: 1.0 for name in COLUMNS if name not in Table(tmp_path / "none", MODEL, STUDY).shared}
+        return {"step_ms": 1.0}
 
     monkeypatch.setattr(study, "run_one", failing)
-    points, said = [BASE, replace(BASE, threads=1)], []
+    points, written = [BASE, replace(BASE, threads=1)], []
+    monkeypatch.setattr(study, "write", lambda results: written.append(len(results.rows)))
     for minutes, repetitions in ((0.0, 1), (9.0, 3)):
-        table = Table(tmp_path / f"{minutes}.csv", MODEL, STUDY)
-        own = replace(STUDY, repetitions=3, minutes=minutes)
-        failed = study.run_all(MODEL, own, points, table, lambda table=table: said.append(len(table.rows)), {})
-        assert (len(failed), len(table.rows)) == (repetitions, repetitions)
-    assert said == [1, 1, 2, 3]
+        results = Results(tmp_path / f"{minutes}.jsonl", MODEL, STUDY)
+        settings = replace(STUDY, repetitions=3, minutes=minutes)
+        failures = study.run_all(settings, points, results, predict=False)
+        assert (len(failures), len(results.rows)) == (repetitions, repetitions)
+    assert written == [1, 1, 2, 3]
 
 
 def test_the_default_grid_asks_five_questions():
@@ -152,8 +145,8 @@ def test_the_default_grid_asks_five_questions():
     assert {(p.barrier, p.grain) for p in points} >= {("step", "segment"), ("step", "chunk"), ("layer", "kernel")}
     assert ("layer", "block") not in {(p.barrier, p.grain) for p in points}
     assert {(p.scheduler, p.threads) for p in points} == {("threads", 1), ("threads", 2), ("sync", 1), ("local", 2)}
-    for point in [*points, *study.quick_grid(STUDY, 2)]:
-        dataflow = job_of_point(replace(MODEL, positions=64), STUDY, point).dataflow
+    for point in points:
+        dataflow = job_of(replace(MODEL, positions=64), STUDY, point).dataflow
         assert (dataflow.batch_chunk, dataflow.sequence_chunk) == (point.batch_chunk, point.sequence_chunk)
 
 
@@ -162,12 +155,14 @@ def test_chosen_values_are_combined():
     assert len(points) == 2 * (1 + 2)  # fork-join has one grain
     assert {(p.scheduler, p.batch_chunk) for p in points} == {("threads", 2)}
     assert base_point(StudyConfig(batch_size=3), 2).batch_chunk == 3
+    assert [p.threads for p in chosen_grid(STUDY, 2, {"threads": [0]})] == [study.usable_cores()]
     auto = parser().parse_args(["--threads", "1,2", "--batch-chunk", "auto,2"])
     assert (auto.threads, auto.batch_chunk) == ([1, 2], [0, 2])
 
 
 def test_thread_counts_slicings_and_quick_settings():
-    assert [study.thread_counts(cores) for cores in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    counts = [sorted({p.threads for p in default_grid(STUDY, cores)}) for cores in (1, 2, 6, 8)]
+    assert counts == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
     assert study.slicings(StudyConfig(batch_size=3, sequence_length=6)) == [(3, 6), (3, 3), (1, 6), (1, 3)]
     assert (1, 64) in study.slicings(StudyConfig(batch_size=12, sequence_length=64))
     model, own = settings(parser().parse_args(["--quick", "--steps", "7", "--channels", "16"]))
@@ -175,203 +170,158 @@ def test_thread_counts_slicings_and_quick_settings():
     assert settings(parser().parse_args(["--preset", "gpt2"])) == (preset("gpt2"), StudyConfig())
 
 
-# Conclusions from numbers by hand.
+# Table and figures of numbers by hand.
 
 
-def row(point, repetition, value, **found):
-    shared = asdict(MODEL) | {"batch_size": 4, "sequence_length": 64, "precision": "float32", "window": 4, "warmup": 2}
-    numbers = dict.fromkeys(COLUMNS, 0.25) | shared | asdict(point) | {"repetition": repetition, "seed": 0}
-    numbers |= {"step_ms": value, "recording_cost": 0.0, "critical_path_ms": value / 2, "date": "2020", "cpu": "a cpu"}
-    numbers |= {"batch_chunk_used": point.batch_chunk, "sequence_chunk_used": point.sequence_chunk}
-    numbers |= {"forward_ms": value / 4, "backward_ms": value / 2, "update_ms": value / 4}
-    return numbers | {"predicted_ms": None, "loss": "1.5", "tasks": 10, "others_cores": 0.0} | found
+def row(point, repetition, value, **measured):
+    settings = asdict(MODEL) | {name: getattr(STUDY, name) for name in study.SHARED} | asdict(point)
+    numbers = {"groups": 1, "repetition": repetition, "step_ms": value, "critical_path_ms": value / 2, "peak_gb": 0.25}
+    numbers |= dict.fromkeys((*study.SHARES, *study.OVERLAPS), 0.25) | {"recording_cost": 0.01, "others_cores": 0.0}
+    numbers |= {"batch_chunk_used": point.batch_chunk, "tasks": 10, "loss": 1.5, "date": "2020"}
+    numbers["chunks"] = 4 // (point.batch_chunk or 4) * (64 // (point.sequence_chunk or 64))
+    numbers |= {"forward_ms": value / 4, "backward_ms": value / 2, "update_ms": value / 4, "predicted_ms": None}
+    machine = {"machine": {"processor": "a cpu", "cores": 2}, "versions": {"daskgpt": "1"}}
+    return settings | numbers | machine | measured
 
 
-def figures(view):
-    found = {name: answer(view) for name, (_, answer) in SECTIONS.items()}
-    return {name: section.draw() for name, section in found.items() if section.draw}
+def results_of(tmp_path, rows):
+    """Return the results of a file with these rows."""
+    path = tmp_path / "results.jsonl"
+    groups = Results(tmp_path / "none", MODEL, STUDY).shared["groups"]
+    path.write_text("".join(json.dumps(line | {"groups": groups}) + "\n" for line in rows))
+    return Results(path, MODEL, STUDY)
 
 
-@pytest.fixture
-def report(tmp_path, monkeypatch):
-    """Writes a report of rows without its figures, and returns its text."""
-    monkeypatch.setattr("daskgpt.profiling.report._save", lambda *_: None)
-
-    def written(rows, quick=False):
-        write_report(tmp_path, rows, quick)
-        return (tmp_path / "report.md").read_text()
-
-    return written
+def cells(points):
+    """Return the table as dictionaries, by what differs between points."""
+    head, *lines = table_of(points)
+    return [dict(zip(head, line)) for line in lines]
 
 
-def test_conclusions_follow_from_the_numbers_whichever_way_round(report):
-    for step, layer, longer in ((10.0, 20.0, "layer (fork-join)"), (30.0, 15.0, "step (tasks)")):
-        rows = [row(replace(BASE, barrier="step"), n, step + n / 10) for n in range(3)]
-        rows += [row(replace(BASE, barrier="layer", grain="kernel"), n, layer + n / 10) for n in range(3)]
-        text = report(rows)
-        (found,) = re.findall(r"On 2 threads, \*\*a step takes ([\d.]+) times as long with barrier (.*) as with", text)
-        assert found == ("1.99", longer)
-        assert f"({max(step, layer) + 0.1:.2f} against {min(step, layer) + 0.1:.2f} ms)" in text
-        assert text.count("Nothing was run for this question.") == 3  # slicing, grain and schedulers
-        rows += [row(replace(BASE, barrier=own, threads=1), n, 50.0) for own in ("step", "layer") for n in range(3)]
-        rows += [row(replace(BASE, barrier="step", grain="kernel"), n, layer / 2 + n / 10) for n in range(3)]
-        text = report(rows)
-        assert "On 2 threads, **a step takes 1.99 times" in text, "on the largest number of threads"
-        assert "with barrier layer (fork-join) as with tasks of one kernel (barrier step" in text
+def ys(axes):
+    return [[round(float(y), 6) for y in line.get_ydata()] for line in axes.lines]
 
 
-def test_speedup_and_efficiency_are_reported_for_every_phase(report):
+def test_speedup_and_efficiency_of_every_phase(tmp_path):
     times = {1: 40.0, 2: 25.0}
     rows = [row(replace(BASE, barrier="phase", threads=n), k, ms) for n, ms in times.items() for k in range(3)]
-    for own in rows[3:]:
-        own["forward_ms"] = 5.0
-    text = report(rows)
-    assert "**a step takes 1.60 times as long with 1 thread as with 2 threads** (40.00 against 25.00 ms)" in text
-    assert re.search(r"^\| forward \| 10.00 .* \| 5.00 \(5.00 .. 5.00\) \| 2.00 \| 100% \|$", text, re.M)
-    assert re.search(r"^\| total \| 40.00 .* \| 25.00 \(25.00 .. 25.00\) \| 1.60 \| 80% \|$", text, re.M)
-    runtime, speedup, efficiency = figures(Rows(rows))["phases"].axes
-    assert "| 1 thread | 2 threads | speedup on 2 threads | efficiency |" in text
-    assert "Speedups are over the sequential run: one thread, barrier phase." in text
-    assert len(runtime.containers) == 4
-    assert [list(line.get_ydata()) for line in speedup.lines] == [[1, 2], [1, 1.6], [1, 1.6], [1, 1.6], [1, 2]]
-    assert list(efficiency.lines[3].get_ydata()) == [100, 80]
+    for line in rows[3:]:
+        line["forward_ms"] = 5.0
+    points = results_of(tmp_path, rows).points
+    one, two = cells(points)
+    assert (one["ms a step"], one["speedup"], one["efficiency"], one["runs"]) == (
+        "40.00 (40.00 .. 40.00)",
+        "1.00",
+        "100%",
+        "3",
+    )
+    assert (two["speedup"], two["efficiency"], two["forward (ms)"], two["kernels"]) == ("1.60", "80%", "5", "25.0%")
+    drawn = figures(points)
+    runtime, speedup, efficiency = drawn["phases"].axes[:3]  # forward
+    assert ys(runtime)[0] == [10, 5]
+    assert ys(speedup) == [[1, 2], [1, 2]]
+    assert ys(efficiency) == [[100, 100], [100, 100]]
+    assert ys(drawn["threads"].axes[1]) == [[1, 1.6], [1, 2]]
+    assert set(drawn) == {"points", "threads", "phases"}
 
 
-def test_a_quick_study_and_a_busy_machine_stand_on_top(report):
-    rows = [row(BASE, n, 10.0, others_cores=0.2) for n in range(3)]
-    assert ">" not in report(rows)
-    rows[1]["others_cores"] = 1.25
-    lines = report(rows, quick=True).splitlines()
-    assert lines[2].startswith("> **A quick study:** ")
-    assert re.search(r"busy:\*\* before 1 of 3 runs.*1.25 at most", lines[4])
-    assert not any(line.startswith("- On ") for line in lines), "a quick study says nothing of speed"
-    assert "by 4.0% in the median of the runs, 4.0% at most" in report([own | {"recording_cost": 0.04} for own in rows])
-    single = row(replace(BASE, barrier="phase"), 0, 40.0)
-    assert "every point was run once" in report([single])
-    assert "some points were run once" in report([single, *rows])
+def test_the_base_is_named_and_one_for_all(tmp_path):
+    rows = [
+        row(replace(BASE, barrier=barrier, threads=n), 0, 40.0 / n) for barrier in ("phase", "step") for n in (2, 4)
+    ]
+    results = results_of(tmp_path, rows)
+    assert sequential(results.points) == ()
+    assert "no run on one thread, so no speedup" in caption(results)
+    assert [line["speedup"] for line in cells(results.points)] == [""] * 4
+    assert [len(figure.axes) for figure in figures(results.points).values()] == [1, 1, 3]
+    rows += [row(replace(BASE, barrier="step", threads=1), 0, 30.0)]
+    assert median_of(results_of(tmp_path, rows)) == 30.0
+    rows += [row(replace(BASE, barrier="phase", threads=1), 0, 40.0)]  # in which phases have times
+    results = results_of(tmp_path, rows)
+    assert median_of(results) == 40.0
+    assert "speedup over 1 x threads, barrier phase, chunks of 2 x 64, grain block" in caption(results)
+    assert ys(figures(results.points)["threads"].axes[1]) == [[1, 2, 4], [1.333333, 2, 4], [1, 2, 4]]
 
 
-def test_slicings_are_compared_at_the_same_number_of_chunks(report):
+def median_of(results):
+    return Spread.of(row["step_ms"] for row in sequential(results.points)).median
+
+
+def test_a_busy_machine_and_different_losses_are_shown(tmp_path):
+    rows = [row(BASE, n, 10.0) for n in range(3)]
+    assert len(caption(results_of(tmp_path, rows))) == 3
+    rows[1] |= {"others_cores": 1.25, "loss": 1.25}
+    results = results_of(tmp_path, rows)
+    assert caption(results)[-1] == "other programs kept up to 1.25 cores busy"
+    assert cells(results.points)[0]["loss"] == "1.25 or 1.5"
+
+
+def test_slicings_are_drawn_by_their_number_of_chunks(tmp_path):
     times = {(4, 32): 20.0, (2, 64): 10.0, (4, 16): 12.0, (1, 64): 24.0}
     rows = [row(replace(BASE, batch_chunk=b, sequence_chunk=t), n, ms) for (b, t), ms in times.items() for n in (0, 1)]
-    text = report(rows)
-    for pattern in (
-        r"With 2 chunks, \*\*a step takes 2.00 times as long with slicing by tokens .* \(20.00 against 10.00 ms\)",
-        r"With 4 chunks, \*\*a step takes 2.00 times as long with slicing by seq.* \(24.00 against 12.00 ms\)",
-        r"2 chunks of 2 of the 4 sequences had the least median: 10.00 ms",
-        r"\| 4 of 4 .* \| 20.00 \(.*\) \| 12.00 \(.*\) \|\n\| 2 of 4 .* \| 10.00 \(.*\) \|  \|\n",
-        r"\| 1 of 4 sequences a chunk \|  \| 24.00 ",
-    ):
-        assert re.search(pattern, text), pattern
-    axes = figures(Rows(rows))["slicing"].axes[0]
-    drawn = [[round(place) for place in each[0].get_xdata()] for each in axes.containers]
-    assert drawn == [[0, 1], [0], [1]]
+    (axes,) = figures(results_of(tmp_path, rows).points)["chunks"].axes
+    drawn = {line.get_label(): [*zip(line[0].get_xdata(), line[0].get_ydata())] for line in axes.containers}
+    assert drawn == {
+        "1 sequences a chunk": [(1, 24)],
+        "2 sequences a chunk": [(0, 10)],
+        "4 sequences a chunk": [(0, 20), (1, 12)],
+    }
     assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "4"]
 
 
-def test_grains_overlap_and_schedulers_are_told_and_drawn(report):
-    values = {"kernel": (30.0, 90, 0.5), "block": (10.0, 20, 0.75)}
-    rows = [row(replace(BASE, scheduler="sync", threads=1), n, 40.0, peak_gb=2) for n in (0, 1)]
-    for grain, (ms, tasks, share) in values.items():
-        found = {"tasks": tasks, "kernel_share": share, "scheduling_share": 0.125}
-        rows += [row(replace(BASE, grain=grain), n, ms, **found) for n in (0, 1)]
-    rows += [row(replace(BASE, barrier="none"), n, 8.0, overlap=0.5, steps_overlap=0.375) for n in (0, 1)]
-    rows += [row(replace(BASE, scheduler="local", engine="tasks"), n, 80.0, peak_gb=3) for n in (0, 1)]
-    text = report(rows)
-    for words in (
-        "Of the grains, fastest and slowest: **a step takes 3.00 times as long with grain kernel as with grain block**",
-        "| kernel | 90 | 30.00 (30.00 .. 30.00) | 15.00 (15.00 .. 15.00) | 25.0% | 25.0% | 50.0% | 25.0% | 12.5% |",
-        "| block | 20 | 10.00 (10.00 .. 10.00) | 5.00 (5.00 .. 5.00) | 25.0% | 25.0% | 75.0% | 25.0% | 12.5% | 25.0% |",
-        "at the same time 25.0% (barrier step), 50.0% (barrier none) of the time",
-        "| none | 10 | 8.00 (8.00 .. 8.00) | 4.00 (4.00 .. 4.00) | 50.0% | 37.5% | 25.0% | 25.0% | 25.0% | 25.0% |",
-        "**a step takes 4.00 times as long with sync (1 thread) as with threads (2 threads)**",
-        "| sync (1 thread) | 10 | 40.00 (40.00 .. 40.00) | 20.00 (20.00 .. 20.00) | ",
-        "| local, engine tasks (2 workers) | 10 | 80.00 (80.00 .. 80.00) | ",
-        "| 3.00 |",
-    ):
-        assert words in text
-    drawn = figures(Rows(rows))
-
-    def heights(axes):
-        return [round(float(bar.get_height()), 6) for bar in axes.patches]
-
-    assert heights(drawn["grains"].axes[0]) == [30, 10]
-    assert heights(drawn["grains"].axes[2])[:2] == [50, 75]
-    assert heights(drawn["overlap"].axes[1]) == [25, 50]
-    assert drawn["overlap"].axes[0].lines[-1].get_ydata().tolist() == [5, 4]
-    assert heights(drawn["schedulers"].axes[0]) == [40, 10, 80]
+def test_points_are_drawn_in_order_with_what_threads_did(tmp_path):
+    rows = [row(replace(BASE, scheduler="local", engine="tasks"), 0, 80.0)]
+    rows += [
+        row(replace(BASE, grain=grain), 0, ms, kernel_share=0.5) for grain, ms in (("block", 10.0), ("kernel", 30.0))
+    ]
+    rows += [row(replace(BASE, barrier="none"), 0, 8.0, overlap=0.5, steps_overlap=0.0)]
+    rows += [row(replace(BASE, scheduler="sync", threads=1), n, 40.0) for n in (0, 1)]
+    results = results_of(tmp_path, rows)
+    assert [line["ms a step"].split()[0] for line in cells(results.points)] == [
+        "40.00",
+        "30.00",
+        "10.00",
+        "8.00",
+        "80.00",
+    ]
+    (axes,) = figures(results.points)["points"].axes
+    assert [bar.get_width() for bar in axes.patches[:5]] == [10, 15, 5, 2, 20]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[0] == "1 x sync, barrier step (tasks), grain block"
+    assert labels[-1] == "2 x local, barrier step (tasks), grain block, engine tasks"
+    assert [text.get_text() for text in axes.texts][3] == "50% layers at once"
 
 
-def test_medians_quartiles_and_ratios():
+def test_predicted_times_are_thin_lines(tmp_path):
+    points = {n: replace(BASE, threads=n, batch_chunk=0, grain="auto") for n in (1, 2)}
+    rows = [
+        row(point, 0, 40.0 / n, batch_chunk_used=2, predicted_ms=[36.0, 22.0][n - 1]) for n, point in points.items()
+    ]
+    results = results_of(tmp_path, rows)
+    assert [line["predicted (ms)"] for line in cells(results.points)] == ["36", "22"]
+    assert ys(figures(results.points)["threads"].axes[1]) == [[1, 2], [1, 1.636364], [1, 2]]
+
+
+def test_medians_and_quartiles():
     rows = [row(BASE, n, value) for n, value in enumerate([1.0, 2.0, 3.0, 4.0, 10.0])]
-    found = spread(rows, "step_ms")
-    assert (found.quartiles, found.text()) == ((2.0, 3.0, 4.0), "3.00 ms (2.00 .. 4.00)")
+    values = spread(rows, "step_ms")
+    assert (values.quartiles, values.text()) == ((2.0, 3.0, 4.0), "3.00 ms (2.00 .. 4.00)")
     assert spread([row(BASE, 0, 1.0, step_ms=None)], "step_ms") is None
-    times = {1: spread([row(BASE, 0, 30.0)], "step_ms"), 2: spread([row(BASE, 0, 20.0)], "step_ms")}
-    assert speedups(times, times[1]) == {1: 1.0, 2: 1.5}
-    assert speedups(times, None) == {}
     shown = {0.1234: "0.123", 1: "1.00", 1.234: "1.23", 100: "100.0", 1000: "1,000", 12345.6: "12,346"}
     assert {value: rounded(value) for value in shown} == shown
-
-    def said(*other):
-        return compare({"x": rows, "y": [row(BASE, n, value) for n, value in enumerate(other)]}, [("x", "y")], "")
-
-    assert said(11.0, 11.0) == ["**a step takes 3.67 times as long with y as with x** (11.00 against 3.00 ms)."]
-    assert said() == []
-    (unclear,) = said(4.0, 4.0)
-    assert "with y and with x differ by less than the runs of each do (4.00 against 3.00 ms, a" in unclear
-    assert said(1.5)[0].startswith("in single runs a step takes 2.00 times as long with x as with y")
+    with pytest.raises(ValueError, match="value"):
+        Spread(())
 
 
-def test_the_reference_is_the_point_that_most_share_values_with():
-    rows = [row(replace(BASE, grain=grain), 0, 1.0) for grain in ("kernel", "block")]
-    rows += [row(replace(BASE, threads=1), 0, 2.0), row(replace(BASE, barrier="layer", grain="kernel"), 0, 3.0)]
-    view = Rows([*rows, row(replace(BASE, barrier="phase"), 0, 4.0)])
-    assert view.reference == {dial: getattr(BASE, dial) for dial in DIALS}
-    assert [own["step_ms"] for own in view.at(barrier="layer")] == [3.0]
-    assert list(view.along("threads")) == [1, 2]
-
-
-def test_a_table_of_another_study_is_refused(tmp_path):
-    path = tmp_path / "results.csv"
-    table = Table(path, MODEL, STUDY)
-    table.add(BASE, 0, {name: value for name, value in row(BASE, 0, 1.5).items() if name not in table.shared})
-    again = Table(path, MODEL, STUDY)
-    assert [(BASE, 0) in again, (BASE, 1) in again, (replace(BASE, threads=1), 0) in again] == [True, False, False]
-    assert (again.rows[0]["step_ms"], again.rows[0]["threads"], again.rows[0]["cpu"]) == (1.5, 2, "a cpu")
+def test_results_of_another_study_are_refused(tmp_path):
+    results = results_of(tmp_path, [row(BASE, 0, 1.5)])
+    assert [*results.points] == [BASE]
     with pytest.raises(ValueError, match="channels=16, and channels=32"):
-        Table(path, replace(MODEL, channels=16), STUDY)
-    path.write_text("date,something\n")
-    with pytest.raises(ValueError, match="columns"):
-        Table(path, MODEL, STUDY)
-
-
-def test_numbers_of_threads_alone_have_speedups_too(report):
-    points = {n: replace(BASE, threads=n, batch_chunk=0, grain="auto") for n in (1, 2)}
-    rows = [row(point, 0, 40.0 / n, predicted_ms=[36.0, 22.0][n - 1]) for n, point in points.items()]
-    text = report(rows)
-    assert "| step (tasks) | 40.00 | 20.00 | 2.00 | 100% |\n" in text
-    assert "half of the times to within 10%, all to within 10%." in text
-    measured, predicted, ideal = (line.get_ydata() for line in figures(Rows(rows))["barriers"].axes[1].lines)
-    assert [[*measured], [*predicted], [*ideal]] == [[1, 2], [1, 36 / 22], [1, 2]]
-    without = [own | {"predicted_ms": None} for own in rows]
-    assert len(figures(Rows(without))["barriers"].axes[1].lines) == 2
-
-
-def test_without_a_run_on_one_thread_there_is_no_speedup(report):
-    rows = [row(replace(BASE, barrier=b, threads=n), 0, 40.0 / n) for b in ("phase", "step") for n in (2, 4)]
-    text = report([*rows, rows[0] | {"loss": "1.6", "repetition": 1}])
-    assert "| phase | 20.00 (20.00 .. 20.00) | 10.00 |\n" in text
-    assert "| total | 20.00 (20.00 .. 20.00) | 10.00 |\n" in text
-    assert "**Runs with the same chunks gave different losses: 2 x 64.**" in text
-    assert "Speedups" not in text
-    assert len(figures(Rows(rows))["barriers"].axes) == len(figures(Rows(rows))["phases"].axes) == 1
-    # One base, the sequential run, is that of both series.
-    rows.append(row(replace(BASE, barrier="phase", threads=1), 0, 40.0))
-    assert Rows(rows).sequential().median == 40.0
-    runtime, speedup, _ = figures(Rows(rows))["barriers"].axes
-    assert len(runtime.containers) == 2
-    assert [len(line.get_xdata()) for line in speedup.lines] == [3, 2, 3]  # phase, step, ideal
+        Results(results.path, replace(MODEL, channels=16), STUDY)
+    for line in ('{"date": 1}', "[1]", "no json", "{}"):
+        results.path.write_text(line + "\n")
+        with pytest.raises(ValueError, match="one study and version"):
+            Results(results.path, MODEL, STUDY)
 
 
 def test_timelines_of_every_barrier_are_written_apart_and_on_one_page(tmp_path, capsys, monkeypatch):
@@ -383,6 +333,6 @@ def test_timelines_of_every_barrier_are_written_apart_and_on_one_page(tmp_path, 
     traces = {f"{name}.json" for name in BARRIERS}
     assert {path.name for path in (tmp_path / "out").iterdir()} == pages | traces
     title, *names = (tmp_path / "out" / "barriers.html").read_text().splitlines()
-    assert title == "2 steps of a GPT-2 with 1 block of 32 channels (15,328 parameters), 4 x 16 tokens a step"
+    assert title == "2 steps: 1 x 32 (15,328 parameters), 4 x 16 tokens a step, float32"
     assert names == [f"barrier {label}" for label in BARRIERS.values()]
     assert capsys.readouterr().out.count("critical path") == 4

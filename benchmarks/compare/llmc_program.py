@@ -17,8 +17,7 @@ from compare.programs import Programs, require_published_model
 from compare.turns import Turn
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import ModelConfig
-from daskgpt.profiling.measure import Steps
-from daskgpt.profiling.records import Spread
+from daskgpt.profiling.measure import Spread, Steps
 
 STEP = re.compile(r"step\s+\d+: train loss ([0-9.]+) \(took ([0-9.]+) ms")
 # What it prints of its model, and the field of ours.

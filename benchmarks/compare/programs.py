@@ -9,13 +9,12 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tool_records import figures_of
+from records import Figure, figures_of
 
 from compare.processes import require_layernorm
 from compare.turns import Turn, disturbed
 from daskgpt.config.errors import refusal, require
-from daskgpt.profiling.measure import Steps
-from daskgpt.profiling.records import Figure, Spread
+from daskgpt.profiling.measure import Spread, Steps
 from daskgpt.profiling.timeline import is_message
 from daskgpt.schedulers import machine
 from daskgpt.training.job import Job

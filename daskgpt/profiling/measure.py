@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from html import escape
 from math import prod
 from statistics import fmean
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.groups import groups_setting
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rich import html_table, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.graph.calls import PHASES
+from daskgpt.kernels.simd.lanes import features
 from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
 from daskgpt.profiling.recorder import recorder_of
-from daskgpt.profiling.records import Figure, Measurement, Spread
 from daskgpt.profiling.timeline import Summary, Timeline, is_message, summarise, svg_legend, svg_strips
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
@@ -33,6 +34,10 @@ from daskgpt.training.job import facts as job_facts
 from daskgpt.training.start import configurations
 from daskgpt.training.trainer import steps_of
 
+PACKAGES = ("numpy", "numba", "dask", "distributed")
+# Of a processor's instruction sets those that decide how fast products are here.
+TELLING = ("avx2", "avx512f", "avx512bf16", "amx-bf16", "amx-tile")
+DIGITS = 6
 RANKS_WINDOW = 8  # steps that ranks make before anybody asks: a window costs some milliseconds
 
 
@@ -56,6 +61,94 @@ class BenchConfig(BatchConfig):
     recorded: int = setting(
         3, "further steps, in which every kernel call is recorded", unit="steps", least=1, most=2**10
     )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Some values of one quantity: how many, median and quartiles.
+
+    Errors   ValueError if there is no value
+    """
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise refusal(ValueError, "Spread", "there must be a value", "values=()", "Measure at least once.")
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        return cls(tuple(values))
+
+    @property
+    def n(self) -> int:
+        return len(self.values)
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """The quartiles of the values, with linear interpolation.
+
+        Source   Hyndman and Fan 1996, definition 7
+        """
+        low, middle, high = np.percentile(self.values, (25, 50, 75)).tolist()
+        return low, middle, high
+
+    @property
+    def median(self) -> float:
+        return self.quartiles[1]
+
+    def text(self, unit: str = "ms", digits: int | None = None, factor: float = 1) -> str:
+        """Return median and quartiles of the values times a factor, such as `30.1 ms (29.8 .. 30.5)`."""
+        low, middle, high = (rounded(factor * value, digits) for value in self.quartiles)
+        return " ".join(filter(None, (middle, unit, f"({low} .. {high})" if self.n > 1 else "")))
+
+
+def rounded(value: float, digits: int | None = None) -> str:
+    """Return a number as text, with three to four significant digits, or with this many decimals."""
+    if digits is None:
+        digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def significant(value: float) -> float:
+    """Return a number rounded to the digits of lines of JSON."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def figure(values: Spread, unit: str, factor: float = 1) -> dict[str, Any]:
+    """Return a quantity for a line of JSON: unit and median, and of several values their spread and all of them."""
+    low, middle, high = (significant(value * factor) for value in values.quartiles)
+    if values.n == 1:
+        return {"unit": unit, "median": middle, "n": 1}
+    turns = [significant(value * factor) for value in values.values]
+    ends = {"least": min(turns), "largest": max(turns), "q1": low, "q3": high}
+    return {"unit": unit, "median": middle, **ends, "turns": turns, "n": values.n}
+
+
+def origin() -> dict[str, Any]:
+    """Return date, machine and versions for a line of JSON."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "processor": machine.processor(),
+            "cores": machine.usable_cores(),
+            "features": [name for name in TELLING if name in features()],
+        },
+        "versions": machine.versions(*PACKAGES),
+    }
+
+
+class Measurement(NamedTuple):
+    """The measurement of a command.
+
+    facts     texts to print, by name
+    settings  of the measurement, without those of the model
+    figures   quantities by name, as `figure` makes them
+    """
+
+    facts: Mapping[str, str]
+    settings: Mapping[str, Any]
+    figures: Mapping[str, Mapping[str, Any]]
 
 
 def job_of(config: ModelConfig, options: BatchConfig, dataflow: DataflowConfig) -> Job:
@@ -167,16 +260,16 @@ def measure_steps(steps: Steps, warmup: int, timed: int, recorded: int) -> Measu
     steps.reset_peak()
     seconds = Spread.of(steps.run(timed))
     peak = steps.peak() / 1e9
-    found = summarise(steps.timeline(recorded))
+    summary = summarise(steps.timeline(recorded))
     busy = dict.fromkeys(PHASES, 0.0)
-    for (layer, phase), (own, _) in found.kernels.items():
-        busy[phase] += 0.0 if is_message(layer) else own
-    idle = 1 - sum(busy.values()) / (threads * found.wall)
+    for (layer, phase), (duration, _) in summary.kernels.items():
+        busy[phase] += 0.0 if is_message(layer) else duration
+    idle = 1 - sum(busy.values()) / (threads * summary.wall)
     tokens = prod(job.batch_shape) / seconds.median
     rate = step_operations(job.config, *job.batch_shape) / seconds.median / 1e9
     products = sum(scheduler.everywhere(matmul_rate, threads)) / 1e9
-    step = Figure.of(seconds, "ms", 1e3)
-    passes = {name: Figure.single(1e3 * own / (threads * found.steps), "ms") for name, own in busy.items()}
+    passes = {name: 1e3 * duration / (threads * summary.steps) for name, duration in busy.items()}
+    low, high = (rounded(1e3 * end(seconds.values)) for end in (min, max))
     facts = {
         "model": f"{parameter_count(job.config):,} parameters",
         "batch": job_facts(job)["batch"],
@@ -184,18 +277,19 @@ def measure_steps(steps: Steps, warmup: int, timed: int, recorded: int) -> Measu
         "tasks": f"{steps.tasks:,} a step (grain {steps.grain}), {job.scheduler}, "
         f"{threads} thread{'s' * (threads != 1)}, {job.precision.name}",
         "machine": machine.processor(),
-        "step": step.text(),
-        **{f"  {name}": figure.text() for name, figure in passes.items()},
+        "step": f"{rounded(1e3 * seconds.median)} ms" + f" ({low} .. {high})" * (seconds.n > 1),
+        **{f"  {name}": f"{rounded(value)} ms" for name, value in passes.items()},
         "overhead": f"{idle:.1%} of the threads' time without a kernel",
         "tokens": f"{tokens:,.0f} a second",
         "arithmetic": f"{rate:,.1f} GFLOP/s, {rate / products:.0%} of the float32 matrix product's {products:,.1f}",
         "memory": f"{peak:.3f} GB at most",
     }
-    others = {"overhead": (idle, ""), "tokens": (tokens, "tokens/s"), "rate": (rate, "GFLOP/s")}
-    others |= {"matmul_rate": (products, "GFLOP/s"), "peak": (peak, "GB")}
-    figures = {"step": step, **passes, **{name: Figure.single(*own) for name, own in others.items()}}
+    values = {name: (value, "ms") for name, value in passes.items()}
+    values |= {"overhead": (idle, ""), "tokens": (tokens, "tokens/s"), "rate": (rate, "GFLOP/s")}
+    values |= {"matmul_rate": (products, "GFLOP/s"), "peak": (peak, "GB")}
+    figures = {name: figure(Spread.of([value]), unit) for name, (value, unit) in values.items()}
     settings = steps.settings | {"tasks": steps.tasks, "grain": steps.grain, "threads": threads}
-    return Measurement(facts, settings, figures)
+    return Measurement(facts, settings, {"step": figure(seconds, "ms", 1e3), **figures})
 
 
 def matmul_rate(threads: int, dask_worker: Any = None) -> float:

@@ -1,58 +1,71 @@
-"""A study: the settings that it compares, its runs, each in a fresh process, and the table of their results.
+"""A study: a grid of settings, runs of each in fresh processes, a table of their times, and figures.
 
-Repetitions take turns, so that noise affects all settings alike. `python -m daskgpt.profiling.study JSON` makes one run
-and prints its measurements.
+Repetitions take turns, so that noise affects all settings alike. The folder of a study holds `results.jsonl` (a line of
+JSON per run; a study is continued from it), `table.md`, and figures as PNG and SVG. `python -m daskgpt.profiling.study
+JSON` makes one run and prints its line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from daskgpt.config.errors import require
+from daskgpt.config.files import written
 from daskgpt.config.groups import groups_of_batch
-from daskgpt.config.model import PRESETS, ModelConfig
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import documented, setting
 from daskgpt.graph.calls import PHASES
 from daskgpt.model.parameters import parameter_count
 from daskgpt.profiling import calibrate
-from daskgpt.profiling.measure import BatchConfig, Steps, job_of
-from daskgpt.profiling.records import PACKAGES, Figure, Record, Spread, measured, significant
+from daskgpt.profiling.measure import BatchConfig, Spread, Steps, job_of, origin, rounded, significant
 from daskgpt.profiling.simulate import forecast
 from daskgpt.profiling.timeline import Timeline, describe_summary, summarise
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.job import Job, compile_kernels
+from daskgpt.training.job import compile_kernels
 
 BARRIERS = {"layer": "layer (fork-join)", "phase": "phase", "step": "step (tasks)", "none": "none (barrier-free)"}
-# Values that are words, in the order in which they are shown; the other settings of a point are numbers.
+# Settings of the dataflow that a study varies, and the order of those values that are words.
+DIALS = ("threads", "scheduler", "barrier", "batch_chunk", "sequence_chunk", "grain", "engine")
 ORDER: dict[str, tuple[str, ...]] = {
     "scheduler": ("sync", "threads", "local"),
     "barrier": tuple(BARRIERS),
     "grain": ("kernel", "segment", "block", "chunk", "auto"),
     "engine": ("ranks", "tasks"),
 }
-TOKEN_PARTS = (1, 2, 4, 8)
-MOST_CHUNKS = 8
+SHARED = ("batch_size", "sequence_length", "precision", "window", "warmup", "seed")
+TIMES = {f"{name}_ms": f"{name} (ms)" for name in (*PHASES, "predicted")}
+TIMES |= {"critical_path_ms": "critical path (ms)", "peak_gb": "memory (GB)", "tasks": "tasks"}
+SHARES = {  # of the threads' time
+    "kernel_share": "kernels",
+    "inside_share": "between a task's kernels",
+    "scheduling_share": "scheduling: a task was ready",
+    "waiting_share": "waiting: no task was ready",
+}
+OVERLAPS = {"overlap": "layers at once", "steps_overlap": "steps at once"}
+POINT = tuple(field.name for field in fields(DataflowConfig))
+MEASURED = ("repetition", "step_ms", "batch_chunk_used", "chunks", "loss", "others_cores", "machine", "versions")
+
+Row = dict[str, Any]
+Points = Mapping[DataflowConfig, Sequence[Row]]
+Line = Mapping[int, Sequence[Row]]  # the runs for each number of threads or chunks
 
 
 @documented
@@ -67,66 +80,38 @@ class StudyConfig(BatchConfig):
     # Settings that are auto are chosen in the first two steps.
     warmup: int = setting(3, "untimed steps before them", unit="steps", least=3, most=2**20)
     repetitions: int = setting(3, "how often every point is run", least=1)
-    minutes: float = setting(
-        28.0, "after the first repetition, begin none that would probably end later", unit="minutes", least=0
-    )
+    minutes: float = setting(28.0, "begin no repetition but the first that would end later", unit="minutes", least=0)
     out: str = setting("", "folder of the study, an earlier one to continue; without it, studies/DATE-TIME")
 
 
-# Settings of the dataflow that a study varies; those of a point, which is a DataflowConfig.
-DIALS = ("threads", "scheduler", "barrier", "batch_chunk", "sequence_chunk", "grain", "engine")
+# The grid.
 
 
 def runnable(point: DataflowConfig) -> DataflowConfig:
     """Return a point without contradictions: one thread with the synchronous scheduler, engine tasks on clusters
     only, and tasks of one kernel with fork-join, which waits after each layer.
     """
-    return replace(
-        point,
-        threads=1 if point.scheduler == "sync" else point.threads,
-        engine=point.engine if point.scheduler == "local" else "ranks",
-        grain="kernel" if point.barrier == "layer" else point.grain,
-    )
-
-
-def described(point: DataflowConfig) -> str:
-    """Return a point in one line, for people."""
-    chunks = f"chunks of {point.batch_chunk or 'auto'} x {point.sequence_chunk or 'auto'}"
-    engine = ", engine tasks" * (point.engine == "tasks")
-    return f"{point.threads} x {point.scheduler}, barrier {point.barrier}, {chunks}, grain {point.grain}{engine}"
+    threads = 1 if point.scheduler == "sync" else point.threads or usable_cores()
+    engine = point.engine if point.scheduler == "local" else "ranks"
+    return replace(point, threads=threads, engine=engine, grain="kernel" if point.barrier == "layer" else point.grain)
 
 
 def base_point(study: StudyConfig, cores: int) -> DataflowConfig:
     """Return the point that the others differ from in one setting: all cores, barrier step, grain block."""
-    return DataflowConfig(
-        batch_chunk=study.batch_size // 2 if study.batch_size % 2 == 0 else study.batch_size,
-        sequence_chunk=study.sequence_length,
-        scheduler="threads",
-        grain="block",
-        threads=cores,
-        window=study.window,
-        precision=study.precision,
-    )
+    sequences = study.batch_size // 2 if study.batch_size % 2 == 0 else study.batch_size
+    base = DataflowConfig(batch_chunk=sequences, sequence_chunk=study.sequence_length, threads=cores, grain="block")
+    return replace(base, scheduler="threads", window=study.window, precision=study.precision)
 
 
 def default_grid(study: StudyConfig, cores: int) -> list[DataflowConfig]:
     """Return the points of a study's questions: threads and barriers, slicing, grain, and schedulers."""
     base = base_point(study, cores)
-    points = [replace(base, threads=n, barrier=barrier) for n in thread_counts(cores) for barrier in BARRIERS]
+    threads = [2**power for power in range(10) if 2**power < cores] + [cores]
+    points = [replace(base, threads=n, barrier=barrier) for n in threads for barrier in BARRIERS]
     points += [replace(base, batch_chunk=b, sequence_chunk=t) for b, t in slicings(study)]
-    points += [replace(base, grain=grain) for grain in ("kernel", "segment", "block", "chunk")]
+    points += [replace(base, grain=grain) for grain in ORDER["grain"][:-1]]
     points += [replace(base, scheduler=scheduler) for scheduler in ORDER["scheduler"]]
-    points += [replace(base, scheduler="local", engine="tasks")]
-    return distinct(points)
-
-
-def quick_grid(study: StudyConfig, cores: int) -> list[DataflowConfig]:
-    """Return a few points, enough to fill every section of the report."""
-    base = base_point(study, min(cores, 2))
-    points = [replace(base, threads=n, barrier=barrier) for n in (1, base.threads) for barrier in BARRIERS]
-    points += [replace(base, batch_chunk=study.batch_size, sequence_chunk=study.sequence_length // 2)]
-    points += [replace(base, grain="kernel"), replace(base, scheduler="sync")]
-    return distinct(points)
+    return distinct([*points, replace(base, scheduler="local", engine="tasks")])
 
 
 def chosen_grid(study: StudyConfig, cores: int, chosen: Mapping[str, Sequence[Any]]) -> list[DataflowConfig]:
@@ -140,276 +125,154 @@ def distinct(points: Iterable[DataflowConfig]) -> list[DataflowConfig]:
     return list(dict.fromkeys(map(runnable, points)))
 
 
-def thread_counts(cores: int) -> list[int]:
-    """Return 1, 2, 4 ... and all cores."""
-    return [2**power for power in range(10) if 2**power < cores] + [cores]
-
-
 def slicings(study: StudyConfig) -> list[tuple[int, int]]:
     """Return chunks (sequences, tokens): all sequences, half of them and one, with their tokens in 1 to 8 parts.
 
-    No batch is cut into more than MOST_CHUNKS chunks, except into single sequences.
+    No batch is cut into more than 8 chunks, except into single sequences.
     """
     size, length = study.batch_size, study.sequence_length
     return [
         (sequences, length // parts)
         for sequences in dict.fromkeys((size, max(size // 2, 1), 1))
-        for parts in TOKEN_PARTS
-        if size % sequences == length % parts == 0 and (parts == 1 or size // sequences * parts <= MOST_CHUNKS)
+        for parts in (1, 2, 4, 8)
+        if size % sequences == length % parts == 0 and (parts == 1 or size // sequences * parts <= 8)
     ]
 
 
-def job_of_point(config: ModelConfig, study: StudyConfig, point: DataflowConfig) -> Job:
-    """Return the checked job of a point's runs.
-
-    Errors   ValueError if the point does not fit the model or the batch
-    """
-    return job_of(config, study, point)
-
-
-MODEL = tuple(f.name for f in fields(ModelConfig))
-SHARED = ("batch_size", "sequence_length", "groups", "precision", "window", "warmup", "seed")
-PHASES_MS = ("forward_ms", "backward_ms", "update_ms")
-SHARES = ("overlap", "steps_overlap", "kernel_share", "inside_share", "scheduling_share", "waiting_share")
-TEXT = ("date", "loss", "machine", "cpu", "python", "daskgpt", *PACKAGES)
-FOUND = (
-    *("batch_chunk_used", "sequence_chunk_used", "grain_used", "tasks", "steps"),
-    *(
-        "predicted_ms",
-        "step_ms",
-        "step_ms_q1",
-        "step_ms_q3",
-        "tokens_per_s",
-        *PHASES_MS,
-        "recording_cost",
-        "critical_path_ms",
-    ),
-    *(*SHARES, "peak_gb", "others_cores", "cores", *TEXT),
-)
-COLUMNS = (*MODEL, *SHARED, *DIALS, "repetition", *FOUND)
-# Column -> figure and unit of a record.
-FIGURES = {
-    **{
-        "step_ms": ("step", "ms"),
-        "predicted_ms": ("predicted", "ms"),
-        "critical_path_ms": ("critical_path", "ms"),
-        "peak_gb": ("peak", "GB"),
-    },
-    **{name: (name, "") for name in SHARES},
-}
-
-Row = dict[str, Any]
+def described(point: DataflowConfig, among: Iterable[DataflowConfig] = ()) -> str:
+    """Return a point in one line: its settings, or only those in which the points `among` differ."""
+    chunks = f"chunks of {point.batch_chunk or 'auto'} x {point.sequence_chunk or 'auto'}"
+    texts = {
+        f"{point.threads} x {point.scheduler}" if point.threads else point.scheduler: {"threads", "scheduler"},
+        f"barrier {BARRIERS[point.barrier] if among else point.barrier}": {"barrier"},
+        chunks: {"batch_chunk", "sequence_chunk"},
+        f"grain {point.grain}": {"grain"},
+        f"engine {point.engine}": {"engine"} if point.scheduler == "local" else set(),
+    }
+    varied = {dial for dial in DIALS if not among or len({getattr(other, dial) for other in among}) > 1}
+    return ", ".join(text for text, dials in texts.items() if dials & varied)
 
 
-class Table:
-    """The rows of a study, in memory and on disk.
+def size_of(model: ModelConfig, study: StudyConfig) -> str:
+    """Return the size of the model and of a step."""
+    size = f"{model.blocks} x {model.channels} ({parameter_count(model):,} parameters)"
+    return f"{size}, {study.batch_size} x {study.sequence_length} tokens a step, {study.precision}"
 
-    Errors   ValueError if the file is of another study: other columns, another model or batch
+
+# The runs.
+
+
+class Results:
+    """The runs of a study, in memory and in a file.
+
+    rows   a run each: the settings, the repetition, and what was measured
+
+    Errors   ValueError if the file is of another study: another model, batch or version
     """
 
     def __init__(self, path: Path, model: ModelConfig, study: StudyConfig) -> None:
-        self.path = path
-        self.shared = asdict(model) | {name: getattr(study, name) for name in SHARED}
-        self.shared["groups"] = groups_of_batch(study.batch_size, study.sequence_length, study.groups)
-        self.rows = list(self._read()) if path.exists() else []
+        self.path, self.model, self.study = path, model, study
+        shared = asdict(model) | {name: getattr(study, name) for name in SHARED}
+        shared["groups"] = groups_of_batch(study.batch_size, study.sequence_length, study.groups)
+        self.shared: Row = json.loads(json.dumps(shared))
+        text = path.read_bytes() if path.exists() else b""
+        self.size = text.rfind(b"\n") + 1  # a line that is not whole is left out, and written over
+        self.rows = [self._row(number, line) for number, line in enumerate(text[: self.size].splitlines(), 1)]
 
-    def _read(self) -> Iterator[Row]:
-        with self.path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            rule, advice = "the table must have the columns of this version", "Give another --out."
-            require(tuple(reader.fieldnames or ()) == COLUMNS, "study", rule, {"file": self.path}, advice)
-            for texts in reader:
-                row = {name: text if name in TEXT else _value(text) for name, text in texts.items()}
-                for name, value in self.shared.items():
-                    got = f"{name}={value}, and {name}={row[name]} in {self.path}"
-                    require(row[name] == value, "study", "a folder must hold one study", got, advice)
-                yield row
+    def _row(self, number: int, line: bytes) -> Row:
+        row: Row = {}
+        with contextlib.suppress(ValueError, TypeError):
+            row.update(json.loads(line))
+        differing = [name for name, value in self.shared.items() if row.get(name) != value]
+        got = [f"{name}={self.shared[name]}, and {name}={row.get(name)}" for name in differing]
+        got += [f"no {name}" for name in (*POINT, *MEASURED) if name not in row]
+        rule, advice = "a folder must hold runs of one study and version", "Give another --out."
+        require(not got, "study", rule, f"{', '.join(got)} in line {number} of {self.path}", advice)
+        return row
 
-    def __contains__(self, run: tuple[DataflowConfig, int]) -> bool:
-        point, repetition = run
-        wanted = asdict(point) | {"repetition": repetition}
-        return any(wanted.items() <= row.items() for row in self.rows)
-
-    def add(self, point: DataflowConfig, repetition: int, found: Mapping[str, Any]) -> None:
-        """Append a run's row."""
-        new = not self.path.exists()
-        row = self.shared | asdict(point) | {"repetition": repetition} | dict(found)
+    def add(self, point: DataflowConfig, repetition: int, measured: Row) -> None:
+        """Append a run."""
+        row = self.shared | asdict(point) | {"repetition": repetition} | measured
+        line = f"{json.dumps(row)}\n".encode()
+        with written(self.path, "study"), self.path.open("ab") as file:
+            file.truncate(self.size)
+            file.write(line)
+        self.size += len(line)
         self.rows.append(row)
-        with self.path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
-
-
-def _value(text: str) -> Any:
-    """Return the number or word of a cell; None for an empty one."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text or None
-
-
-class Rows:
-    """The rows of a study, seen from a reference point: the one whose values the most points share."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.all = list(rows)
-        self.runs: Counter[tuple[Any, ...]] = Counter(tuple(row[dial] for dial in DIALS) for row in rows)
-        counts = [Counter(values) for values in zip(*self.runs)]
-
-        def commonness(point: tuple[Any, ...]) -> tuple[int, bool, tuple[Any, ...]]:
-            return sum(own[value] for own, value in zip(counts, point)), "step" in point, point
-
-        most_common = max(self.runs, key=commonness)
-        self.reference: dict[str, Any] = dict(zip(DIALS, most_common))
-
-    def at(self, **values: Any) -> list[Row]:
-        """Return the rows with these values, and those of the reference for the other settings; fork-join has grain
-        kernel unless a grain is given.
-        """
-        wanted = self.reference | values
-        if wanted["barrier"] == "layer" and "grain" not in values:
-            wanted["grain"] = "kernel"
-        return [row for row in self.all if wanted.items() <= row.items()]
-
-    def values(self, dial: str) -> list[Any]:
-        """Return the values of a setting that were run: words as ORDER has them, numbers by size."""
-        order = ORDER.get(dial, ())
-        own = {row[dial] for row in self.all}
-        return sorted(own, key=lambda value: (order.index(value) if value in order else len(order), value))
-
-    def along(self, dial: str, **values: Any) -> dict[Any, list[Row]]:
-        """Return the rows of each value of a setting that was run."""
-        return {value: rows for value in self.values(dial) if (rows := self.at(**{dial: value}, **values))}
-
-    def sequential(self, column: str = "step_ms") -> Spread | None:
-        """Return the times of the sequential run, the base of every speedup: one thread, and no barrier that costs.
-
-        On one thread a barrier between phases costs next to nothing, and phases have times of their own there.
-        """
-        return spread(self.at(threads=1, barrier=self.base), column) if self.base else None
 
     @property
-    def base(self) -> str:
-        """Return the barrier of the sequential run; empty without one."""
-        return next((barrier for barrier in ("phase", "step", "none") if self.at(threads=1, barrier=barrier)), "")
-
-    def records(self, arguments: Sequence[str]) -> list[Record]:
-        """Return a record for each point, whose turns are its runs; `arguments` are the study's command line."""
-        shared = ("batch_size", "sequence_length", "groups", "precision", "window", "tasks", "others_cores", "loss")
-        found = []
-        for point in self.runs:
-            rows = [row for row in self.all if tuple(row[dial] for dial in DIALS) == point]
-            first, spreads = rows[0], {column: spread(rows, column) for column in FIGURES}
-            settings = {"model": model_name(first)} | {name: first[name] for name in (*DIALS, *shared)}
-            figures = {FIGURES[name][0]: Figure.of(own, FIGURES[name][1]) for name, own in spreads.items() if own}
-            record = measured("python -m daskgpt.study", arguments, figures, settings)
-            where = {**record.machine, "processor": first["cpu"], "cores": first["cores"]}
-            versions = {name: first[name] for name in record.versions}
-            found.append(replace(record, date=str(rows[-1]["date"]), machine=where, versions=versions))
-        return found
+    def points(self) -> dict[DataflowConfig, list[Row]]:
+        """The runs of each point, in the order of the settings."""
+        points: dict[DataflowConfig, list[Row]] = {}
+        for row in self.rows:
+            points.setdefault(point_of(row), []).append(row)
+        return {point: points[point] for point in sorted(points, key=rank)}
 
 
-def spread(rows: Iterable[Row], column: str = "step_ms") -> Spread | None:
-    """Return the values of a column, of those rows that have one; None if there is none."""
-    values = tuple(float(row[column]) for row in rows if row[column] is not None)
-    return Spread(values) if values else None
+def rank(point: DataflowConfig) -> tuple[Any, ...]:
+    """Return what points are sorted by: words as ORDER has them, then numbers by size."""
+    words = [(getattr(point, name), order) for name, order in ORDER.items()]
+    ranks = (order.index(word) if word in order else len(order) for word, order in words)
+    return *ranks, point.batch_chunk, point.sequence_chunk, point.threads
 
 
-def spreads(found: Mapping[Any, Iterable[Row]], column: str = "step_ms") -> dict[Any, Spread]:
-    """Return the `spread` of the rows of each name, without names that have none."""
-    own = {name: spread(rows, column) for name, rows in found.items()}
-    return {name: values for name, values in own.items() if values is not None}
+def point_of(row: Row) -> DataflowConfig:
+    """Return the settings of a run."""
+    return DataflowConfig(**{name: row[name] for name in POINT})
 
 
-def median(rows: Iterable[Row], column: str) -> float:
-    """Return the median of a column; 0 if no row has a value."""
-    found = spread(rows, column)
-    return found.median if found else 0.0
-
-
-def speedups(times: Mapping[int, Spread], base: Spread | None) -> dict[int, float]:
-    """Return the time of the base divided by the time with each number of threads; empty without a base."""
-    return {threads: base.median / own.median for threads, own in times.items()} if base else {}
-
-
-def model_name(row: Row) -> str:
-    """Return the name of a run's model, or its numbers, such as `gpt2 (124,439,808 parameters)`."""
-    config = ModelConfig(**{name: row[name] for name in MODEL})
-    known = [name for name, size in PRESETS.items() if size == config]
-    numbers = f"a GPT-2 with {count(config.blocks, 'block')} of {config.channels} channels"
-    return f"{known[0] if known else numbers} ({parameter_count(config):,} parameters)"
-
-
-def count(number: int, what: str) -> str:
-    """Return `1 run`, `2 runs`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
+# Libraries below a run must not start threads beside those of the scheduler.
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
-def run_all(
-    model: ModelConfig,
-    study: StudyConfig,
-    points: Sequence[DataflowConfig],
-    table: Table,
-    after: Callable[[], None],
-    predicted: Mapping[DataflowConfig, float],
-) -> list[str]:
-    """Run every point that the table lacks, repetition by repetition; return a line for each failure.
+def run_all(study: StudyConfig, points: Sequence[DataflowConfig], results: Results, predict: bool) -> list[str]:
+    """Run every point that the results lack, repetition by repetition; return a line for each failure.
 
-    predicted   ms a step of points
-    after       called after each repetition that leaves rows in the table; once, if nothing was left to run
+    Table and figures are written after each repetition.
+
+    predict   whether to predict the times first
     """
-    failed: list[str] = []
+    predicted = predicted_times(results.model, study, points) if predict else {}
+    failures: list[str] = []
     # Each repetition has another order, so that no point always follows the same one.
     orders = [Random(f"{study.seed} {n}").sample(points, len(points)) for n in range(study.repetitions)]
-    todo = [[point for point in order if (point, n) not in table] for n, order in enumerate(orders)]
-    start, took = time.monotonic(), 0.0
-    bar = tqdm(total=sum(map(len, todo)), unit="run", dynamic_ncols=True)
-    for repetition, own in enumerate(todo):
-        elapsed = time.monotonic() - start
-        if took and elapsed + took * len(own) > study.minutes * 60:
-            bar.write(f"stopped after {repetition} of {study.repetitions} repetitions: --minutes {study.minutes:g}")
-            break
-        for point in own:
-            bar.set_postfix_str(f"repetition {repetition + 1}: {described(point)}")
-            try:
-                found = run_one(model, study, point)
-                table.add(point, repetition, found | {"predicted_ms": predicted.get(point)})
-            except RuntimeError as error:
-                failed.append(f"{described(point)}: {error}")
-                bar.write(failed[-1])
-            bar.update()
-        if own and table.rows:
-            took = (time.monotonic() - start - elapsed) / len(own)
-            after()
-    bar.close()
-    if not bar.total:
-        after()
-    return failed
+    done = {(point_of(row), row["repetition"]) for row in results.rows}
+    missing = [[point for point in order if (point, n) not in done] for n, order in enumerate(orders)]
+    start, seconds = time.monotonic(), 0.0
+    with tqdm(total=sum(map(len, missing)), unit="run", dynamic_ncols=True) as bar:
+        for repetition, order in enumerate(missing):
+            elapsed = time.monotonic() - start
+            if seconds and elapsed + seconds * len(order) > study.minutes * 60:
+                bar.write(f"stopped after {repetition} of {study.repetitions} repetitions: --minutes {study.minutes:g}")
+                break
+            for point in order:
+                bar.set_postfix_str(f"repetition {repetition + 1}: {described(point)}")
+                try:
+                    row = run_one(results.model, study, point)
+                    results.add(point, repetition, row | {"predicted_ms": predicted.get(point)})
+                except RuntimeError as error:
+                    failures.append(f"{described(point)}: {error}")
+                    bar.write(failures[-1])
+                bar.update()
+            if results.rows and (order or not bar.total):
+                seconds = (time.monotonic() - start - elapsed) / max(len(order), 1)
+                write(results)
+    return failures
 
 
-def predicted_times(
-    model: ModelConfig, study: StudyConfig, points: Sequence[DataflowConfig]
-) -> dict[DataflowConfig, float]:
+def predicted_times(model: ModelConfig, study: StudyConfig, points: Iterable[DataflowConfig]) -> dict[Any, float]:
     """Return the predicted ms a step of those points that are one process, each on as many cores as it has threads; a
     machine that is not calibrated is calibrated first.
     """
     costs = calibrate.load()
     if costs is None:
-        costs = calibrate.calibrate()
-        print(f"calibrate  written to {costs.save()}")
-    alone = [point for point in points if point.scheduler != "local"]
-    print(f"predict    {count(len(alone), 'point')}")
-    jobs = {point: job_of_point(model, study, point) for point in alone}
+        (costs := calibrate.calibrate()).save()
+    jobs = {point: job_of(model, study, point) for point in points if point.scheduler != "local"}
     return {point: 1e3 * forecast(job, cores=point.threads, costs=costs)[0].seconds for point, job in jobs.items()}
 
 
-def run_one(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> dict[str, Any]:
-    """Make one run in a process of its own; return its columns.
+def run_one(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> Row:
+    """Make one run in a process of its own; return what it measured.
 
     Errors   RuntimeError with the last line that the process wrote, if it failed
     """
@@ -423,14 +286,14 @@ def run_one(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> di
     return dict(json.loads(result.stdout.splitlines()[-1]))
 
 
-def run(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> dict[str, Any]:
-    """Time and record some steps; return the columns of its row in the table.
+def run(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> Row:
+    """Time and record some steps; return what was measured.
 
     The times of a step and of its phases come from the same steps, in which every kernel call is recorded. Steps before
     and after them, which are not recorded, show the cost of recording. Phases have times only if they never overlap:
     their shares of the recorded steps, of the median step.
     """
-    job = job_of_point(model, study, point)
+    job = job_of(model, study, point)
     compile_kernels(job.precision)  # else the first step, by whose times auto chooses, loads them
     others = machine.busy_cores()
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
@@ -441,34 +304,27 @@ def run(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> dict[s
         timeline = steps.timeline(number)
         bare += steps.run(-(-number // 2))
         peak = steps.peak()
-    found, chunk = summarise(timeline), steps.steps.chunk
+    summary, chunk = summarise(timeline), steps.steps.chunk
     seconds = Spread.of([(window.end - window.start) / len(window.steps) for window in timeline.windows])
-    low, middle, high = (1e3 * value for value in seconds.quartiles)
-    part = middle / (sum(found.phases.values()) or 1.0)
-    own = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    _, step, _ = quartiles = [1e3 * value for value in seconds.quartiles]
+    total = sum(summary.phases.values())
+    row: Row = {
         "batch_chunk_used": chunk[0],
         "sequence_chunk_used": chunk[1],
         "grain_used": steps.grain,
+        "chunks": study.batch_size // chunk[0] * (study.sequence_length // chunk[1]),
         "tasks": steps.tasks,
         "steps": seconds.n,
-        "step_ms": middle,
-        "step_ms_q1": low,
-        "step_ms_q3": high,
-        "recording_cost": middle / Spread.of(bare).median / 1e3 - 1,
-        "tokens_per_s": 1e3 * study.batch_size * study.sequence_length / middle,
-        **{f"{name}_ms": part * found.phases[name] if found.phases else None for name in PHASES},
-        "critical_path_ms": found.critical_path * 1e3 / found.steps,
-        **{name: getattr(found, name) for name in SHARES},
+        **dict(zip(("step_ms_q1", "step_ms", "step_ms_q3"), quartiles)),
+        "recording_cost": step / Spread.of(bare).median / 1e3 - 1,
+        **{f"{name}_ms": step * summary.phases[name] / total if total else None for name in PHASES},
+        "critical_path_ms": summary.critical_path * 1e3 / summary.steps,
+        **{name: getattr(summary, name) for name in (*OVERLAPS, *SHARES)},
         "peak_gb": peak / 1e9,
-        "loss": repr(steps.losses[study.warmup + study.steps]),
         "others_cores": others,
-        "machine": f"{platform.system()} {platform.machine()}",
-        "cpu": machine.processor(),
-        "cores": os.cpu_count(),
-        **machine.versions(*PACKAGES),
     }
-    return {name: significant(value) if isinstance(value, float) else value for name, value in own.items()}
+    numbers = {name: significant(value) for name, value in row.items() if isinstance(value, float)}
+    return row | numbers | {"loss": steps.losses[study.warmup + study.steps], **origin()}
 
 
 def write_timelines(model: ModelConfig, study: StudyConfig, folder: Path) -> None:
@@ -483,25 +339,172 @@ def write_timelines(model: ModelConfig, study: StudyConfig, folder: Path) -> Non
     base = replace(base_point(study, usable_cores()), batch_chunk=max(study.batch_size // 4, 1), grain="segment")
     timelines: dict[str, Timeline] = {}
     for barrier, label in BARRIERS.items():
-        job = job_of_point(model, study, runnable(replace(base, barrier=barrier)))
+        job = job_of(model, study, runnable(replace(base, barrier=barrier)))
         with open_scheduler("threads", base.threads) as scheduler:
             steps = Steps(job, scheduler, study.seed)
             steps.run(max(study.warmup, study.window))
-            found = [steps.timeline(study.window) for _ in range(study.repetitions)]
-        shortest = timelines[f"barrier {label}"] = min(found, key=lambda own: summarise(own).wall)
+            recordings = [steps.timeline(study.window) for _ in range(study.repetitions)]
+        shortest = timelines[f"barrier {label}"] = min(recordings, key=lambda timeline: summarise(timeline).wall)
         _, page = write_timeline(shortest, folder / barrier)
         print(f"\nbarrier {barrier}: {page}\n{describe_summary(summarise(shortest))}")
-    size = f"{study.batch_size} x {study.sequence_length} tokens a step"
-    title = f"{study.window} steps of {model_name(asdict(model))}, {size}"
-    page = write_side_by_side(timelines, folder / "barriers.html", title)
+    page = write_side_by_side(timelines, folder / "barriers.html", f"{study.window} steps: {size_of(model, study)}")
     print(f"\nall barriers on one time scale: {page}")
+
+
+# Table and figures.
+
+
+def spread(rows: Iterable[Row], column: str = "step_ms") -> Spread | None:
+    """Return the values of a column, of those rows that have one; None if there is none."""
+    values = tuple(float(row[column]) for row in rows if row.get(column) is not None)
+    return Spread(values) if values else None
+
+
+def median(rows: Iterable[Row], column: str = "step_ms") -> float:
+    """Return the median of a column; nan if no row has a value."""
+    values = spread(rows, column)
+    return values.median if values else math.nan
+
+
+def sequential(points: Points) -> Sequence[Row]:
+    """Return the runs of the base of every speedup: the fastest point on one thread with a barrier between phases, or
+    without such a point, the fastest on one thread; none if there is none.
+
+    On one thread a barrier between phases costs next to nothing, and phases have times of their own there.
+    """
+    alone = [(point.barrier != "phase", median(rows), rows) for point, rows in points.items() if point.threads == 1]
+    return min(alone, key=lambda candidate: candidate[:2])[2] if alone else ()
+
+
+def table_of(points: Points) -> list[list[str]]:
+    """Return a row of text for each point, below a head; the first columns are the most important ones."""
+    head = ["settings", "ms a step", "speedup", "efficiency", "runs", *TIMES.values(), *SHARES.values()]
+    table, base = [[*head, *OVERLAPS.values(), "cost of recording", "loss"]], median(sequential(points))
+    for point, rows in points.items():
+        step, speedup = Spread.of(row["step_ms"] for row in rows), base / median(rows)
+        numbers = [(speedup, ".2f"), (speedup / point.threads, ".0%"), (len(rows), "")]
+        numbers += [(median(rows, column), ".4g") for column in TIMES]
+        numbers += [(median(rows, column), ".1%") for column in (*SHARES, *OVERLAPS, "recording_cost")]
+        cells = ["" if math.isnan(value) else format(value, form) for value, form in numbers]
+        losses = " or ".join(sorted({repr(row["loss"]) for row in rows}))
+        table.append([described(point), step.text(""), *cells, losses])
+    return table
+
+
+def caption(results: Results) -> list[str]:
+    """Return what was run, the base of speedups, where, and how busy the machine was."""
+    row, base, others = results.rows[-1], sequential(results.points), max(row["others_cores"] for row in results.rows)
+    over = f"speedup over {described(point_of(base[0]))}" if base else "no run on one thread, so no speedup"
+    where = f"{row['machine']['processor']}, {row['machine']['cores']} cores, {row['date']}"
+    busy = [f"other programs kept up to {rounded(others)} cores busy"] * (others > machine.BUSY)
+    return [size_of(results.model, results.study), over, where, *busy]
+
+
+def write(results: Results) -> None:
+    """Write the table and the figures beside the results."""
+    from daskgpt.profiling import plots  # loads matplotlib
+
+    table = table_of(results.points)
+    table.insert(1, ["---"] * len(table[0]))
+    lines = [*(f"- {line}" for line in caption(results)), "", *(f"| {' | '.join(cells)} |" for cells in table), ""]
+    results.path.with_name("table.md").write_text("\n".join(lines), encoding="utf-8")
+    with plots.style():
+        for name, figure in figures(results.points).items():
+            figure.suptitle("\n".join(caption(results)[:2]), fontsize=11)
+            for kind in ("png", "svg"):
+                plots.save(figure, results.path.with_name(f"{name}.{kind}"), kind)
+
+
+def figures(points: Points) -> dict[str, Any]:
+    """Return the figures by name: all points, and where several were run, times by number of threads and of chunks."""
+    made, base, phases = {"points": _bars(points)}, sequential(points), [f"{name}_ms" for name in PHASES]
+    lines, chunks = _lines(points, "threads", "threads"), _lines(points, "chunks", "batch_chunk", "sequence_chunk")
+    apart = {label: line for label, line in lines.items() if all(spread(rows, phases[0]) for rows in line.values())}
+    made |= {"threads": _against(lines, ["step_ms"], "threads", base)} if lines else {}
+    made |= {"phases": _against(apart, phases, "threads", base if spread(base, phases[0]) else ())} if apart else {}
+    return made | ({"chunks": _against(chunks, ["step_ms"], "chunks", ())} if chunks else {})
+
+
+def _lines(points: Points, number: str, *dials: str) -> dict[str, dict[int, Sequence[Row]]]:
+    """Return the runs by the number of threads or chunks, a line for the points that differ in these dials only."""
+    groups, lines = dict[DataflowConfig, list[Sequence[Row]]](), dict[str, dict[int, Sequence[Row]]]()
+    for point, rows in points.items():
+        others: dict[str, Any] = dict.fromkeys(dials, 0)
+        groups.setdefault(replace(point, **others), []).append(rows)
+    groups = {point: group for point, group in groups.items() if len(group) > 1}
+    for point, group in groups.items():
+        for rows in group:
+            texts = [f"{rows[0]['batch_chunk_used']} sequences a chunk"] * (number == "chunks")
+            label = ", ".join(filter(None, (*texts, described(point, groups)))) or "measured"
+            lines.setdefault(label, {})[rows[0][number]] = rows
+    return lines
+
+
+def _against(lines: Mapping[str, Line], columns: Sequence[str], what: str, base: Sequence[Row]) -> Any:
+    """Draw a row for each column of the results: times by the number of threads or chunks, predicted ones as thin
+    lines; with a base, speedup and efficiency beside them.
+    """
+    from daskgpt.profiling.plots import Figure
+
+    numbers = sorted({number for line in lines.values() for number in line})
+    figure = Figure(figsize=(12 if base else 6, 1.6 + 3 * len(columns) + len(lines) / 6))
+    for axes, column in zip(figure.subplots(len(columns), 3 if base else 1, squeeze=False), columns):
+        for index, (label, line) in enumerate(lines.items()):
+            look: dict[str, Any] = {"color": f"C{index}", "marker": "o^sDvP*X"[index % 8], "label": label}
+            _line(axes, numbers, line, column, base, **look)
+            if column == "step_ms":
+                look = {"color": f"C{index}", "lw": 0.7, "label": "predicted" * (index == 0)}
+                _line(axes, numbers, line, "predicted_ms", base, **look)
+        ideals = {f"{column[:-3]} (ms)": [], "speedup (dotted: ideal)": numbers, "efficiency (%)": [100] * len(numbers)}
+        for place, (label, ideal) in zip(axes, ideals.items()):
+            place.plot(range(len(ideal)), ideal, ":", color="#888888")
+            # Numbers are equally far apart, so that all are legible.
+            place.set(xlabel=what, ylabel=label, ylim=(0, 1.05 * place.get_ylim()[1]), xticks=range(len(numbers)))
+            place.set_xticklabels(numbers)
+    entries = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*entries, frameon=False, loc="outside lower center", ncols=2 if base else 1)
+    return figure
+
+
+def _line(axes: Any, numbers: Sequence[int], line: Line, column: str, base: Sequence[Row], **look: Any) -> None:
+    """Draw medians and quartiles of a column, and speedup and efficiency where there are axes for them."""
+    if times := {number: values for number, rows in sorted(line.items()) if (values := spread(rows, column))}:
+        low, middle, high = np.array([values.quartiles for values in times.values()]).T
+        places, speedup = [*map(numbers.index, times)], median(base, column) / middle
+        axes[0].errorbar(places, middle, (middle - low, high - middle), **look)
+        for place, values in zip(axes[1:], (speedup, 100 * speedup / [*times])):
+            place.plot(places, values, **look)
+
+
+def _bars(points: Points) -> Any:
+    """Draw a bar for each point: the time of a step, by what the threads did in it, and the share of overlap."""
+    from daskgpt.profiling.plots import Figure
+
+    figure = Figure(figsize=(13, 2 + 0.3 * len(points)))
+    axes, places, ends = figure.subplots(), np.arange(len(points)), np.zeros(len(points))
+    low, middle, high = np.array([Spread.of(row["step_ms"] for row in rows).quartiles for rows in points.values()]).T
+    for (column, label), color in zip(SHARES.items(), ("#00798c", "#a463f2", "#edae49", "#d9d9d9")):
+        widths = middle * [median(rows, column) for rows in points.values()]
+        axes.barh(places, widths, 0.7, left=ends, label=label, color=color)
+        ends += widths
+    axes.errorbar(middle, places, xerr=(middle - low, high - middle), fmt="none", color="#303030", capsize=2)
+    paths = [median(rows, "critical_path_ms") for rows in points.values()]
+    axes.plot(paths, places, "|", color="#d1495b", ms=11, mew=2, label="critical path")
+    for place, end, rows in zip(places, high, points.values()):
+        shares = {label: median(rows, column) for column, label in OVERLAPS.items()}
+        text = ", ".join(f"{share:.0%} {label}" for label, share in shares.items() if share >= 0.005)
+        axes.annotate(text, (end, place), (6, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set(xlabel="ms a step", xlim=(0, 1.35 * high.max()), yticks=places, ylim=(len(points) - 0.5, -0.5))
+    axes.set_yticklabels([described(point, points) for point in points])
+    figure.legend(frameon=False, loc="outside lower center", ncols=5)
+    return figure
 
 
 def main() -> None:
     """Make the run that the command line describes, on as many cores as it has threads."""
     model, study, point = json.loads(sys.argv[1])
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: max(point["threads"], 1)])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: point["threads"]])
     with contextlib.redirect_stdout(sys.stderr):
         row = run(ModelConfig(**model), StudyConfig(**study), DataflowConfig(**point))
     print(json.dumps(row))

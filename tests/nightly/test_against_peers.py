@@ -6,11 +6,11 @@ import pytest
 from compare.pipes import Place, TorchOptions
 from compare.processes import TorchSide
 from conftest import SMALL
+from records import read_records
 from tolerances import TOLERANCES
 
 from daskgpt.config.run import DataflowConfig
 from daskgpt.profiling.measure import BenchConfig, Steps, job_of
-from daskgpt.profiling.records import read_records
 from daskgpt.schedulers.opening import open_scheduler
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'daskgpt[test-peers]'")

@@ -4,8 +4,7 @@ import dashboard_cost
 import overheads
 import prepare_rate
 import pytest
-
-from daskgpt.profiling.records import read_records
+from records import read_records
 
 MODEL = "--blocks 1 --heads 2 --channels 16 --batch-size 4 --sequence-length 16"
 SHORT = f"{MODEL} --warmup 2 --steps 6 --validation-batches 1 --validate-every 2 --sample-every 3 --sample-tokens 4"

@@ -1,4 +1,7 @@
-"""Measurements as data: medians and quartiles, and lines of JSON with command, machine, versions and turns."""
+"""Measurements as data: lines of JSON with command, machine, versions and turns, in files that `--record` adds to.
+
+`python -m daskgpt.bench --json` prints such a line.
+"""
 
 from __future__ import annotations
 
@@ -10,76 +13,16 @@ from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import check_writable, sync, written
-from daskgpt.config.rich import text_table
-from daskgpt.kernels.simd.lanes import features
-from daskgpt.schedulers import machine
-from daskgpt.schedulers.machine import usable_cores
+from daskgpt.profiling.measure import Spread, origin, rounded, significant
 
-PACKAGES = ("numpy", "numba", "dask", "distributed")
-# Of a processor's instruction sets those that decide how fast products are here.
-TELLING = ("avx2", "avx512f", "avx512bf16", "amx-bf16", "amx-tile")
-DIGITS = 6
 AGREE = 1e-4  # relative: what rounding to so many digits leaves between a median and that of the turns
 WHERE = "records"
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Some values of one quantity: how many, median and quartiles.
-
-    Errors   ValueError if there is no value
-    """
-
-    values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.values:
-            raise refusal(ValueError, "Spread", "there must be a value", "values=()", "Measure at least once.")
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        return cls(tuple(values))
-
-    @property
-    def n(self) -> int:
-        return len(self.values)
-
-    @property
-    def quartiles(self) -> tuple[float, float, float]:
-        """The quartiles of the values, with linear interpolation.
-
-        Source   Hyndman and Fan 1996, definition 7
-        """
-        low, middle, high = np.percentile(self.values, (25, 50, 75)).tolist()
-        return low, middle, high
-
-    @property
-    def median(self) -> float:
-        return self.quartiles[1]
-
-    def below(self, other: Spread) -> bool:
-        """Return whether the middle half of these values lies below that of others; False for single values."""
-        return min(self.n, other.n) > 1 and self.quartiles[2] < other.quartiles[0]
-
-    def text(self, unit: str = "ms", digits: int | None = None, factor: float = 1) -> str:
-        """Return median and quartiles of the values times a factor, such as `30.1 ms (29.8 .. 30.5)`."""
-        low, middle, high = (rounded(factor * value, digits) for value in self.quartiles)
-        return " ".join(filter(None, (middle, unit, f"({low} .. {high})" if self.n > 1 else "")))
-
-
-def rounded(value: float, digits: int | None = None) -> str:
-    """Return a number as text, with three to four significant digits, or with this many decimals."""
-    if digits is None:
-        digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
-    return f"{value:,.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -195,51 +138,47 @@ class Record:
             raise refusal(ValueError, WHERE, "a line must be a record", f"{line[:60]!r}", f"({error})") from None
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """The measurement of a command.
+def add_record_flag(parser: ArgumentParser) -> None:
+    parser.add_argument("--record", type=Path, metavar="FILE", help="add what was measured to a file of records")
 
-    facts     texts to print, by name
-    settings  of the measurement, without those of the model
-    figures   for a record, by name
-    table     to print below the facts: cells of text; the first line is the head
+
+def check_record(path: Path | None) -> None:
+    """Errors   as of `check_records`, before anything is measured"""
+    if path:
+        check_records(path)
+
+
+def record(
+    path: Path | None,
+    tool: str,
+    arguments: Sequence[str],
+    figures: Mapping[str, Figure],
+    what: str,
+    against: str = "",
+    **settings: Any,
+) -> None:
+    """Add a record of a tool's measurement, if --record is given.
+
+    tool      its file's name, such as benchmarks/overheads.py
+    what      was measured, in words
+    settings  the same for a table; those that are None are left out
     """
-
-    facts: Mapping[str, str]
-    settings: Mapping[str, Any]
-    figures: Mapping[str, Figure]
-    table: Sequence[Sequence[str]] = ()
-
-    def describe(self) -> str:
-        """Return the facts and the table as text."""
-        lines = [f"{name:12} {text}" for name, text in self.facts.items()]
-        return "\n".join([*lines, *(["", text_table(self.table)] if self.table else [])])
+    if path:
+        command = command_line(f"python {tool}", arguments)
+        settings = {name: value for name, value in settings.items() if value is not None}
+        made = Record(command, figures=figures, settings={"what": what, **settings}, against=against, **origin())
+        append_records(path, [made])
 
 
-def measured(
-    program: str, arguments: Sequence[str], figures: Mapping[str, Figure], settings: Mapping[str, Any]
-) -> Record:
-    """Return the record of a measurement that this process has just made.
-
-    program     its call, `python -m daskgpt.bench`
-    arguments   its command line, in which flags that name a file of records are left out
-    """
-    known = [name for name in TELLING if name in features()]
-    return Record(
-        command=command_line(program, arguments),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine={"processor": machine.processor(), "cores": usable_cores(), "features": known},
-        figures=figures,
-        versions=machine.versions(*PACKAGES),
-        settings={name: value for name, value in settings.items() if value is not None},
-    )
+def figures_of(spreads: Mapping[str, Spread], unit: str, factor: float = 1) -> dict[str, Figure]:
+    """Return the figures of several quantities in one unit."""
+    return {name: Figure.of(spread, unit, factor) for name, spread in spreads.items()}
 
 
 def command_line(program: str, arguments: Sequence[str]) -> str:
     """Return the command that repeats a measurement without recording it."""
     recording = ArgumentParser(add_help=False, allow_abbrev=False)
     recording.add_argument("--record")
-    recording.add_argument("--json", action="store_true")
     _, others = recording.parse_known_args(arguments)
     return shlex.join([*program.split(), *others])
 
@@ -288,11 +227,6 @@ def append_records(path: str | Path, records: Iterable[Record]) -> None:
         except BaseException:
             file.truncate(end)
             raise
-
-
-def significant(value: float) -> float:
-    """Return a number rounded to the significant digits of records."""
-    return float(f"{value:.{DIGITS}g}")
 
 
 def _whole(text: bytes) -> bytes:
