@@ -119,10 +119,10 @@ class Record:
 
         Errors   ValueError for a value that JSON cannot express
         """
-        found = {name: value for name, value in asdict(self).items() if value}
+        values = {name: value for name, value in asdict(self).items() if value}
         for name, figure in self.figures.items():
-            found["figures"][name] = {key: own for key, own in asdict(figure).items() if own not in (None, ())}
-        return f"{json.dumps(found, allow_nan=False)}\n".encode()
+            values["figures"][name] = {key: part for key, part in asdict(figure).items() if part not in (None, ())}
+        return f"{json.dumps(values, allow_nan=False)}\n".encode()
 
     @classmethod
     def of_line(cls, line: bytes) -> Record:
@@ -132,7 +132,7 @@ class Record:
         """
         try:
             values = json.loads(line)
-            figures = {name: Figure(**own) for name, own in values.pop("figures").items()}
+            figures = {name: Figure(**parts) for name, parts in values.pop("figures").items()}
             return cls(figures=figures, **values)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise refusal(ValueError, WHERE, "a line must be a record", f"{line[:60]!r}", f"({error})") from None
@@ -198,14 +198,14 @@ def read_records(path: str | Path) -> list[Record]:
 
     Errors   ValueError with the number of a line that is not a record
     """
-    found = []
+    records = []
     for number, line in enumerate(_whole(Path(path).read_bytes()).splitlines(), 1):
         try:
-            found.append(Record.of_line(line))
+            records.append(Record.of_line(line))
         except ValueError as error:
             rule, got = "every line of the file must be a record", {"record": path, "line": number}
             raise refusal(ValueError, WHERE, rule, got, f"{error}") from None
-    return found
+    return records
 
 
 def append_records(path: str | Path, records: Iterable[Record]) -> None:

@@ -165,8 +165,8 @@ def test_thread_counts_slicings_and_quick_settings():
     assert counts == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
     assert study.slicings(StudyConfig(batch_size=3, sequence_length=6)) == [(3, 6), (3, 3), (1, 6), (1, 3)]
     assert (1, 64) in study.slicings(StudyConfig(batch_size=12, sequence_length=64))
-    model, own = settings(parser().parse_args(["--quick", "--steps", "7", "--channels", "16"]))
-    assert (model.blocks, model.channels, own.steps, own.batch_size, own.repetitions) == (1, 16, 7, 4, 1)
+    model, quick = settings(parser().parse_args(["--quick", "--steps", "7", "--channels", "16"]))
+    assert (model.blocks, model.channels, quick.steps, quick.batch_size, quick.repetitions) == (1, 16, 7, 4, 1)
     assert settings(parser().parse_args(["--preset", "gpt2"])) == (preset("gpt2"), StudyConfig())
 
 
@@ -327,7 +327,7 @@ def test_results_of_another_study_are_refused(tmp_path):
 def test_timelines_of_every_barrier_are_written_apart_and_on_one_page(tmp_path, capsys, monkeypatch):
     pages = "daskgpt.profiling.pages"
     monkeypatch.setattr(f"{pages}.page_of", lambda timeline: timeline.title)
-    monkeypatch.setattr(f"{pages}.page_of_several", lambda own, title: "\n".join([title, *own]))
+    monkeypatch.setattr(f"{pages}.page_of_several", lambda timelines, title: "\n".join([title, *timelines]))
     assert main(["--quick", "--timelines", "--window", "2", "--out", str(tmp_path / "out")]) == 0
     pages = {f"{name}.html" for name in (*BARRIERS, "barriers")}
     traces = {f"{name}.json" for name in BARRIERS}
