@@ -206,46 +206,35 @@ SPLIT = Layer(
     backward={"x": Row(attention.gather, "btC, t -> bTC", "dy positions")},
 )
 
-UNEMBEDDING = Layer(
-    name="unembedding",
-    forward=Row(linear.forward, "btC, VC -> btV", "x wte"),
-    outputs="logits",
-    backward={
-        "x": Row(linear.backward_x, "btV, VC -> btC", "dy wte"),
-        "wte": Row(linear.backward_weight, "btV, btC -> VC", "dy x"),
-    },
-)
 
-# This includes the unembedding, so that the logits of a chunk never leave its task.
-CROSSENTROPY = Layer(
-    name="crossentropy",
-    forward=Row(crossentropy.forward, "btC, VC, bt -> bt, btV", "x wte targets", "vocabulary"),
-    outputs="losses dlogits",
-    backward={
-        "x": Row(crossentropy.backward_x, "bt, btV, VC -> btC", "dy dlogits wte"),
-        "wte": Row(crossentropy.backward_wte, "bt, btV, btC -> VC", "dy dlogits x"),
-    },
-)
+def _last_layers(table: str) -> tuple[Layer, Layer]:
+    """Return unembedding and cross-entropy with a table as their weight.
 
-UNTIED_UNEMBEDDING = Layer(
-    name="unembedding",
-    forward=Row(linear.forward, "btC, VC -> btV", "x lm_head"),
-    outputs="logits",
-    backward={
-        "x": Row(linear.backward_x, "btV, VC -> btC", "dy lm_head"),
-        "lm_head": Row(linear.backward_weight, "btV, btC -> VC", "dy x"),
-    },
-)
+    The cross-entropy includes the unembedding, so that the logits of a chunk never leave its task.
+    """
+    unembedding = Layer(
+        name="unembedding",
+        forward=Row(linear.forward, "btC, VC -> btV", f"x {table}"),
+        outputs="logits",
+        backward={
+            "x": Row(linear.backward_x, "btV, VC -> btC", f"dy {table}"),
+            table: Row(linear.backward_weight, "btV, btC -> VC", "dy x"),
+        },
+    )
+    losses = Layer(
+        name="crossentropy",
+        forward=Row(crossentropy.forward, "btC, VC, bt -> bt, btV", f"x {table} targets", "vocabulary"),
+        outputs="losses dlogits",
+        backward={
+            "x": Row(crossentropy.backward_x, "bt, btV, VC -> btC", f"dy dlogits {table}"),
+            table: Row(crossentropy.backward_wte, "bt, btV, btC -> VC", "dy dlogits x"),
+        },
+    )
+    return unembedding, losses
 
-UNTIED_CROSSENTROPY = Layer(
-    name="crossentropy",
-    forward=Row(crossentropy.forward, "btC, VC, bt -> bt, btV", "x lm_head targets", "vocabulary"),
-    outputs="losses dlogits",
-    backward={
-        "x": Row(crossentropy.backward_x, "bt, btV, VC -> btC", "dy dlogits lm_head"),
-        "lm_head": Row(crossentropy.backward_wte, "bt, btV, btC -> VC", "dy dlogits x"),
-    },
-)
+
+UNEMBEDDING, CROSSENTROPY = _last_layers("wte")
+UNTIED_UNEMBEDDING, UNTIED_CROSSENTROPY = _last_layers("lm_head")
 
 MEAN = Layer(
     name="mean",
