@@ -23,6 +23,7 @@ from daskgpt.profiling.timeline import (
     LANE,
     LETTERS,
     Event,
+    Lane,
     TaskGraph,
     Timeline,
     Window,
@@ -34,7 +35,7 @@ from daskgpt.profiling.timeline import (
 DOCS = Path(__file__).parent.parent / "docs"
 KEPT, PICTURE = DOCS / "measurements" / "fork_join_timelines.json", DOCS / "fork_join.svg"
 LINE = 24  # pixels
-NOTHING = TaskGraph({}, {}, frozenset(), {})
+NOTHING = TaskGraph({}, {}, frozenset())
 
 
 def kept(trace: Path) -> dict[str, Any]:
@@ -58,7 +59,9 @@ def timeline(found: dict[str, Any]) -> Timeline:
     )
     steps = tuple(sorted({event.step for event in events}))
     window = Window(steps, 0.0, max(event.end for event in events))
-    return Timeline(found["title"], tuple(found["lanes"]), events, (window,), NOTHING)
+    return Timeline(
+        found["title"], tuple(Lane("", 1 + n) for n in range(len(found["lanes"]))), events, (window,), NOTHING
+    )
 
 
 def svg_one_under_the_other(timelines: Mapping[str, Timeline]) -> str:
@@ -73,7 +76,7 @@ def svg_one_under_the_other(timelines: Mapping[str, Timeline]) -> str:
         top += len(timeline.lanes) * (LANE + GAP) + 3 * GAP + LINE
     x = 0
     for layer in layers_of(*timelines.values()):
-        parts.append(f'<rect x="{x}" y="{top - 10}" width="11" height="11" fill="{color_of(layer, False)}"/>')
+        parts.append(f'<rect x="{x}" y="{top - 10}" width="11" height="11" fill="{color_of(layer)}"/>')
         parts.append(f'<text x="{x + 15}" y="{top}" font-size="12">{escape(layer)}</text>')
         x += 30 + 7 * len(layer)
     parts.append(f'<text x="{x}" y="{top}" font-size="12">dark: backward</text>')

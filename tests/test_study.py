@@ -325,9 +325,7 @@ def test_results_of_another_study_are_refused(tmp_path):
 
 
 def test_timelines_of_every_barrier_are_written_apart_and_on_one_page(tmp_path, capsys, monkeypatch):
-    pages = "daskgpt.profiling.pages"
-    monkeypatch.setattr(f"{pages}.page_of", lambda timeline: timeline.title)
-    monkeypatch.setattr(f"{pages}.page_of_several", lambda timelines, title: "\n".join([title, *timelines]))
+    monkeypatch.setattr("daskgpt.profiling.pages.page_of", lambda traces, title: "\n".join([title, *traces]))
     assert main(["--quick", "--timelines", "--window", "2", "--out", str(tmp_path / "out")]) == 0
     pages = {f"{name}.html" for name in (*BARRIERS, "barriers")}
     traces = {f"{name}.json" for name in BARRIERS}

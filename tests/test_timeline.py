@@ -5,21 +5,20 @@ import pickle
 import re
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from html import unescape
 from itertools import pairwise
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
-from timeline_picture import svg_one_under_the_other
 
 import daskgpt
 from daskgpt import train
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import RECORDER, bytes_of, calls_of
-from daskgpt.profiling.pages import _means, in_brief, lanes_of, time_axis, write_side_by_side, write_timeline
+from daskgpt.profiling.pages import bars_of, write_side_by_side, write_timeline
 from daskgpt.profiling.recorder import (
     StepRecorder,
     TimelineCallback,
@@ -28,14 +27,18 @@ from daskgpt.profiling.recorder import (
     timeline_paths,
 )
 from daskgpt.profiling.timeline import (
+    COLORS,
+    OTHER_COLOR,
     Event,
+    Lane,
     TaskGraph,
     Timeline,
     Window,
+    color_of,
     describe_summary,
     different_at_once,
-    layers_at_once,
-    live_bytes,
+    longest_chain,
+    seconds_of,
     summarise,
     svg_strips,
 )
@@ -83,7 +86,7 @@ def test_every_kernel_call_is_an_event():
     size = {event.place: event.bytes for event in timeline.events if event.layer == "linear"}
     assert size["h.0.mlp.c_fc"] == 2 * 6 * 4 * 16 * 4  # float32 (b, t, 4C)
     assert {event.bytes for event in timeline.events if event.layer == "adamw"} == {0}
-    assert timeline.lanes == ("thread 1",)
+    assert timeline.lanes == (Lane("", 1),)
     assert all(first.end <= second.start for first, second in pairwise(timeline.events)), "one thread"
 
 
@@ -117,7 +120,8 @@ def test_what_runs_at_the_same_time(barrier, steps, layers):
         if (found.steps_overlap > 0, found.overlap > 0) == (steps > 1, layers > 1):
             break
     assert (found.steps_overlap > 0, found.overlap > 0) == (steps > 1, layers > 1)
-    assert max(count for _, count in layers_at_once(timeline)) == layers
+    at_once = different_at_once([(event.start, event.end, event.stage) for event in timeline.events])
+    assert max(count for _, count in at_once) == layers
     at_once = different_at_once([(event.start, event.end, event.step) for event in timeline.events])
     assert max(count for _, count in at_once) == steps
     if barrier == "layer":
@@ -134,12 +138,12 @@ def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
     assert {key for _, key in counts} <= {call.key for node in step.runnable.graph.values() for call in calls_of(node)}
     assert len(timeline.lanes) == 2
     first, last = timeline.windows
-    starts = {(event.step, event.key): event.start for event in timeline.events}
+    ends = {event.task: event.end for event in timeline.events}
     for event in timeline.events:
         assert first.start - 0.01 <= event.start <= event.end <= last.end + 0.01
         assert event.step == 3 or event.start >= last.start - 0.01
-        for reader in timeline.tasks.readers.get(event.key, ()):
-            assert starts.get((event.step, reader), event.end) >= event.end - 0.01, "one clock for both workers"
+        for need in timeline.tasks.needs[event.task[1]]:
+            assert ends.get((event.step, need), 0.0) <= event.start + 0.01, "one clock for both workers"
     found = summarise(timeline)
     assert found.critical_path <= found.wall
     assert {"adamw", "linear"} <= {layer for layer, _ in found.kernels}
@@ -168,9 +172,10 @@ def test_ranks_record_kernels_and_messages_on_one_clock(cluster, small_text):
 
 
 ONE_STEP = (Window((0,), 0.0, 10.0),)
+TWO_LANES = (Lane("", 1), Lane("", 2))
 
 
-def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc"):
+def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc", lanes=TWO_LANES):
     """Steps of three tasks on two lanes: a 1 .. 3, then b 4 .. 8 and c 3 .. 5, which both need a."""
     a, b, c = keys = tuple((f"{name}.forward-{name}-token",) for name in "abc")
     calls = [("a", a, 0, 1, 3, 100), ("c", c, 1, 3, 5, 10), ("b", b, 0, 4, 8, 1000)]
@@ -182,8 +187,7 @@ def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc"):
     named = dict(zip("abc", keys))
     before = {named[key]: {named[need] for need in own} for key, own in dict(earlier).items()}
     done = frozenset(named[name] for name in awaited)
-    tasks = TaskGraph({a: set(), b: {a}, c: {a}}, before, done, {a: [b, c]})
-    lanes = ("thread 1", "thread 2")
+    tasks = TaskGraph({a: set(), b: {a}, c: {a}}, before, done)
     return Timeline("by <hand>", lanes, tuple(events), tuple(windows), tasks)
 
 
@@ -222,31 +226,39 @@ def test_the_critical_path_of_several_steps(windows, earlier, awaited, path):
     assert summarise(hand_made(own, earlier, (0.0, 10.0), awaited)).critical_path == pytest.approx(path)
 
 
-def test_curves_by_hand():
-    assert live_bytes(hand_made()) == [(3.0, 100), (8.0, 0)]
-    assert layers_at_once(hand_made()) == [(1, 1), (3, 1), (4, 2), (5, 1), (8, 0)]
-    assert different_at_once([(0, 2, "x"), (1, 3, "x"), (2, 4, "y")]) == [(0, 1), (1, 1), (2, 2), (3, 1), (4, 0)]
+def test_what_runs_at_once_by_hand():
+    curve = different_at_once([(0, 2, "x"), (1, 3, "x"), (2, 4, "y")])
+    assert curve == [(0, 1), (1, 1), (2, 2), (3, 1), (4, 0)]
+    assert (seconds_of(curve, 1), seconds_of(curve, 2), seconds_of(curve, 3)) == (4, 1, 0)
     assert different_at_once([]) == []
-    times, means = _means([(0.0, 1), (1.5, 3), (3.0, 0)])
-    assert (times[0], times[-1]) == pytest.approx((10, 2990))
-    assert (means[0], means[-1], sum(means) / len(means)) == pytest.approx((1, 3, 2))
 
 
-def test_lanes_of_a_page():
-    timeline = hand_made()
-    axis = time_axis([timeline, timeline])
-    assert (axis.start, axis.end) == (0, 10_000)
-    plot = lanes_of(timeline, axis)
-    bars = [own.data_source.data for own in plot.renderers if "task" in own.data_source.data]
-    bars.sort(key=lambda own: own["task"])
-    expected = [(1000, 3000, 2000), (4000, 8000, 4000), (3000, 5000, 2000)]
-    assert [(own["left"][0], own["right"][0], own["ms"][0]) for own in bars] == expected
-    assert [own["lane"][0] for own in bars] == ["thread 1", "thread 1", "thread 2"]
-    assert [own["bytes"][0] for own in bars] == ["100B", "1.00kB", "10.0B"]
-    assert bars[0]["bottom"][0] > 0.5 > bars[2]["top"][0], "the first lane is on top"
-    (legend,) = plot.above
-    assert sorted(item.label.value for item in legend.items) == ["a", "b", "c"]
-    assert not lanes_of(timeline, axis, legend=False).above
+def test_longest_chain_by_hand():
+    needs = [("a", []), ("b", ["a"]), ("c", ["a", "later"]), ("d", ["b", "c"]), ("later", [])]
+    assert longest_chain(needs, dict.fromkeys("abcd", 1.0)) in (["a", "b", "d"], ["a", "c", "d"])
+    assert longest_chain(needs, {"a": 1.0, "c": 2.0, "d": 1.0, "later": 3.0}) == ["a", "c", "d"]
+    assert longest_chain([], {}) == []
+
+
+def test_colors_of_layers_and_passes():
+    assert color_of("linear") == color_of("linear.forward-h.0.mlp") == COLORS["linear"]
+    assert color_of("linear.backward") == "#284180", "62 % of the forward pass's"
+    assert color_of("receive.linear.backward-wte") == color_of("receive") != color_of("send.totals")
+    assert color_of("tokens.head") != color_of("tokens.forward")
+    assert color_of("mine.forward") == OTHER_COLOR != color_of("mine.backward")
+    assert color_of("mine.backward", other="") == ""
+
+
+def test_bars_of_a_page():
+    bars = bars_of(hand_made(lanes=(Lane("worker <0>", 1), Lane("worker 1", 1))).trace())
+    assert [(bar["left"], bar["right"], bar["ms"]) for bar in bars] == [
+        (1000, 3000, 2000),
+        (3000, 5000, 2000),
+        (4000, 8000, 4000),
+    ]
+    assert [bar["lane"] for bar in bars] == [f"worker {name}, thread 1" for name in ("<0>", "1", "<0>")]
+    for words in ("a, step 1, chunk all<br>", "from 1,000.000 to 3,000.000 ms, returned 100B", "worker &lt;0&gt;"):
+        assert words in bars[0]["about"]
 
 
 def test_strips_of_colour():
@@ -254,11 +266,6 @@ def test_strips_of_colour():
     grey, *strips = re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)"', text)
     assert grey == ("110", "0", "350"), "half of the time that the width stands for"
     assert strips == [("145", "0", "70"), ("250", "0", "140"), ("110", "26", "350"), ("215", "26", "70")]
-    picture = ElementTree.fromstring(svg_one_under_the_other({"by hand": hand_made(), "again": hand_made()}))
-    texts = [element.text for element in picture.iter() if element.tag.endswith("text")]
-    assert [text for text in texts if " ms a step" in text] == [
-        f"{n}: 10,000.0 ms a step" for n in ("by hand", "again")
-    ]
 
 
 # Files.
@@ -268,7 +275,7 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
     for given, base in {"x": "x", "x.json": "x", "x.html": "x", "v1.2": "v1.2"}.items():
         assert timeline_paths(tmp_path / given) == (tmp_path / f"{base}.json", tmp_path / f"{base}.html")
     with pytest.raises(ValueError, match="events=0"):
-        summarise(Timeline("", ("thread 1",), (), (), TaskGraph({}, {}, frozenset(), {})))
+        summarise(Timeline("", (Lane("", 1),), (), (), TaskGraph({}, {}, frozenset())))
     with pytest.raises(ValueError, match="timeline_steps=0"):
         TimelineConfig(timeline_steps=0)
     (tmp_path / "file").write_text("")
@@ -281,25 +288,66 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
     assert {path: is_bare(path) for path in names} == names
 
 
-def test_the_trace_is_one_that_chrome_and_perfetto_read_and_the_page_loads_nothing(tmp_path):
+NAMES = {"process_name", "thread_name"}
+
+
+def require_valid(trace):
+    """Check the rules of the Trace Event Format, by which Chrome and Perfetto read files."""
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    events = trace["traceEvents"]
+    for event in events:
+        assert {type(event[name]) for name in ("pid", "tid")} == {int}, "numbers, of which 0 is the idle process"
+        assert event["pid"] > 0
+        assert event["name"]
+        assert isinstance(event["args"], dict)
+        if event["ph"] == "M":
+            assert event["name"] in NAMES
+            assert isinstance(event["args"]["name"], str)
+        else:
+            assert event["ph"] == "X", "a complete event"
+            assert {type(event[name]) for name in ("ts", "dur")} <= {int, float}
+            assert min(event["ts"], event["dur"]) >= 0
+    named = {kind: [(e["pid"], e["tid"]) for e in events if e["name"] == kind] for kind in NAMES}
+    calls = [event for event in events if event["ph"] == "X"]
+    assert {pid for pid, _ in named["process_name"]} == {pid for pid, _ in named["thread_name"]}
+    assert len(set(named["thread_name"])) == len({tid for _, tid in named["thread_name"]}) == len(named["thread_name"])
+    assert {(call["pid"], call["tid"]) for call in calls} <= set(named["thread_name"])
+    for thread in named["thread_name"]:  # calls of a thread may be nested, but not overlap
+        ordered = sorted((call["ts"], call["dur"]) for call in calls if (call["pid"], call["tid"]) == thread)
+        assert all(start + length <= after + 1e-3 for (start, length), (after, _) in pairwise(ordered))
+
+
+def test_traces_follow_the_rules_of_their_format(cluster, tmp_path):
+    cluster.have(2)
+    _, here = recorded("none", [(3, 4)])
+    _, there = recorded("step", [(3,)], scheduler=cluster.address, grain="segment")
+    early = replace(here, events=(replace(here.events[0], start=-1e-5), *here.events[1:]))
+    for number, timeline in enumerate((here, there, early, hand_made())):
+        path, _ = write_timeline(timeline, tmp_path / str(number))
+        trace = json.loads(path.read_text(), parse_constant=lambda constant: pytest.fail(constant))
+        require_valid(trace)
+        assert sum(entry["ph"] == "X" for entry in trace["traceEvents"]) == len(timeline.events)
+    names = Counter(entry["name"] for entry in there.trace()["traceEvents"] if entry["ph"] == "M")
+    assert names == {"process_name": 2, "thread_name": 2}, "a process per worker"
+
+
+def test_a_trace_has_the_calls_and_the_page_loads_nothing(tmp_path):
     timeline = hand_made()
-    trace, page = write_timeline(timeline, tmp_path / "deep" / "run")
-    found = json.loads(trace.read_text())["traceEvents"]
-    own = [event for event in found if event["ph"] == "X"]
-    times = [(event["tid"], event["ts"], event["dur"]) for event in own]
-    assert times == [(0, 1e6, 2e6), (1, 3e6, 2e6), (0, 4e6, 4e6)]
+    path, page = write_timeline(timeline, tmp_path / "deep" / "run")
+    trace = json.loads(path.read_text())
+    calls = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    times = [(event["tid"], event["name"], event["ts"], event["dur"]) for event in calls]
+    assert times == [(1, "a.forward", 1e6, 2e6), (2, "c.forward", 3e6, 2e6), (1, "b.forward", 4e6, 4e6)]
     told = {"layer": "a", "pass": "forward", "where": "a", "block": None}
-    assert own[0]["args"] == told | {"chunk": None, "step": 1, "bytes": 100, "task": "a"}
-    names = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
-    assert names == {0: "thread 1", 1: "thread 2"}
-    counters = Counter(event["name"] for event in found if event["ph"] == "C")
-    assert counters == {"memory of activations and gradients": 2, "layers at once": 5}
-    assert in_brief(timeline).startswith("10,000.00 ms a step; kernels run 40% of the threads' time;")
-    assert in_brief(timeline).endswith("at once 10%, steps 0%")
+    assert calls[0]["args"] == told | {"chunk": None, "step": 1, "bytes": 100, "task": "a"}
+    names = [(event["name"], event["args"]["name"]) for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert names == [("process_name", "by <hand>"), ("thread_name", "thread 1"), ("thread_name", "thread 2")]
+    assert trace["otherData"] == {"title": "by <hand>", "summary": describe_summary(summarise(timeline))}
     other = write_side_by_side({"x": timeline, "y": timeline}, tmp_path / "two.html", timeline.title)
-    for path in (page, other):
-        text = path.read_text()
+    for written in (page, other):
+        text = written.read_text()
         assert unescape(re.search(r"<title>(.*?)</title>", text)[1]) == "by <hand>"
+        assert "10000.00 ms a step, 1 step" in text
         assert not re.search(r"\b(src|href)\s*=", re.sub(r"(?s)(<script[^>]*>).*?</script>", r"\1", text))
 
 

@@ -124,7 +124,7 @@ def _panel(
                 _edge(picture, x, shown[source], shown[key], rows, straight)
     for cell in sorted(shown.values(), key=lambda cell: (rows[cell.stage], cell.columns)):
         left, top, right, bottom = _place(x, cell, rows)
-        colour = color_of(cell.origin.layer, backward=False)
+        colour = color_of(cell.origin.layer)
         told = f"{cell.origin.kind} {cell.origin.where}"
         picture.box(left, top, right - left, bottom - top, fill=colour, told=told)
     return x + PANEL

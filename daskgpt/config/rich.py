@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 CELL = "text-align: left; vertical-align: top; padding: 2px 10px 2px 0; white-space: normal"
@@ -47,8 +47,14 @@ def svg_curve(values: Sequence[float], label: str, colour: str = "#4269d0") -> s
     x, y = WIDTH / max(known[-1][0], 1), (HEIGHT - 8) / ((high - low) or 1)
     points = " ".join(f"{number * x:.1f},{4 + (high - value) * y:.1f}" for number, value in known)
     line = f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{points}"/>'
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" style="max-width: 100%; height: auto"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}" {size}>{line}</svg>'
+    return svg(WIDTH, HEIGHT, [line], f'role="img" aria-label="{escape(label)}"')
+
+
+def svg(width: float, height: float, parts: Iterable[str], attributes: str = 'role="img"') -> str:
+    """Return a drawing that is never wider than its page."""
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+    look = f'{attributes} {size} style="max-width: 100%; height: auto; background: white"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {look}>{"".join(parts)}</svg>'
 
 
 def html_text(text: str) -> str:

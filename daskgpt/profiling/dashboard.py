@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from bokeh.layouts import column as below
 from bokeh.layouts import row
-from bokeh.models import ColumnDataSource, Div, FactorRange, HoverTool, NumeralTickFormatter
-from bokeh.plotting import figure
+from bokeh.models import ColumnDataSource, Div, FactorRange, NumeralTickFormatter
 from bokeh.server.tornado import BokehTornado
 from distributed import SchedulerPlugin
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
@@ -32,7 +31,8 @@ from distributed.utils import key_split
 from tornado.ioloop import IOLoop, PeriodicCallback
 from tqdm import tqdm
 
-from daskgpt.profiling.timeline import OTHER_COLOR, color_of, different_at_once, is_message, seconds_of
+from daskgpt.profiling.pages import lanes_plot, plot_of
+from daskgpt.profiling.timeline import COLORS, color_of, different_at_once, is_message, seconds_of
 from daskgpt.schedulers.dask_internals import add_to_task_stream, ask_worker, color_task_streams
 from daskgpt.schedulers.latest_calls import ASKED, RECEIVE, LatestCall
 from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
@@ -46,8 +46,6 @@ ANSWER = 1200  # calls that all workers together answer: Dask's task stream show
 PATIENCE = 5.0  # seconds in which a worker answers, and a page that is open asks again
 MEAN = 20  # steps of a mean
 KERNELS = 14  # bars at most
-# Tasks of several kernels, by what `graph.fuse.title` calls them.
-TASKS = {"tokens.forward": "#4269d0", "tokens.backward": "#2a4380", "tokens.head": "#ff8ab7", "update": "#7f8c99"}
 IDLE, IDLE_COLOR = "idle", "#e4e4e4"
 NOTHING = "no kernel yet"
 WAITING = "No run has sent a step yet: <code>python -m daskgpt.train --scheduler ...</code>"
@@ -131,7 +129,7 @@ class Collected(SchedulerPlugin):
             self.served.initialize(IOLoop.current())
             self.served.start()
             scheduler.http_application.add_application(self.served)
-        color_task_streams(_known_color)
+        color_task_streams(dask_color)
         self.timer = PeriodicCallback(self.ask, ASKING)
         self.timer.start()
 
@@ -219,7 +217,7 @@ class Collected(SchedulerPlugin):
         **__: Any,
     ) -> None:
         """Keep the tasks of a run that Dask itself schedules (`--engine tasks`)."""
-        if start == "processing" and finish == "memory" and _known_color(name := key_split(key)):
+        if start == "processing" and finish == "memory" and dask_color(name := key_split(key)):
             ran = [own for own in startstops or () if own["action"] == "compute"]
             kept = self.calls.setdefault(worker, deque(maxlen=CALLS))
             kept.extend(self._in_lane(worker, LatestCall(name, thread, own["start"], own["stop"])) for own in ran)
@@ -319,22 +317,20 @@ class Page:
         self.shown = 0, -1
         self.numbers = Div(text=WAITING, sizing_mode="stretch_width")
         self.loss, self.validation, self.speed = (ColumnDataSource({"x": [], "y": []}) for _ in range(3))
-        nothing: dict[str, Any] = {"lane": [NOTHING], "name": [NOTHING], "color": ["#00000000"]}  # else Bokeh warns
-        self.calls = ColumnDataSource({**nothing, "left": [-1.0], "right": [0.0], "ms": [0.0]})
+        nothing: dict[str, Any] = {"name": [NOTHING], "color": ["#00000000"]}  # else Bokeh warns
+        self.calls = ColumnDataSource({**nothing, "lane": [NOTHING], "left": [-1.0], "right": [0.0], "ms": [0.0]})
         self.kinds = ColumnDataSource({**nothing, "share": [1.0]})
-        losses = _figure("Loss [nats a token] by step", tools="pan,wheel_zoom,reset", min_width=240)
-        losses.line("x", "y", source=self.loss, color="#4269d0", legend_label="of the step")
-        losses.scatter("x", "y", source=self.validation, color="#ff725c", size=7, legend_label="validation")
+        losses = plot_of("Loss [nats a token] by step", tools="pan,wheel_zoom,reset", min_width=240)
+        losses.line("x", "y", source=self.loss, color=COLORS["linear"], legend_label="of the step")
+        losses.scatter("x", "y", source=self.validation, color=COLORS["attention"], size=7, legend_label="validation")
         losses.legend.background_fill_alpha = 0.6
-        speeds = _figure("Tokens a second by step", tools="pan,wheel_zoom,reset", min_width=240)
-        speeds.line("x", "y", source=self.speed, color="#3ca951")
+        speeds = plot_of("Tokens a second by step", tools="pan,wheel_zoom,reset", min_width=240)
+        speeds.line("x", "y", source=self.speed, color=COLORS["layernorm"])
         speeds.y_range.start, speeds.yaxis.formatter = 0, NumeralTickFormatter(format="0,0")
         self.threads, self.names = FactorRange(factors=[NOTHING]), FactorRange(factors=[NOTHING])
-        self.lanes = _figure(NOTHING, tools="xpan,xwheel_zoom,reset", y_range=self.threads)
-        self.lanes.hbar("lane", left="left", right="right", height=0.8, color="color", source=self.calls, line_width=0)
-        self.lanes.add_tools(HoverTool(tooltips=[("", "@name, @ms{0.00} ms")]))
+        self.lanes = lanes_plot(self.calls, self.threads, NOTHING)
         self.lanes.xaxis.axis_label, self.lanes.x_range.range_padding = "s", 0
-        bars = _figure("What the threads did in that time", tools="", y_range=self.names, height=330)
+        bars = plot_of("What the threads did in that time", tools="", y_range=self.names, height=330)
         bars.hbar("name", right="share", height=0.7, color="color", source=self.kinds)
         bars.xaxis.formatter, bars.x_range.start = NumeralTickFormatter(format="0%"), 0
         curves = row(losses, speeds, sizing_mode="stretch_width")
@@ -383,7 +379,7 @@ class Page:
             "right": np.array([call.end - part.end for call in calls], np.float32),
             "lane": lanes,
             "name": [call.name for call in calls],
-            "color": [_color(kind_of(call.name)) for call in calls],
+            "color": [color_of(kind_of(call.name)) for call in calls],
             "ms": np.array([(call.end - call.start) * 1e3 for call in calls], np.float32),
         }
 
@@ -396,7 +392,7 @@ class Page:
         kinds = [kind for kind in found if kind != IDLE][:KERNELS]
         kinds += [IDLE]
         self.names.factors = kinds[::-1]
-        colors = [IDLE_COLOR if kind == IDLE else _color(kind) for kind in kinds]
+        colors = [IDLE_COLOR if kind == IDLE else color_of(kind) for kind in kinds]
         self.kinds.data = {"name": kinds, "share": [found[kind] for kind in kinds], "color": colors}
 
     def _described(self, collected: Collected, part: Part, found: Mapping[str, float]) -> str:
@@ -414,18 +410,6 @@ class Page:
         return f"<div style='font-size: 15px'>{' &nbsp; '.join(parts)}</div>"
 
 
-def _figure(title: str, height: int = 250, **options: Any) -> Any:
-    plot = figure(height=height, sizing_mode="stretch_width", title=title, **options)
-    plot.toolbar.logo = None
-    return plot
-
-
-def _known_color(name: str) -> str:
-    """Return the color of a kernel's layer and pass, or of a task of several kernels; "" for any other task."""
-    layer, _, way = name.partition("-")[0].partition(".")
-    own = color_of(layer, way == "backward")
-    return TASKS.get(name, "" if color_of(layer, False) == OTHER_COLOR else own)
-
-
-def _color(name: str) -> str:
-    return _known_color(name) or OTHER_COLOR
+def dask_color(name: str) -> str:
+    """Return the color of a kernel, or of a task of several kernels; "" for any other task."""
+    return color_of(name, other="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
@@ -11,13 +12,13 @@ from typing import Any
 
 from daskgpt.config.errors import require, require_known
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rich import html_table
+from daskgpt.config.rich import html_table, svg
 from daskgpt.config.run import DataConfig, DataflowConfig
 from daskgpt.graph.calls import Origin
 from daskgpt.graph.program import calls_of
 from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.plan import assumed_step, predict
-from daskgpt.profiling.timeline import TaskGraph, chunks_of, color_of
+from daskgpt.profiling.timeline import TaskGraph, chunks_of, color_of, longest_chain
 from daskgpt.training.autotune import Trial
 
 DRAWN = 300  # tasks that a picture has at most
@@ -84,20 +85,20 @@ class Dataflow:
     def before(self, name: str) -> frozenset[str]:
         """Return the tasks that must be done before this one starts."""
         require_known(name, self.tasks, "Dataflow", "task")
-        found = {name}
+        names = {name}
         for later in reversed(list(self.tasks)):
-            if later in found:
-                found |= self.needs[later]
-        return frozenset(found - {name})
+            if later in names:
+                names |= self.needs[later]
+        return frozenset(names - {name})
 
     def after(self, name: str) -> frozenset[str]:
         """Return the tasks that cannot start before this one is done."""
         require_known(name, self.tasks, "Dataflow", "task")
-        found = {name}
+        names = {name}
         for later in self.tasks:
-            if not found.isdisjoint(self.needs[later]):
-                found.add(later)
-        return frozenset(found - {name})
+            if not names.isdisjoint(self.needs[later]):
+                names.add(later)
+        return frozenset(names - {name})
 
     def beside(self, name: str) -> frozenset[str]:
         """Return the tasks that may run at the same time as this one."""
@@ -105,18 +106,14 @@ class Dataflow:
 
     def chain(self) -> list[str]:
         """Return the longest chain of tasks of which each waits for the one before it; threads cannot shorten it."""
-        depth = self.depths()
-        path = [max(depth, key=depth.__getitem__)] if depth else []
-        while path and self.needs[path[-1]]:
-            path.append(max((name for name in self.tasks if name in self.needs[path[-1]]), key=depth.__getitem__))
-        return path[::-1]
+        return longest_chain(((name, sorted(self.needs[name])) for name in self.tasks), dict.fromkeys(self.tasks, 1.0))
 
     def depths(self) -> dict[str, int]:
         """Return the length of the longest chain of tasks before each task."""
-        found: dict[str, int] = {}
-        for name in TopologicalSorter(self.needs).static_order():
-            found[name] = max((found[earlier] + 1 for earlier in self.needs[name]), default=0)
-        return found
+        depths: dict[str, int] = {}
+        for name in self.tasks:
+            depths[name] = max((depths[earlier] + 1 for earlier in self.needs[name]), default=0)
+        return depths
 
     def of(self, block: int, phase: str = "forward") -> Dataflow:
         """Return the tasks and kernels of one transformer block in one pass, which names leave out.
@@ -127,11 +124,11 @@ class Dataflow:
             name: tuple(call for call in task.calls if (call.block, call.phase) == (block, phase))
             for name, task in self.tasks.items()
         }
-        short = _distinct({name: _short(name, block, phase) for name, own in calls.items() if own})
+        short = _distinct({name: _short(name, block, phase) for name, kernels in calls.items() if kernels})
         got = {"block": block, "phase": phase}
         require(bool(short), "Dataflow.of", "some task must run a kernel of it", got, "Ask for a block of the model.")
         tasks = {new: replace(self.tasks[name], name=new, calls=calls[name]) for name, new in short.items()}
-        needs = {new: frozenset(short[each] for each in self.needs[name] & short.keys()) for name, new in short.items()}
+        needs = {new: frozenset(short[need] for need in self.needs[name] & short.keys()) for name, new in short.items()}
         return Dataflow(f"block {block}, {phase}: {self.title}", tasks, needs, self.peak)
 
     def without(self, edge: tuple[str, str]) -> Dataflow:
@@ -183,7 +180,9 @@ class _Drawing:
         kinds = sorted({(depths[name], task.title) for name, task in flow.tasks.items()})
         number = {kind: row for row, kind in enumerate(kinds)}
         self.row = {name: number[depths[name], task.title] for name, task in flow.tasks.items()}
-        self.rows = [[flow.tasks[name] for name, own in self.row.items() if own == row] for row in range(len(kinds))]
+        self.rows = [
+            [flow.tasks[name] for name, number in self.row.items() if number == row] for row in range(len(kinds))
+        ]
         heights = (max(task.height for task in row) + GAP for row in self.rows)
         *self.tops, self.bottom = accumulate(heights, initial=TOP)
 
@@ -191,8 +190,10 @@ class _Drawing:
         """Return left, top, right and bottom of a task's box, which spans the columns of its chunk."""
         task, top, inset = self.flow.tasks[name], self.tops[self.row[name]], min(6.0, self.wide / 8)
         chunk = task.chunk or (None, None)
-        own = [n for n, place in enumerate(self.columns) if all(c in (None, p) for c, p in zip(chunk, place))] or [0]
-        left, right = LABELS + own[0] * self.wide + inset, LABELS + (own[-1] + 1) * self.wide - inset
+        spanned = [n for n, place in enumerate(self.columns) if all(c in (None, p) for c, p in zip(chunk, place))] or [
+            0
+        ]
+        left, right = LABELS + spanned[0] * self.wide + inset, LABELS + (spanned[-1] + 1) * self.wide - inset
         return left, top, right, top + task.height
 
     def svg(self) -> str:
@@ -204,10 +205,7 @@ class _Drawing:
             middle = LABELS + (number + 0.5) * self.wide
             parts.append(f'<text x="{middle:.0f}" y="16" text-anchor="middle" font-size="11">[{b}, {t}]</text>')
         parts.append('<text x="0" y="16" font-size="11">chunk [b, t]</text>')
-        width = f"{LABELS + self.wide * len(self.columns) + BOWS:.0f}"
-        size = f'viewBox="0 0 {width} {self.bottom}" width="{width}" height="{self.bottom}"'
-        style = 'style="max-width: 100%; height: auto; background: white"'
-        return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size} {style}>{"".join(parts)}</svg>'
+        return svg(LABELS + self.wide * len(self.columns) + BOWS, self.bottom, parts)
 
     def _task(self, name: str) -> str:
         left, top, right, bottom = self.box(name)
@@ -215,7 +213,7 @@ class _Drawing:
         high = (bottom - top) / max(len(task.calls), 1)
         stripes = "".join(
             f'<rect x="{left:.1f}" y="{top + number * high:.1f}" width="{right - left:.1f}" height="{high:.1f}" '
-            f'fill="{color_of(call.layer, call.phase == "backward")}"/>'
+            f'fill="{color_of(call.kind)}"/>'
             for number, call in enumerate(task.calls)
         )
         frame = f'fill="none" stroke="{MARK if marked else "#333"}" stroke-width="{2.5 if marked else 0.8}"'
@@ -268,19 +266,19 @@ def dataflow(
     job = job_from(config, data=data, dataflow=dataflow)
     step = assumed_step(job)
     runnable, results = step.runnable, Trial(step).results
-    inside, known = TaskGraph.of(runnable).needs, chunks_of(runnable)
-    calls = {key: [call.key for call in calls_of(runnable.graph[key]) if call.key in known] for key in inside}
-    chunks = {key: next(filter(None, (known[each] for each in own)), None) for key, own in calls.items()}
+    inside, chunk_of_call = TaskGraph.of(runnable).needs, chunks_of(runnable)
+    calls = {key: [call.key for call in calls_of(runnable.graph[key]) if call.key in chunk_of_call] for key in inside}
+    chunks = {key: next((c for call in keys if (c := chunk_of_call[call])), None) for key, keys in calls.items()}
     names = _distinct({key: _name(runnable.title(key), chunk) for key, chunk in chunks.items()})
-    needs = {names[key]: frozenset(names[each] for each in own) for key, own in inside.items()}
+    needs = {names[key]: frozenset(names[need] for need in keys) for key, keys in inside.items()}
     tasks = {}
-    for key, name in names.items():
+    for key in TopologicalSorter(inside).static_order():
         origins = tuple(map(runnable.recorded.origin, calls[key]))
-        tasks[name] = DataflowTask(name, chunks[key], origins, results.get(key, 0))
+        tasks[names[key]] = DataflowTask(names[key], chunks[key], origins, results.get(key, 0))
     size, chunk = (" x ".join(map(str, shape)) for shape in (job.batch_shape, step.chunk))
-    found = Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, predict(job).peak)
-    depths = found.depths()
-    return replace(found, tasks={name: tasks[name] for name in sorted(tasks, key=lambda name: (depths[name], name))})
+    flow = Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, predict(job).peak)
+    depths = flow.depths()
+    return replace(flow, tasks={name: tasks[name] for name in sorted(tasks, key=lambda name: (depths[name], name))})
 
 
 def _name(title: str, chunk: tuple[int | None, ...] | None) -> str:
@@ -298,9 +296,9 @@ def _short(name: str, block: int, phase: str) -> str:
 
 def _distinct(names: Mapping[Any, str]) -> dict[Any, str]:
     """Return names that differ: repeated ones get a number."""
-    seen: dict[str, int] = {}
-    found: dict[Any, str] = {}
+    counts = Counter[str]()
+    distinct: dict[Any, str] = {}
     for key, name in names.items():
-        seen[name] = seen.get(name, 0) + 1
-        found[key] = name if seen[name] == 1 else f"{name} #{seen[name]}"
-    return found
+        counts[name] += 1
+        distinct[key] = name if counts[name] == 1 else f"{name} #{counts[name]}"
+    return distinct

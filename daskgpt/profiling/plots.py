@@ -19,6 +19,7 @@ from tqdm.std import EMA
 
 from daskgpt.config.errors import require
 from daskgpt.config.files import printable
+from daskgpt.profiling.timeline import COLORS as LAYER_COLORS
 from daskgpt.training.logs import METRICS, metrics_lines
 
 try:
@@ -39,7 +40,7 @@ STYLE = {
     "svg.hashsalt": "daskgpt",
     "figure.constrained_layout.use": True,
 }
-COLORS = ("#4269d0", "#ff725c", "#3ca951", "#efb118", "#a463f2", "#17becf", "#9c6b4e", "#ff8ab7", "#7f8c99", "#303030")
+COLORS = tuple(LAYER_COLORS.values())[:10]
 LOSS_AXES = ("step", "tokens", "seconds")  # x axes of the three panels of the loss
 TITLES = {
     "loss": "loss (nats a token)",

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 from daskgpt.config.errors import require
 from daskgpt.config.files import check_writable
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.profiling.timeline import Event, TaskGraph, Timeline, Window, describe_summary, events_of, summarise
+from daskgpt.profiling.timeline import (
+    Event,
+    Lane,
+    TaskGraph,
+    Timeline,
+    Window,
+    describe_summary,
+    events_of,
+    summarise,
+)
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 from daskgpt.training.job import Job
 from daskgpt.training.step import TrainingStep
@@ -114,14 +123,12 @@ def joined(title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: 
     The last window ends with the last event, which on a cluster may come after the results of the window.
     """
     shown = [step for window in windows for step in window.steps]
-    lanes: list[str] = []
+    lanes: list[Lane] = []
     events: list[Event] = []
     for part in parts:
         events += [replace(event, lane=event.lane + len(lanes)) for event in part.events if event.step in shown]
         count = max([part.threads, *(event.lane + 1 for event in part.events)])
-        for number in range(count):
-            thread = f"thread {number + 1}" if count > 1 or not part.name else ""
-            lanes.append(", ".join(filter(None, (part.name, thread))))
+        lanes += [Lane(part.name, number + 1) for number in range(count)]
     start = windows[0].start
     *own, last = (Window(window.steps, window.start - start, window.end - start) for window in windows)
     last = replace(last, end=max([last.end, *(event.end for event in events)]))

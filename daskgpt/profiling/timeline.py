@@ -1,19 +1,20 @@
-"""Timelines: kernel calls with their places in the model, summaries of them, and strips of color for notebooks."""
+"""Timelines: kernel calls with their places in the model, as Chrome's trace events, as numbers, and as strips of color
+for notebooks."""
 
 from __future__ import annotations
 
 from collections import ChainMap, Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from graphlib import TopologicalSorter
 from html import escape
-from itertools import accumulate, groupby, pairwise, product
+from itertools import groupby, pairwise, product
 from operator import itemgetter
 from textwrap import fill
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from daskgpt.config.errors import require
-from daskgpt.config.rich import html_text, text_table
+from daskgpt.config.rich import html_text, svg, text_table
 from daskgpt.graph.calls import PHASES, Origin, is_pick
 from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Key, is_leaf
@@ -24,39 +25,49 @@ K = TypeVar("K")
 Task = tuple[int, Key]
 Curve = list[tuple[float, int]]  # times, and the value from then on
 
+# By layer, or by layer and pass; the tasks of several kernels are named by `graph.fuse.title`.
 COLORS = {
     "linear": "#4269d0",
     "attention": "#ff725c",
-    "gelu": "#efb118",
     "layernorm": "#3ca951",
+    "gelu": "#efb118",
     "add": "#a463f2",
-    "crossentropy": "#ff8ab7",
-    "embedding": "#9c6b4e",
-    "adamw": "#7f8c99",
-    "muon": "#5b6770",
     "gather": "#17becf",
-    "split": "#97bbf5",
+    "embedding": "#9c6b4e",
+    "crossentropy": "#ff8ab7",
+    "adamw": "#7f8c99",
     "mean": "#303030",
+    "split": "#97bbf5",
+    "muon": "#5b6770",
+    "update": "#7f8c99",
+    "tokens": "#4269d0",
+    "tokens.head": "#ff8ab7",
+    "receive": "#d62728",  # red, as on Dask's pages
+    "send": "#f4a3a3",
 }
-MESSAGES = {"receive": "#d62728", "send": "#f4a3a3"}  # red, as on Dask's pages
 OTHER_COLOR = "#d0a842"
 DARKER = 0.62  # of a forward kernel's color: its backward kernels
 
 COLUMNS, LANE, GAP, LETTERS = 700, 22, 4, 110  # pixels
 
 
-def is_message(layer: str) -> bool:
-    """Return whether an event of this name sends a message to another worker, or waits for one."""
-    return layer.partition(".")[0] in MESSAGES
+def is_message(kind: str) -> bool:
+    """Return whether a call of this name sends a message to another worker, or waits for one."""
+    return kind.partition(".")[0] in ("receive", "send")
 
 
-def color_of(layer: str, backward: bool) -> str:
-    """Return the color of a layer: bright forward, dark backward, red for messages."""
-    if is_message(layer):
-        return MESSAGES[layer.partition(".")[0]]
-    color = COLORS.get(layer, OTHER_COLOR)
-    parts = [int(color[at : at + 2], 16) * (DARKER if backward else 1) for at in (1, 3, 5)]
-    return "#" + "".join(f"{int(part):02x}" for part in parts)
+def color_of(name: str, other: str = OTHER_COLOR) -> str:
+    """Return the color of a layer and pass: bright forward, dark backward, red for messages.
+
+    name   `linear.backward`, or `linear`; what follows a dash is left out
+    other  color of a layer that has none
+    """
+    kind = name.partition("-")[0]
+    layer, _, phase = kind.partition(".")
+    color = COLORS.get(kind) or COLORS.get(layer, other)
+    if phase != "backward" or not color:
+        return color
+    return "#" + "".join(f"{int(int(color[at : at + 2], 16) * DARKER):02x}" for at in (1, 3, 5))
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ class Event(Origin):
     """One kernel call: its place in the model, and the time at which it ran.
 
     chunk   (b, t), None in it for an axis that is whole; None for a call that belongs to no chunk
-    lane    number of the thread or worker
+    lane    number of the thread, of all workers
     start   and end, in seconds since the timeline began
     bytes   of the arrays that it returned; an update in place returns none
     task    step and key of its task
@@ -95,6 +106,17 @@ class Window:
     end: float
 
 
+class Lane(NamedTuple):
+    """A thread of a worker, counted from 1, or of this process, whose name is empty."""
+
+    worker: str
+    thread: int
+
+    @property
+    def name(self) -> str:
+        return ", ".join(filter(None, (self.worker, f"thread {self.thread}")))
+
+
 @dataclass(frozen=True)
 class TaskGraph:
     """The tasks of a step and their dependencies.
@@ -102,13 +124,11 @@ class TaskGraph:
     needs     every task -> tasks of the same step
     earlier   task -> tasks of the step before, if steps overlap
     awaited   the tasks of a window that must be done before the next one starts
-    readers   readers of each kernel call's result in the same step, also of one that a pick takes from several results
     """
 
     needs: dict[Key, set[Key]]
     earlier: dict[Key, set[Key]]
     awaited: frozenset[Key]
-    readers: dict[Key, list[Key]]
 
     @classmethod
     def of(cls, runnable: CompiledStep) -> TaskGraph:
@@ -116,29 +136,21 @@ class TaskGraph:
         tasks = {key: node for key, node in runnable.graph.items() if not is_leaf(node)}
         needs = {key: set(node.dependencies) & tasks.keys() for key, node in tasks.items()}
         awaited = tasks.keys() if runnable.recorded.in_place else runnable.output_keys
-        graph, readers = runnable.recorded.unmerged, defaultdict[Key, list[Key]](list)
-        picked = {key: next(iter(node.dependencies)) for key, node in graph.items() if is_pick(node)}
-        for key, node in graph.items():
-            for dependency in node.dependencies if key not in picked else ():
-                readers[picked.get(dependency, dependency)].append(key)
-        return cls(needs, runnable.needs_of_last_run(), frozenset(awaited), dict(readers))
+        return cls(needs, runnable.needs_of_last_run(), frozenset(awaited))
 
     @classmethod
     def of_ranks(cls, graphs: Sequence[TaskGraph]) -> TaskGraph:
         """Return the tasks of all ranks, without dependencies between ranks."""
-        needs, earlier, readers = (
-            dict(ChainMap(*(getattr(graph, name) for graph in graphs))) for name in ("needs", "earlier", "readers")
-        )
-        awaited = frozenset[Key]().union(*(graph.awaited for graph in graphs))
-        return cls(needs, earlier, awaited, readers)
+        needs, earlier = (dict(ChainMap(*(getattr(graph, name) for graph in graphs))) for name in ("needs", "earlier"))
+        return cls(needs, earlier, frozenset[Key]().union(*(graph.awaited for graph in graphs)))
 
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """Recorded steps: events in the order of their starts, the names of the lanes, and the dependencies of tasks."""
+    """Recorded steps: events in the order of their starts, their lanes, and the dependencies of tasks."""
 
     title: str
-    lanes: tuple[str, ...]
+    lanes: tuple[Lane, ...]
     events: tuple[Event, ...]
     windows: tuple[Window, ...]
     tasks: TaskGraph
@@ -148,6 +160,29 @@ class Timeline:
         """The steps, counted from 0 as in `metrics.jsonl`; what people see counts from 1."""
         return [step for window in self.windows for step in window.steps]
 
+    def trace(self) -> dict[str, Any]:
+        """Return Chrome's trace events, which Perfetto reads as well: a process per worker, a thread per lane.
+
+        Source   the Trace Event Format: ph X is an event with a duration, M a name; times are in microseconds
+        """
+        workers = list(dict.fromkeys(lane.worker for lane in self.lanes))
+        places = [(1 + workers.index(lane.worker), 1 + number) for number, lane in enumerate(self.lanes)]
+        names = [(pid, 0, "process_name", worker or self.title) for pid, worker in enumerate(workers, 1)]
+        names += [(*place, "thread_name", f"thread {lane.thread}") for place, lane in zip(places, self.lanes)]
+        entries: list[dict[str, Any]] = [
+            {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}} for pid, tid, kind, name in names
+        ]
+        for event in self.events:
+            # On a cluster, clocks differ by some microseconds. Rounded ends keep calls of one thread apart.
+            start, end = (round(max(seconds, 0.0) * 1e6, 3) for seconds in (event.start, event.end))
+            pid, tid = places[event.lane]
+            entry = {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": round(end - start, 3), "name": event.kind}
+            shown = {name: getattr(event, name) for name in ("layer", "block", "chunk", "bytes")}
+            more = {"pass": event.phase, "where": event.place, "step": event.step + 1, "task": event.task_name}
+            entries.append({**entry, "cat": f"{event.phase},step {event.step + 1}", "args": {**shown, **more}})
+        about = {"title": self.title, "summary": describe_summary(summarise(self))}
+        return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": about}
+
     def __repr__(self) -> str:
         """Return a summary that fits on one screen."""
         text = describe_summary(summarise(self)) if self.events else "no events"
@@ -156,8 +191,8 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """Return the same for notebooks, below the lanes as strips of color."""
-        lanes = f"{svg_legend(self)}<br>{svg_strips(self)}" if self.events else ""
-        return lanes + html_text(repr(self))
+        drawing = f"{svg_legend(self)}<br>{svg_strips(self)}" if self.events else ""
+        return drawing + html_text(repr(self))
 
 
 def chunks_of(runnable: CompiledStep) -> dict[Key, tuple[int | None, int | None] | None]:
@@ -177,29 +212,34 @@ def events_of(runnable: CompiledStep, spans: Iterable[tuple[int, Span]], start: 
 
     start   start of the timeline, on the clock of the spans
     """
-    home = {call.key: key for key, node in runnable.graph.items() for call in calls_of(node)}
-    chunks, lanes, found = chunks_of(runnable), dict[int, int](), []
-    for step, span in sorted(spans, key=lambda own: own[1].start):
+    tasks = {call.key: key for key, node in runnable.graph.items() for call in calls_of(node)}
+    chunks, lanes, events = chunks_of(runnable), dict[int, int](), []
+    for step, span in sorted(spans, key=lambda pair: pair[1].start):
         lane = lanes.setdefault(span.thread, len(lanes))
         if span.key in chunks:
-            origin, task = astuple(runnable.recorded.origin(span.key)), home[span.key]
+            origin, task = astuple(runnable.recorded.origin(span.key)), tasks[span.key]
             when = step, chunks[span.key], lane, span.start - start, span.end - start
-            own = [*origin, *when, span.bytes, (step, task), runnable.title(task), span.key]
-            found.append(Event(*own))
-    return found
+            fields = [*origin, *when, span.bytes, (step, task), runnable.title(task), span.key]
+            events.append(Event(*fields))
+    return events
 
 
 def different_at_once(spans: Iterable[tuple[float, float, object]]) -> Curve:
     """Return the number of different names that run at once, as a curve, from (start, end, name) of each span."""
     changes = [change for start, end, name in spans for change in ((start, 1, name), (end, -1, name))]
     running: Counter[object] = Counter()
-    found = []
-    for time, own in groupby(sorted(changes, key=lambda change: change[0]), key=lambda change: change[0]):
-        for _, change, name in own:
+    curve = []
+    for time, together in groupby(sorted(changes, key=itemgetter(0)), key=itemgetter(0)):
+        for _, change, name in together:
             running[name] += change
         running = +running  # without names that have ended
-        found.append((time, len(running)))
-    return found
+        curve.append((time, len(running)))
+    return curve
+
+
+def seconds_of(curve: Curve, least: int) -> float:
+    """Return the seconds in which a curve has at least this value."""
+    return sum(following - time for (time, count), (following, _) in pairwise(curve) if count >= least)
 
 
 # Numbers.
@@ -252,7 +292,7 @@ def summarise(timeline: Timeline) -> Summary:
     require(bool(events), "summarise", rule, {"events": len(events)}, advice)
     wall = sum(window.end - window.start for window in timeline.windows)
     spans = _spans(events, lambda event: event.task)
-    path = critical_path(timeline, spans)
+    path = longest_chain(_needs(timeline), {task: end - start for task, (start, end) in spans.items()})
     on_path, critical = set(path), defaultdict[tuple[str, str], float](float)
     kernels: dict[tuple[str, str], tuple[float, int]] = {}
     busy = [0.0] * len(timeline.lanes)
@@ -269,11 +309,12 @@ def summarise(timeline: Timeline) -> Summary:
     return Summary(
         steps=len(timeline.steps),
         wall=wall,
-        busy=dict(zip(timeline.lanes, (seconds / wall for seconds in busy))),
+        busy={lane.name: seconds / wall for lane, seconds in zip(timeline.lanes, busy)},
         inside_share=max(in_tasks - sum(busy), 0.0) / all_time,
         scheduling_share=scheduling / all_time,
         waiting_share=max(1 - (in_tasks + scheduling) / all_time, 0.0),
-        overlap=seconds_of(layers_at_once(timeline), 2) / wall,
+        # All updates count as one layer.
+        overlap=seconds_of(different_at_once((e.start, e.end, e.stage) for e in events), 2) / wall,
         steps_overlap=seconds_of(different_at_once((e.start, e.end, e.step) for e in events), 2) / wall,
         critical_path=sum(spans[task][1] - spans[task][0] for task in path if task in spans),
         critical=dict(sorted(critical.items(), key=lambda item: -item[1])),
@@ -292,36 +333,40 @@ def _spans(events: Iterable[Event], of: Callable[[Event], K]) -> dict[K, tuple[f
     return spans
 
 
-def _needs(timeline: Timeline) -> Iterator[tuple[Window, Task, list[Task]]]:
-    """Yield each task of each step with its window and the tasks that it waits for; the latter come first."""
-    tasks = timeline.tasks
-    order = tuple(TopologicalSorter(tasks.needs).static_order())
-    for window in timeline.windows:
-        for step, key in product(window.steps, order):
-            earlier = [(step - 1, other) for other in tasks.earlier.get(key, ())]
-            yield window, (step, key), [(step, other) for other in tasks.needs[key]] + earlier
+def longest_chain(needs: Iterable[tuple[K, Collection[K]]], lengths: Mapping[K, float]) -> list[K]:
+    """Return the longest chain of tasks of which each needs the one before, in order; empty without tasks.
 
-
-def critical_path(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -> list[Task]:
-    """Return the longest chain of tasks of which each had to wait for the one before, in order.
-
-    A task waits for the tasks whose results it reads, for barriers, for tasks of the step before (the update of a
-    weight and its readers), and for all tasks that had to be done before its window was submitted.
+    needs    of each task, which come before it; those that have not come do not count
+    lengths  of the tasks; one without has none
     """
-    length, before = dict[Task | None, float]({None: 0.0}), dict[Task | None, Task | None]()
-    current, gate = timeline.windows[0], None
-    for window, task, needed in _needs(timeline):
-        if window is not current:
-            done = product(current.steps, timeline.tasks.awaited)
-            current, gate = window, max(done, key=length.__getitem__, default=gate)
-        before[task] = max([gate, *(need for need in needed if need in length)], key=length.__getitem__)
-        start, end = spans.get(task, (0.0, 0.0))
-        length[task] = length[before[task]] + end - start
-    path, at = list[Task](), max(length, key=length.__getitem__)
+    length, before = dict[K, float](), dict[K, K | None]()
+    for task, needed in needs:
+        before[task] = max((need for need in needed if need in length), key=length.__getitem__, default=None)
+        length[task] = lengths.get(task, 0.0) + (length[last] if (last := before[task]) is not None else 0.0)
+    path, at = list[K](), max(length, key=length.__getitem__, default=None)
     while at is not None:
         path.append(at)
         at = before[at]
     return path[::-1]
+
+
+def _needs(timeline: Timeline) -> Iterator[tuple[Task, list[Task]]]:
+    """Yield each task of each step with the tasks that it waits for; the latter come first.
+
+    A task waits for the tasks whose results it reads, for barriers, for tasks of the step before (the update of a
+    weight and its readers), and for the submission of its window, a task without a key: it waits for all tasks of the
+    window before that had to be done.
+    """
+    tasks = timeline.tasks
+    order = tuple(TopologicalSorter(tasks.needs).static_order())
+    done: list[Task] = []
+    for window in timeline.windows:
+        submission: Task = window.steps[0], ()
+        yield submission, done
+        for step, key in product(window.steps, order):
+            earlier = [(step - 1, other) for other in tasks.earlier.get(key, ())]
+            yield (step, key), [submission, *((step, other) for other in tasks.needs[key]), *earlier]
+        done = [submission, *product(window.steps, tasks.awaited)]
 
 
 def _scheduling(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -> float:
@@ -329,13 +374,14 @@ def _scheduling(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -
 
     A task is ready when all tasks that it waits for are done. Barriers and tasks without kernels take no time.
     """
-    done = dict[Task, float]()
+    done: dict[Task, float] = {(window.steps[0], ()): window.start for window in timeline.windows}
     changes: list[tuple[float, int, int]] = []  # time, and by how much the numbers of ready and running tasks change
-    for window, task, needed in _needs(timeline):
-        ready = max([window.start, *(done[need] for need in needed if need in done)])
-        start, end = spans.get(task, (ready, ready))
-        done[task] = end
-        changes += [(min(ready, start), 1, 0), (start, -1, 1), (end, 0, -1)]
+    for task, needed in _needs(timeline):
+        if task not in done:
+            ready = max(done[need] for need in needed if need in done)
+            start, end = spans.get(task, (ready, ready))
+            done[task] = end
+            changes += [(min(ready, start), 1, 0), (start, -1, 1), (end, 0, -1)]
     seconds, ready_tasks, running = 0.0, 0, 0
     changes.sort()
     for (time, more_ready, more_running), (following, _, _) in pairwise(changes):
@@ -344,83 +390,57 @@ def _scheduling(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -
     return seconds
 
 
-def live_bytes(timeline: Timeline) -> Curve:
-    """Return the bytes of activations and gradients that are still to be read, as a curve.
-
-    A result counts from the end of its kernel to the end of its last reader in the same step. Parameters, moments and
-    the scratch memory of kernels do not count.
-    """
-    ends = {(event.step, event.key): event.end for event in timeline.events}
-    changes: Counter[float] = Counter()
-    for event in timeline.events:
-        readers = timeline.tasks.readers.get(event.key, ()) if event.phase != "update" else ()
-        last = max((ends.get((event.step, key), event.end) for key in readers), default=event.end)
-        if last > event.end and event.bytes:
-            changes[event.end] += event.bytes
-            changes[last] -= event.bytes
-    times = sorted(changes)
-    return list(zip(times, accumulate(changes[time] for time in times)))
-
-
-def layers_at_once(timeline: Timeline) -> Curve:
-    """Return the number of different layers that run at once; all updates count as one layer."""
-    return different_at_once((event.start, event.end, event.stage) for event in timeline.events)
-
-
-def seconds_of(counts: Curve, least: int) -> float:
-    """Return the seconds in which a curve has at least this value."""
-    return sum(following - time for (time, count), (following, _) in pairwise(counts) if count >= least)
-
-
 def _phases(timeline: Timeline) -> dict[str, float]:
     """Return the seconds of each phase, from the end of the phase before; empty if two phases overlap."""
-    spans, found = _spans(timeline.events, lambda event: (event.step, event.phase)), dict.fromkeys(PHASES, 0.0)
+    spans, seconds = _spans(timeline.events, lambda event: (event.step, event.phase)), dict.fromkeys(PHASES, 0.0)
     for window in timeline.windows:
         last = window.start
         for step, phase in product(window.steps, PHASES):
             start, end = spans.get((step, phase), (last, last))
             if start < last:
                 return {}
-            found[phase] += end - last
+            seconds[phase] += end - last
             last = end
-    return found
+    return seconds
 
 
-def describe_summary(found: Summary) -> str:
+def describe_summary(summary: Summary) -> str:
     """Return a summary as text, with means over the steps."""
-    per_step = 1e3 / found.steps
+    per_step, many = 1e3 / summary.steps, "s" * (summary.steps > 1)
     path = ", ".join(
-        f"{layer}.{phase} {seconds / found.critical_path:.0%}"
-        for (layer, phase), seconds in list(found.critical.items())[:5]
+        f"{layer}.{phase} {seconds / summary.critical_path:.0%}"
+        for (layer, phase), seconds in list(summary.critical.items())[:5]
     )
     lines = [
-        f"wall          {found.wall * per_step:9.2f} ms a step, {found.steps} step{'s' if found.steps > 1 else ''}",
-        *(f"{name:13} {share:9.1%} busy, {1 - share:.1%} idle" for name, share in found.busy.items()),
-        f"overlap       {found.overlap:9.1%} of the time two or more layers at once, "
-        f"{found.steps_overlap:.1%} two or more steps",
-        f"critical path {found.critical_path * per_step:9.2f} ms a step, "
-        f"{found.critical_path / found.wall:.0%} of the wall time: {path}",
-        f"threads' time {found.kernel_share:9.1%} kernels, {found.inside_share:.1%} between the kernels of a task, "
-        f"{found.scheduling_share:.1%} scheduling (a task was ready), {found.waiting_share:.1%} waiting (none was)",
-        f"tasks         {found.tasks / found.steps:9,.0f} a step",
+        f"wall          {summary.wall * per_step:9.2f} ms a step, {summary.steps} step{many}",
+        *(f"{name:13} {share:9.1%} busy, {1 - share:.1%} idle" for name, share in summary.busy.items()),
+        f"overlap       {summary.overlap:9.1%} of the time two or more layers at once, "
+        f"{summary.steps_overlap:.1%} two or more steps",
+        f"critical path {summary.critical_path * per_step:9.2f} ms a step, "
+        f"{summary.critical_path / summary.wall:.0%} of the wall time: {path}",
+        f"threads' time {summary.kernel_share:9.1%} kernels, {summary.inside_share:.1%} between the kernels of a task, "
+        f"{summary.scheduling_share:.1%} scheduling (a task was ready), {summary.waiting_share:.1%} waiting (none was)",
+        f"tasks         {summary.tasks / summary.steps:9,.0f} a step",
         "",
-        _table(found),
+        _table(summary),
     ]
     return "\n".join(lines)
 
 
-def _table(found: Summary) -> str:
+def _table(summary: Summary) -> str:
     """Return a table of milliseconds and calls per step, by layer and pass, of all lanes together."""
-    layers = {layer for layer, _ in found.kernels}
-    of_layer = {layer: [found.kernels.get((layer, phase), (0.0, 0)) for phase in PHASES] for layer in sorted(layers)}
+    layers = {layer for layer, _ in summary.kernels}
+    of_layer = {layer: [summary.kernels.get((layer, phase), (0.0, 0)) for phase in PHASES] for layer in sorted(layers)}
     rows = sorted(of_layer.items(), key=lambda row: -sum(seconds for seconds, _ in row[1]))
     columns = zip(*of_layer.values())
-    rows.append(("all", [(sum(seconds for seconds, _ in own), sum(calls for _, calls in own)) for own in columns]))
+    rows.append(
+        ("all", [(sum(seconds for seconds, _ in cells), sum(calls for _, calls in cells)) for cells in columns])
+    )
     table = [["ms a step", *PHASES, "all", "calls"]]
-    for name, own in rows:
-        seconds, calls = map(sum, zip(*own))
-        shown = [f"{1e3 * each / found.steps:.3f}" if each or name == "all" else "" for each, _ in own]
-        table.append([name, *shown, f"{1e3 * seconds / found.steps:.3f}", f"{calls / found.steps:,.0f}"])
+    for name, cells in rows:
+        seconds, calls = map(sum, zip(*cells))
+        shown = [f"{1e3 * passed / summary.steps:.3f}" if passed or name == "all" else "" for passed, _ in cells]
+        table.append([name, *shown, f"{1e3 * seconds / summary.steps:.3f}", f"{calls / summary.steps:,.0f}"])
     return text_table(table)
 
 
@@ -433,28 +453,29 @@ def svg_strips(timeline: Timeline, *, end: float = 0.0, named: bool = True) -> s
     end     seconds of the whole width; 0 = those of the timeline
     named   whether lanes have their names at the left
     """
-    own = max(window.end for window in timeline.windows)
-    end, left = end or own, LETTERS if named else 0
-    height = len(timeline.lanes) * (LANE + GAP)
+    last = max(window.end for window in timeline.windows)
+    end, left = end or last, LETTERS if named else 0
     parts = []
-    for number, name in enumerate(timeline.lanes):
+    for number, lane in enumerate(timeline.lanes):
         top = number * (LANE + GAP)
-        parts.append(f'<text x="0" y="{top + 15}" font-size="11">{escape(name)}</text>' if named else "")
-        width = COLUMNS * own / end
-        parts.append(f'<rect x="{left}" y="{top}" width="{width:.0f}" height="{LANE}" fill="#eef0f3"/>')
+        parts.append(f'<text x="0" y="{top + 15}" font-size="11">{escape(lane.name)}</text>' if named else "")
+        parts.append(f'<rect x="{left}" y="{top}" width="{COLUMNS * last / end:.0f}" height="{LANE}" fill="#eef0f3"/>')
         for color, group in groupby(enumerate(_columns(timeline, number, end)), key=itemgetter(1)):
             first, *others = (column for column, _ in group)
             place = f'x="{left + first}" y="{top}" width="{1 + len(others)}" height="{LANE}"'
             parts.append(f'<rect {place} fill="{color}"/>' if color else "")
-    size = f'viewBox="0 0 {left + COLUMNS} {height}" width="{left + COLUMNS}" height="{height}"'
-    style = 'style="max-width: 100%; height: auto"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
+    return svg(left + COLUMNS, len(timeline.lanes) * (LANE + GAP), parts)
 
 
 def svg_legend(*timelines: Timeline) -> str:
     """Return the colors of the layers of all timelines, as HTML."""
+    return html_legend(layers_of(*timelines))
+
+
+def html_legend(layers: Iterable[str]) -> str:
+    """Return the colors of layers, as HTML."""
     square = '<span style="display: inline-block; width: 11px; height: 11px; background: {}"></span> {}'
-    return " &nbsp; ".join(square.format(color_of(layer, False), escape(layer)) for layer in layers_of(*timelines))
+    return " &nbsp; ".join(square.format(color_of(layer), escape(layer)) for layer in layers)
 
 
 def layers_of(*timelines: Timeline) -> list[str]:
@@ -469,7 +490,7 @@ def _columns(timeline: Timeline, lane: int, end: float) -> list[str]:
     for event in timeline.events:
         if event.lane != lane:
             continue
-        color = color_of(event.layer, event.phase == "backward")
+        color = color_of(event.kind)
         for column in range(int(event.start / wide), min(int(event.end / wide) + 1, COLUMNS)):
             taken[column][color] += min(event.end, (column + 1) * wide) - max(event.start, column * wide)
-    return [max(own, key=own.__getitem__) if sum(own.values()) > wide / 2 else "" for own in taken]
+    return [max(colors, key=colors.__getitem__) if sum(colors.values()) > wide / 2 else "" for colors in taken]

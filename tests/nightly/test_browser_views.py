@@ -15,7 +15,7 @@ from daskgpt.profiling.pages import write_side_by_side
 
 READY = "!!(window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle)"
 BARS = """Bokeh.documents[0].roots()[0].children.filter((child) => child.type === "Figure")
-    .flatMap((plot) => plot.renderers.filter((r) => "task" in r.data_source.data))
+    .flatMap((plot) => plot.renderers.filter((r) => "about" in r.data_source.data))
     .map((r) => r.data_source.get_length()).reduce((a, b) => a + b, 0)"""
 LONGEST = """["y", "lane", "share"].map((name) => Math.max(0, ...Bokeh.documents
     .flatMap((d) => [...d._all_models.values()]).filter((m) => m.type === "ColumnDataSource" && m.data[name])
