@@ -234,9 +234,10 @@ def test_what_runs_at_once_by_hand():
 
 
 def test_longest_chain_by_hand():
-    needs = [("a", []), ("b", ["a"]), ("c", ["a", "later"]), ("d", ["b", "c"]), ("later", [])]
-    assert longest_chain(needs, dict.fromkeys("abcd", 1.0)) in (["a", "b", "d"], ["a", "c", "d"])
-    assert longest_chain(needs, {"a": 1.0, "c": 2.0, "d": 1.0, "later": 3.0}) == ["a", "c", "d"]
+    needs = [("a", {}), ("b", {"a": 0.0}), ("c", {"a": 1.0, "later": 9.0}), ("d", {"b": 0.0, "c": 0.0}), ("later", {})]
+    assert longest_chain(needs, dict.fromkeys("abcd", 1.0)) == ["a", "c", "d"]
+    assert longest_chain(needs, {"a": 1.0, "b": 3.0, "d": 1.0}) == ["a", "b", "d"]
+    assert longest_chain(needs, {"later": 3.0}) == ["later"]
     assert longest_chain([], {}) == []
 
 

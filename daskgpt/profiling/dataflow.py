@@ -106,7 +106,8 @@ class Dataflow:
 
     def chain(self) -> list[str]:
         """Return the longest chain of tasks of which each waits for the one before it; threads cannot shorten it."""
-        return longest_chain(((name, sorted(self.needs[name])) for name in self.tasks), dict.fromkeys(self.tasks, 1.0))
+        needs = ((name, dict.fromkeys(sorted(self.needs[name]), 0.0)) for name in self.tasks)
+        return longest_chain(needs, dict.fromkeys(self.tasks, 1.0))
 
     def depths(self) -> dict[str, int]:
         """Return the length of the longest chain of tasks before each task."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from graphlib import TopologicalSorter
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 from math import prod
 from time import perf_counter
 from typing import Any
@@ -34,6 +34,7 @@ from daskgpt.graph.nodes import Graph, Key, is_leaf, renamed, with_leaves
 from daskgpt.graph.program import Span, calls_of
 from daskgpt.graph.update_in_place import RowUpdate
 from daskgpt.profiling.calibrate import Calibration, load, of_job
+from daskgpt.profiling.timeline import longest_chain
 from daskgpt.profiling.work import work_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
@@ -444,16 +445,10 @@ def critical_path(processes: Sequence[Process], costs: Calibration, platform: Pl
                 sender, seconds = posts[peer, rank, channel].pop(0)
                 own[sender] = seconds
             needs[rank, key] = own
-    length, before = dict[Any, float](), dict[Any, Any]()
-    for task in TopologicalSorter(needs).static_order():
-        chosen = max(needs[task], key=lambda needed: length[needed] + needs[task][needed], default=None)
-        before[task] = chosen
-        start = length[chosen] + needs[task][chosen] if chosen else 0.0
-        length[task] = start + processes[task[0]].demands[task[1]].seconds[0]
-    parts, at = list[Seconds](), max(length, key=length.__getitem__, default=None)
-    while at is not None:
-        parts += [processes[at[0]].demands[at[1]].alone, {ON_LINKS: needs[at].get(before[at], 0.0)}]
-        at = before[at]
+    ordered = ((task, needs[task]) for task in TopologicalSorter(needs).static_order())
+    chain = longest_chain(ordered, {(rank, key): processes[rank].demands[key].seconds[0] for rank, key in needs})
+    parts = [processes[rank].demands[key].alone for rank, key in chain]
+    parts += [{ON_LINKS: needs[task][before]} for before, task in pairwise(chain)]
     found = {kind: seconds / processes[0].steps for kind, seconds in added(parts).items() if seconds}
     return dict(sorted(found.items(), key=lambda own: -own[1]))
 

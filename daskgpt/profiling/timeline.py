@@ -4,7 +4,7 @@ for notebooks."""
 from __future__ import annotations
 
 from collections import ChainMap, Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from graphlib import TopologicalSorter
 from html import escape
@@ -333,25 +333,26 @@ def _spans(events: Iterable[Event], of: Callable[[Event], K]) -> dict[K, tuple[f
     return spans
 
 
-def longest_chain(needs: Iterable[tuple[K, Collection[K]]], lengths: Mapping[K, float]) -> list[K]:
+def longest_chain(needs: Iterable[tuple[K, Mapping[K, float]]], seconds: Mapping[K, float]) -> list[K]:
     """Return the longest chain of tasks of which each needs the one before, in order; empty without tasks.
 
-    needs    of each task, which come before it; those that have not come do not count
-    lengths  of the tasks; one without has none
+    needs    of each task: tasks that came before it -> seconds in between; any others do not count
+    seconds  of the tasks; one without takes none
     """
-    length, before = dict[K, float](), dict[K, K | None]()
-    for task, needed in needs:
-        before[task] = max((need for need in needed if need in length), key=length.__getitem__, default=None)
-        length[task] = lengths.get(task, 0.0) + (length[last] if (last := before[task]) is not None else 0.0)
-    path, at = list[K](), max(length, key=length.__getitem__, default=None)
-    while at is not None:
-        path.append(at)
-        at = before[at]
-    return path[::-1]
+    length, before = dict[K, float](), dict[K, K]()
+    for task, delays in needs:
+        starts = {need: length[need] + delay for need, delay in delays.items() if need in length}
+        if starts:
+            before[task] = max(starts, key=starts.__getitem__)
+        length[task] = max(starts.values(), default=0.0) + seconds.get(task, 0.0)
+    chain = [max(length, key=length.__getitem__)] if length else []
+    while chain and chain[-1] in before:
+        chain.append(before[chain[-1]])
+    return chain[::-1]
 
 
-def _needs(timeline: Timeline) -> Iterator[tuple[Task, list[Task]]]:
-    """Yield each task of each step with the tasks that it waits for; the latter come first.
+def _needs(timeline: Timeline) -> Iterator[tuple[Task, dict[Task, float]]]:
+    """Yield each task of each step with the tasks that it waits for, without delay; the latter come first.
 
     A task waits for the tasks whose results it reads, for barriers, for tasks of the step before (the update of a
     weight and its readers), and for the submission of its window, a task without a key: it waits for all tasks of the
@@ -362,10 +363,10 @@ def _needs(timeline: Timeline) -> Iterator[tuple[Task, list[Task]]]:
     done: list[Task] = []
     for window in timeline.windows:
         submission: Task = window.steps[0], ()
-        yield submission, done
+        yield submission, dict.fromkeys(done, 0.0)
         for step, key in product(window.steps, order):
-            earlier = [(step - 1, other) for other in tasks.earlier.get(key, ())]
-            yield (step, key), [submission, *((step, other) for other in tasks.needs[key]), *earlier]
+            needed = [(step, need) for need in tasks.needs[key]] + [(step - 1, k) for k in tasks.earlier.get(key, ())]
+            yield (step, key), dict.fromkeys([submission, *needed], 0.0)
         done = [submission, *product(window.steps, tasks.awaited)]
 
 
