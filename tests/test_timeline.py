@@ -18,6 +18,8 @@ from daskgpt import train
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import RECORDER, bytes_of, calls_of
+from daskgpt.model import layers
+from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.profiling.pages import bars_of, write_side_by_side, write_timeline
 from daskgpt.profiling.recorder import (
     StepRecorder,
@@ -211,6 +213,16 @@ def test_a_summary_worked_out_by_hand():
     assert [" ".join(line.split()) for line in text.splitlines()[-4:]] == rows
 
 
+def test_waits_for_other_workers_are_idle():
+    """As on the dashboard's page: c, from 3 to 5, is a message."""
+    timeline = hand_made()
+    events = [replace(event, layer="receive.c") if event.layer == "c" else event for event in timeline.events]
+    summary = summarise(replace(timeline, events=tuple(events)))
+    assert summary.busy == {"thread 1": pytest.approx(0.6), "thread 2": 0}
+    assert (summary.overlap, summary.inside_share) == (0, 0)
+    assert summary.waiting_share == pytest.approx(12 / 20)
+
+
 PATHS = [
     ([(0,), (1,)], {}, "abc", 12),  # everything of the first step, then the second
     ([(0,), (1,)], {}, "c", 4 + 6),  # on a cluster only what is awaited
@@ -246,6 +258,8 @@ def test_colors_of_layers_and_passes():
     assert color_of("linear.backward") == "#284180", "62 % of the forward pass's"
     assert color_of("receive.linear.backward-wte") == color_of("receive") != color_of("send.totals")
     assert color_of("tokens.head") != color_of("tokens.forward")
+    tables = [layer.name for layer in vars(layers).values() if isinstance(layer, layers.Layer)] + [*OPTIMIZERS]
+    assert all(color_of(name, other="") for name in tables), "layers and optimizers that are built in"
     assert color_of("mine.forward") == OTHER_COLOR != color_of("mine.backward")
     assert color_of("mine.backward", other="") == ""
 

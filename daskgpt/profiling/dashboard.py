@@ -193,9 +193,9 @@ class Collected(SchedulerPlugin):
 
         A new thread takes the lane whose thread has been silent for the longest time.
         """
-        lanes, known = self.lanes.setdefault(worker, {}), self.scheduler.workers.get(worker)
+        lanes, member = self.lanes.setdefault(worker, {}), self.scheduler.workers.get(worker)
         number = lanes.pop(call.thread, len(lanes))
-        if known is not None and number >= known.nthreads:
+        if member is not None and number >= member.nthreads:
             number = lanes.pop(next(iter(lanes)))
         lanes[call.thread] = number
         return call._replace(thread=number)
@@ -218,15 +218,15 @@ class Collected(SchedulerPlugin):
     ) -> None:
         """Keep the tasks of a run that Dask itself schedules (`--engine tasks`)."""
         if start == "processing" and finish == "memory" and dask_color(name := key_split(key)):
-            ran = [own for own in startstops or () if own["action"] == "compute"]
+            ran = [span for span in startstops or () if span["action"] == "compute"]
             kept = self.calls.setdefault(worker, deque(maxlen=CALLS))
-            kept.extend(self._in_lane(worker, LatestCall(name, thread, own["start"], own["stop"])) for own in ran)
+            kept.extend(self._in_lane(worker, LatestCall(name, thread, span["start"], span["stop"])) for span in ran)
 
     def log_event(self, topic: str, msg: Any) -> None:
         if topic != TOPIC:
             return
         metrics = [worker.metrics.get(METRIC, {}) for worker in self.scheduler.workers.values()]
-        received = sum(float(own.get("received", 0.0)) for own in metrics)
+        received = sum(float(metric.get("received", 0.0)) for metric in metrics)
         if not self.steps or msg["step"] <= self.steps[-1]["step"]:
             self.steps.clear()
             self.runs += 1
@@ -239,13 +239,13 @@ class Collected(SchedulerPlugin):
         there = sorted(worker for worker, (_, end) in self.known.items() if end > newest - WINDOW)
         end = min((self.known[worker][1] for worker in there), default=0.0)
         start = max([end - WINDOW, *(self.known[worker][0] for worker in there)])
-        found = [
+        calls = [
             (worker, call._replace(start=max(call.start, start), end=min(call.end, end)))
             for worker in there
             for call in self.calls[worker]
             if call.end > start and call.start < end
         ]
-        return Part(found, start, end, there)
+        return Part(calls, start, end, there)
 
     def bytes_a_step(self) -> float:
         """Return the mean bytes per step that workers receive from each other, over the last steps."""
@@ -265,27 +265,27 @@ def shares(part: Part, threads: int) -> dict[str, float]:
     busy, whole = defaultdict[str, float](float), threads * (part.end - part.start)
     for _, call in part.calls:
         busy[kind_of(call.name)] += (call.end - call.start) / whole
-    ordered = dict(sorted(busy.items(), key=lambda own: -own[1]))
+    ordered = dict(sorted(busy.items(), key=lambda item: -item[1]))
     return ordered | {IDLE: max(0.0, 1 - sum(busy.values()))} if busy else {}
 
 
-def idle_share(found: Mapping[str, float]) -> float:
+def idle_share(time_shares: Mapping[str, float]) -> float:
     """Return the share of the threads' time in which no kernel ran: they had no task, or waited for a message."""
-    return sum(share for kind, share in found.items() if kind == IDLE or is_message(kind))
+    return sum(share for kind, share in time_shares.items() if kind == IDLE or is_message(kind))
 
 
 def overlap_share(part: Part) -> float:
     """Return the share of the time in which kernels run, in which kernels of different layers or passes do."""
     ran = [call for _, call in part.calls if not is_message(call.name)]
     counts = different_at_once((call.start, call.end, kind_of(call.name)) for call in ran)
-    some, several = (seconds_of(counts, least) for least in (1, 2))
-    return several / some if some else 0.0
+    busy, overlapping = (seconds_of(counts, least) for least in (1, 2))
+    return overlapping / busy if busy else 0.0
 
 
 def column(steps: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """Return the numbers of the steps that have a value of this name, from 1, and the values."""
-    own = [(record["step"] + 1, record[name]) for record in steps if name in record]
-    return [step for step, _ in own], [value for _, value in own]
+    points = [(record["step"] + 1, record[name]) for record in steps if name in record]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def show(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
@@ -345,12 +345,12 @@ class Page:
         collected.looked = time.monotonic()
         self._show_steps(collected)
         part = collected.latest()
-        found = shares(part, sum(self.scheduler.workers[worker].nthreads for worker in part.workers))
+        time_shares = shares(part, sum(self.scheduler.workers[worker].nthreads for worker in part.workers))
         if part.calls:
             self._show_calls(part)
-            self._show_shares(found)
+            self._show_shares(time_shares)
         if collected.steps:
-            self.numbers.text = self._described(collected, part, found)
+            self.numbers.text = self._described(collected, part, time_shares)
         return True
 
     def _show_steps(self, collected: Collected) -> None:
@@ -372,7 +372,7 @@ class Page:
         calls = [call for _, call in part.calls]
         seconds = part.end - part.start
         self.lanes.title.text = f"Kernels of each thread, the last {seconds:.2g} s; red: waits for another worker"
-        threads = {self._lane(own, n) for own in part.workers for n in range(self.scheduler.workers[own].nthreads)}
+        threads = {self._lane(name, n) for name in part.workers for n in range(self.scheduler.workers[name].nthreads)}
         self.threads.factors = sorted({*threads, *lanes}, reverse=True)
         self.calls.data = {
             "left": np.array([call.start - part.end for call in calls], np.float32),
@@ -388,22 +388,22 @@ class Page:
         name = f"worker {worker.name}" if str(worker.name).isdigit() else str(worker.name)
         return f"{name}, thread {number + 1}" if worker.nthreads > 1 else name
 
-    def _show_shares(self, found: Mapping[str, float]) -> None:
-        kinds = [kind for kind in found if kind != IDLE][:KERNELS]
+    def _show_shares(self, time_shares: Mapping[str, float]) -> None:
+        kinds = [kind for kind in time_shares if kind != IDLE][:KERNELS]
         kinds += [IDLE]
         self.names.factors = kinds[::-1]
         colors = [IDLE_COLOR if kind == IDLE else color_of(kind) for kind in kinds]
-        self.kinds.data = {"name": kinds, "share": [found[kind] for kind in kinds], "color": colors}
+        self.kinds.data = {"name": kinds, "share": [time_shares[kind] for kind in kinds], "color": colors}
 
-    def _described(self, collected: Collected, part: Part, found: Mapping[str, float]) -> str:
+    def _described(self, collected: Collected, part: Part, time_shares: Mapping[str, float]) -> str:
         latest, validation = collected.steps[-1], self.validation.data["y"]
         parts = [
             f"step <b>{latest['step'] + 1:,}</b>",
             f"loss <b>{latest['loss']:.3f}</b>",
             *([f"validation <b>{validation[-1]:.3f}</b>"] if len(validation) else []),
             f"<b>{latest['tokens_per_s']:,.0f}</b> tokens/s",
-            *([f"idle <b>{idle_share(found):.0%}</b>"] if found else []),
-            *([f"overlap of layers <b>{overlap_share(part):.0%}</b>"] if found else []),
+            *([f"idle <b>{idle_share(time_shares):.0%}</b>"] if time_shares else []),
+            *([f"overlap of layers <b>{overlap_share(part):.0%}</b>"] if time_shares else []),
             f"between workers <b>{tqdm.format_sizeof(collected.bytes_a_step(), 'B')}</b> a step",
             f"recoveries <b>{collected.recoveries}</b>",
         ]

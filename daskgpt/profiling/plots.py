@@ -84,9 +84,9 @@ def read_runs(paths: Sequence[str], smooth: int = 0) -> list[Curves]:
 
     Errors   FileNotFoundError if there are no metrics; ValueError if there is no step
     """
-    found = [_read(Path(path)) for path in paths]
-    length = smooth or max(10, *(len(values["step"]) // 100 for values in found))
-    folders = [(path.parent if path.name == METRICS else path) for path in (Path(own).absolute() for own in paths)]
+    runs = [_read(Path(path)) for path in paths]
+    length = smooth or max(10, *(len(values["step"]) // 100 for values in runs))
+    folders = [(path.parent if path.name == METRICS else path) for path in (Path(path).absolute() for path in paths)]
     common = os.path.commonpath([folder.parent for folder in folders])
     return [
         Curves(
@@ -94,7 +94,7 @@ def read_runs(paths: Sequence[str], smooth: int = 0) -> list[Curves]:
             values,
             {name: running_mean(values[name], length) for name in AVERAGED},
         )
-        for folder, values in zip(folders, found)
+        for folder, values in zip(folders, runs)
     ]
 
 
@@ -113,9 +113,9 @@ def running_mean(values: np.ndarray, length: int) -> np.ndarray:
 
     Shapes   (N,) -> (N,)
     """
-    known, mean = np.isfinite(values), EMA(1 / max(length, 1))
-    means = np.array([mean(value if own else None) for value, own in zip(values.tolist(), known)], float)
-    means[~np.logical_or.accumulate(known)] = np.nan  # before the first value
+    finite, mean = np.isfinite(values), EMA(1 / max(length, 1))
+    means = np.array([mean(value if there else None) for value, there in zip(values.tolist(), finite)], float)
+    means[~np.logical_or.accumulate(finite)] = np.nan  # before the first value
     return means
 
 
@@ -158,7 +158,7 @@ def _draw(axes: Any, x: str, y: str, runs: Sequence[Curves]) -> None:
     label, unit = {"step": "steps"}.get(x, x), 1.0
     if x == "seconds":
         longest = max((run.values[x][-1] for run in runs if run.has(x)), default=0.0)
-        name, unit = next(((name, own) for name, own in TIME_UNITS.items() if longest >= 2 * own), ("seconds", 1.0))
+        name, unit = next(((name, long) for name, long in TIME_UNITS.items() if longest >= 2 * long), ("seconds", 1.0))
         label = f"{name} of training"
     for number, (run, color) in enumerate(zip(runs, cycle(COLORS))):
         lines = {"mean over the latest steps": run.means.get(y, run.values[y])}

@@ -27,7 +27,7 @@ from daskgpt.training.job import Job
 from daskgpt.training.step import TrainingStep
 
 
-class Part(NamedTuple):
+class ProcessEvents(NamedTuple):
     """The recording of one process: its events, whose lanes are numbers of its threads."""
 
     name: str
@@ -65,7 +65,9 @@ class StepRecorder:
         runnable, start, parts = self.step.runnable, self.windows[0].start, []
         for process in self._processes:
             spans = [(self.steps[span.run], span) for span in process.spans if span.run in self.steps]
-            parts.append(Part(process.name, process.threads, events_of(runnable, spans, start - process.offset)))
+            parts.append(
+                ProcessEvents(process.name, process.threads, events_of(runnable, spans, start - process.offset))
+            )
         tokens = self.step.recorded.inputs["tokens"]
         size, chunk = (" x ".join(map(str, shape)) for shape in (tokens.shape, tokens.chunksize))
         title = (
@@ -96,16 +98,16 @@ class RankRecorder:
         """Return the timeline, without dependencies between tasks of different ranks."""
         job, scheduler, addresses = self.steps.job, self.steps.scheduler, self.steps.addresses
         answers = scheduler.client.run(rank_events, self.steps.run_name, self.windows[0].start, workers=addresses)
-        found = [answer for answer in answers.values() if answer is not None]
+        recordings = [answer for answer in answers.values() if answer is not None]
         size = " x ".join(map(str, job.batch_shape))
         title = (
             f"barrier {job.dataflow.barrier}, {size} tokens shared by {len(addresses)} workers, {scheduler.description}"
         )
-        tasks = TaskGraph.of_ranks([graph for _, graph in found])
-        return joined(title, self.windows, [part for part, _ in found], tasks)
+        tasks = TaskGraph.of_ranks([graph for _, graph in recordings])
+        return joined(title, self.windows, [part for part, _ in recordings], tasks)
 
 
-def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGraph] | None:
+def rank_events(run: str, start: float, dask_worker: Any) -> tuple[ProcessEvents, TaskGraph] | None:
     """Return the recording of a run on a worker; `start` of the timeline is a time of day."""
     from daskgpt.schedulers.links import ranks_of
 
@@ -114,10 +116,10 @@ def rank_events(run: str, start: float, dask_worker: Any) -> tuple[Part, TaskGra
         return None
     runnable, spans, program.kept = program.steps.step.runnable, program.kept, []
     events = events_of(runnable, [(program.first + span.run, span) for span in spans], start - clock_offset())
-    return Part(f"worker {dask_worker.name}", dask_worker.state.nthreads, events), TaskGraph.of(runnable)
+    return ProcessEvents(f"worker {dask_worker.name}", dask_worker.state.nthreads, events), TaskGraph.of(runnable)
 
 
-def joined(title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: TaskGraph) -> Timeline:
+def joined(title: str, windows: Sequence[Window], parts: Sequence[ProcessEvents], tasks: TaskGraph) -> Timeline:
     """Return one timeline of all processes, whose clock begins with the first window.
 
     The last window ends with the last event, which on a cluster may come after the results of the window.
@@ -130,10 +132,12 @@ def joined(title: str, windows: Sequence[Window], parts: Sequence[Part], tasks: 
         count = max([part.threads, *(event.lane + 1 for event in part.events)])
         lanes += [Lane(part.name, number + 1) for number in range(count)]
     start = windows[0].start
-    *own, last = (Window(window.steps, window.start - start, window.end - start) for window in windows)
+    *before, last = (Window(window.steps, window.start - start, window.end - start) for window in windows)
     last = replace(last, end=max([last.end, *(event.end for event in events)]))
     ordered = tuple(sorted(events, key=lambda event: event.start))
-    return Timeline(f"Steps {shown[0] + 1:,} to {shown[-1] + 1:,}: {title}", tuple(lanes), ordered, (*own, last), tasks)
+    return Timeline(
+        f"Steps {shown[0] + 1:,} to {shown[-1] + 1:,}: {title}", tuple(lanes), ordered, (*before, last), tasks
+    )
 
 
 def recorder_of(steps: Any, scheduler: Scheduler) -> StepRecorder | RankRecorder:

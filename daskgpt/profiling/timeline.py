@@ -39,6 +39,12 @@ COLORS = {
     "mean": "#303030",
     "split": "#97bbf5",
     "muon": "#5b6770",
+    "momentum": "#7f8c99",
+    "rmsnorm": "#3ca951",
+    "swiglu": "#efb118",
+    "heads": "#f2b6a0",
+    "dropout": "#c8b0ec",
+    "unembedding": "#4269d0",
     "update": "#7f8c99",
     "tokens": "#4269d0",
     "tokens.head": "#ff8ab7",
@@ -253,8 +259,8 @@ class Summary:
     busy               share of the wall time in which each lane ran kernels
     inside_share       share of all lanes' time between the kernels of a task
     scheduling_share   share of all lanes' time in which a task was ready and a lane had none
-    waiting_share      share of all lanes' time in which a lane had none, and no task was ready for it
-    overlap            share of the wall time in which two or more different layers ran at once
+    waiting_share      share of all lanes' time in which a lane had none and none was ready, or waited for a worker
+    overlap            share of the wall time in which two or more different layers ran at once, without messages
     steps_overlap      share of the wall time in which two or more different steps ran at once
     critical_path      the longest chain of tasks that had to wait for one another, by their measured times
     critical           (layer, phase) -> seconds of it on the critical path
@@ -295,26 +301,30 @@ def summarise(timeline: Timeline) -> Summary:
     path = longest_chain(_needs(timeline), {task: end - start for task, (start, end) in spans.items()})
     on_path, critical = set(path), defaultdict[tuple[str, str], float](float)
     kernels: dict[tuple[str, str], tuple[float, int]] = {}
-    busy = [0.0] * len(timeline.lanes)
+    busy, messages = [0.0] * len(timeline.lanes), 0.0
     for event in events:
         kind = event.layer, event.phase
         seconds, calls = kernels.get(kind, (0.0, 0))
         kernels[kind] = seconds + event.seconds, calls + 1
-        busy[event.lane] += event.seconds
+        if is_message(event.layer):
+            messages += event.seconds
+        else:
+            busy[event.lane] += event.seconds
         if event.task in on_path:
             critical[kind] += event.seconds
     all_time = wall * len(timeline.lanes)
     in_tasks = sum(end - start for start, end in spans.values())
     scheduling = _scheduling(timeline, spans)
+    # All updates count as one layer.
+    layers = [(event.start, event.end, event.stage) for event in events if not is_message(event.layer)]
     return Summary(
         steps=len(timeline.steps),
         wall=wall,
         busy={lane.name: seconds / wall for lane, seconds in zip(timeline.lanes, busy)},
-        inside_share=max(in_tasks - sum(busy), 0.0) / all_time,
+        inside_share=max(in_tasks - sum(busy) - messages, 0.0) / all_time,
         scheduling_share=scheduling / all_time,
-        waiting_share=max(1 - (in_tasks + scheduling) / all_time, 0.0),
-        # All updates count as one layer.
-        overlap=seconds_of(different_at_once((e.start, e.end, e.stage) for e in events), 2) / wall,
+        waiting_share=max(all_time - in_tasks - scheduling + messages, 0.0) / all_time,
+        overlap=seconds_of(different_at_once(layers), 2) / wall,
         steps_overlap=seconds_of(different_at_once((e.start, e.end, e.step) for e in events), 2) / wall,
         critical_path=sum(spans[task][1] - spans[task][0] for task in path if task in spans),
         critical=dict(sorted(critical.items(), key=lambda item: -item[1])),
