@@ -16,8 +16,7 @@ from bokeh.resources import INLINE
 from tqdm import tqdm
 
 from daskgpt.config.files import replacing
-from daskgpt.profiling.recorder import timeline_paths
-from daskgpt.profiling.timeline import Timeline, color_of, html_legend
+from daskgpt.profiling.timeline import Timeline, color_of, html_legend, timeline_paths
 
 LANE_HEIGHT, MARGIN, LEFT = 60, 90, 130  # pixels
 HELP = (

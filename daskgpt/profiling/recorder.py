@@ -21,6 +21,8 @@ from daskgpt.profiling.timeline import (
     describe_summary,
     events_of,
     summarise,
+    timeline_paths,
+    with_endings,
 )
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 from daskgpt.training.job import Job
@@ -143,18 +145,6 @@ def joined(title: str, windows: Sequence[Window], parts: Sequence[ProcessEvents]
 def recorder_of(steps: Any, scheduler: Scheduler) -> StepRecorder | RankRecorder:
     """Return a recorder of the steps of a run."""
     return RankRecorder(steps) if steps.ranks else StepRecorder(steps.step, scheduler)
-
-
-def with_endings(path: str | Path, *endings: str) -> tuple[Path, ...]:
-    """Return FILE with each of the endings, whether FILE is given with one of them or without."""
-    path = Path(path)
-    base = path.with_suffix("") if path.suffix in endings else path
-    return tuple(base.with_name(base.name + ending) for ending in endings)
-
-
-def timeline_paths(path: str | Path) -> tuple[Path, ...]:
-    """Return FILE.json and FILE.html."""
-    return with_endings(path, ".json", ".html")
 
 
 def is_bare(path: str) -> bool:

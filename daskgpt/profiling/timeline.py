@@ -10,6 +10,7 @@ from graphlib import TopologicalSorter
 from html import escape
 from itertools import groupby, pairwise, product
 from operator import itemgetter
+from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple, TypeVar
 
@@ -505,3 +506,15 @@ def _columns(timeline: Timeline, lane: int, end: float) -> list[str]:
         for column in range(int(event.start / wide), min(int(event.end / wide) + 1, COLUMNS)):
             taken[column][color] += min(event.end, (column + 1) * wide) - max(event.start, column * wide)
     return [max(colors, key=colors.__getitem__) if sum(colors.values()) > wide / 2 else "" for colors in taken]
+
+
+def with_endings(path: str | Path, *endings: str) -> tuple[Path, ...]:
+    """Return FILE with each of the endings, whether FILE is given with one of them or without."""
+    path = Path(path)
+    base = path.with_suffix("") if path.suffix in endings else path
+    return tuple(base.with_name(base.name + ending) for ending in endings)
+
+
+def timeline_paths(path: str | Path) -> tuple[Path, ...]:
+    """Return FILE.json and FILE.html."""
+    return with_endings(path, ".json", ".html")
