@@ -14,6 +14,7 @@ import hashlib
 import json
 import random
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +27,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from command_lines import write_text
-from small_runs import STEPS, fit, losses_of
 
 from daskgpt.config.files import digest_of
 from daskgpt.data.dataset import BatchLoader
@@ -39,6 +38,10 @@ from daskgpt.training.audit import Audit, Verdict, differing_tensors
 from daskgpt.training.chain import CHAIN, LINK
 from daskgpt.training.checkpoint import DIGEST, STATE, checkpoints, step_folder
 from daskgpt.training.logs import METRICS
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from command_lines import write_text
+from small_runs import STEPS, fit, losses_of
 
 EVERY, DELETED = 3, 6  # steps between checkpoints; the one that is not there any more
 BITS = (*range(24), 31)  # of a number in memory: a flip keeps it finite

@@ -24,8 +24,6 @@ from compare.pipes import Place, TorchOptions
 from compare.processes import TorchSide
 from compare.programs import check_losses, warm_up
 from compare.turns import Turn, take_turns
-from machines import Machines
-from namespaces import Hosts
 from records import Figure, add_record_flag, check_record, figures_of, record
 
 from daskgpt.config.model import preset
@@ -36,6 +34,10 @@ from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job
 from daskgpt.training.rank_steps import RankSteps
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from machines import Machines
+from namespaces import Hosts
 
 WORKERS = 3
 ROUND = 50  # local steps

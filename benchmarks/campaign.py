@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from one_number import Dials, Model, bits_after_steps, divisions, own_product, random_dials
 
 from daskgpt.config.model import ModelConfig
 from daskgpt.model.parameters import parameter_shapes
@@ -28,7 +27,8 @@ from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import Inference
 from daskgpt.training.step import State
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from one_number import Dials, Model, bits_after_steps, divisions, own_product, random_dials
 from reference_gpt2 import Arrays, expected
 from tolerances import TOLERANCES
 

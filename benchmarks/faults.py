@@ -27,6 +27,7 @@ import argparse
 import json
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -38,14 +39,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
 
-from command_lines import PATIENCE
 from distributed import Client
+
+from daskgpt.schedulers.membership import members
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from command_lines import PATIENCE
 from machines import Machines
 from namespaces import Hosts
 from small_runs import FLAGS
 from watched_run import WatchedRun
-
-from daskgpt.schedulers.membership import members
 
 KINDS = ("kill", "kill", "terminate", "stop")  # kills twice as often
 HOST_KINDS = ("kill", "stop", "partition", "restart")  # in namespaces

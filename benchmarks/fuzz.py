@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import argparse
 import resource
+import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
-from fuzz_cases import FORMATS, Example, damaged
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from fuzz_cases import FORMATS, Example, damaged
 
 SECONDS = 2.0  # of processor time
 

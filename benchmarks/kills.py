@@ -17,11 +17,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from command_lines import PATIENCE, run, write_text
-from small_runs import FLAGS, losses_of, steps_in, tensors_of
-
 from daskgpt.training.audit import Audit
 from daskgpt.training.checkpoint import STATE, checked_state, checkpoints, newest_good, step_folder
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from command_lines import PATIENCE, run, write_text
+from small_runs import FLAGS, losses_of, steps_in, tensors_of
 
 STEPS = 400
 LIVES = ("--scheduler threads --threads 2", "--scheduler sync --batch-chunk 2", "--barrier none --window 3")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -20,11 +21,13 @@ from typing import IO, Any
 
 import psutil
 from distributed import Client
+
+from daskgpt.config.stopping import STOPPED
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from machines import Machines
 from small_runs import FLAGS
 from watched_run import WatchedRun
-
-from daskgpt.config.stopping import STOPPED
 
 
 def tasks_known(dask_scheduler: Any) -> int:

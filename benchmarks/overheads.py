@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from records import Figure, add_record_flag, check_record, record
-from terminals import in_terminal
 
 import daskgpt
 from daskgpt import train
 from daskgpt.config.flags import from_flags
 from daskgpt.config.run import RunConfig
 from daskgpt.profiling.measure import Spread
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from terminals import in_terminal
 
 COLUMNS = 80
 TOLD = "told.json"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,10 +26,12 @@ from typing import IO, Any
 import dask
 from distributed import Client, LocalCluster
 from faults import LONGER
-from machines import wait_until
-from watched_run import WatchedRun
 
 from daskgpt.schedulers.membership import members
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from machines import wait_until
+from watched_run import WatchedRun
 
 LEAST, MOST = 1, 4  # workers
 LIFE, STAGGER = 60.0, 15.0  # seconds

@@ -23,7 +23,7 @@ from daskgpt.graph import program
 from daskgpt.schedulers.connect import BETWEEN_TASKS
 from daskgpt.schedulers.membership import running
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def wait_until(holds: Callable[[], Any], what: str = "") -> Any:
@@ -87,7 +87,7 @@ class Machines:
         self.at: dict[str, int] = {}
         self.processes: dict[str, subprocess.Popen[Any]] = {}
         self.log = (folder / "machines.log").open("w")
-        paths = [*(str(ROOT / own) for own in ("", "tests", "tests/nightly", "benchmarks"))]
+        paths = [*(str(ROOT / own) for own in ("", "tests", "tests/support", "tests/nightly", "benchmarks"))]
         paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         own = {"PYTHONPATH": os.pathsep.join(paths)}
         # As local clusters have it: idle processes take a fifth of the processor time of Dask's defaults.

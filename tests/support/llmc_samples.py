@@ -17,7 +17,7 @@ from daskgpt.formats.llmc import TOKENS, DebugState, header_of, open_model
 from daskgpt.formats.safetensors import TensorFiles
 from daskgpt.model.parameters import parameter_shapes
 
-GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 MODEL = GOLDEN / "gpt2_small.bin"
 DEBUG_STATE = GOLDEN / "gpt2_small_debug_state.bin"
 CONFIG = ModelConfig(blocks=3, heads=4, channels=64, vocabulary=509, padded_vocabulary=512, positions=64)

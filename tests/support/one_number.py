@@ -1,6 +1,6 @@
 """Helpers of the tests of one number: models, a few steps under any dials, and the bits at their end.
 
-    python benchmarks/one_number.py [PRECISION]
+    python tests/support/one_number.py [PRECISION]
 
 prints the bits that every model ends with after 20 steps, as `golden/bits.json` has them; `campaign.py` tries
 combinations of dials at random.
