@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.llmc_program import compare_llmc, require_program
-from compare.pipes import Place, TorchOptions
+from compare.pipes import TorchOptions
 from compare.processes import TorchSide, TransformersSide, require_installed
 from compare.programs import Apart, OnWorkers, Programs, WorkerTime, check_losses, require_published_model, warm_up
 from compare.turns import take_turns, undisturbed
@@ -146,7 +146,7 @@ def compare_ddp(job: Job, scheduler: Scheduler, timing: BenchConfig, options: To
     workers = checked_workers(job, scheduler)
     with (
         open_scheduler("threads", workers) as here,
-        TorchSide(job, timing.seed, 1, options, [Place()] * workers) as torch,
+        TorchSide(job, timing.seed, 1, options, workers) as torch,
     ):
         cluster = OnWorkers(job, scheduler, timing.seed)
         sides = (cluster, Steps(on_threads(job, workers), here, timing.seed), torch)
@@ -175,7 +175,7 @@ def compare_ddp_apart(job: Job, timing: BenchConfig, options: TorchOptions) -> t
             yield Steps(on_threads(job, workers), here, timing.seed)
 
     def with_torch():
-        return TorchSide(job, timing.seed, 1, options, [Place()] * workers)
+        return TorchSide(job, timing.seed, 1, options, workers)
 
     sides = tuple(Apart(opened, timing.warmup) for opened in (with_cluster, with_threads, with_torch))
     found = take_turns(sides, timing.steps, STEPS_APART)

@@ -6,7 +6,6 @@ The data are the records in `docs/measurements/*.jsonl`, a line each, which `--r
     <!-- measured: NAME -->       the table of this name, one of TABLES here; `facts FILE` is a plain one of any file
     <!-- end -->
 
-The picture of fork-join beside barrier-free is drawn, too, from data that `benchmarks/timeline_picture.py` has stored.
 Without --write, the tool lists the pages that disagree with the data, and exits with 1 if there are any.
 """
 
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from records import Figure, Record, read_records
-from timeline_picture import PICTURE, picture
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs" / "measurements"
@@ -350,7 +348,7 @@ def rendered(text: str) -> str:
 def main(arguments: list[str]) -> int:
     stale = []
     made = [(page, rendered(page.read_text())) for page in pages()]
-    for page, new in [*made, (PICTURE, picture())]:
+    for page, new in made:
         if not page.exists() or page.read_text() != new:
             stale.append(page)
             if "--write" in arguments:

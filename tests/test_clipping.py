@@ -30,7 +30,7 @@ OPTIONS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def made_up(step, name, shape):
-    """As `benchmarks/make_training.py` has it."""
+    """As the program that made `golden/training.json` had it."""
     raw = np.random.Philox(1000 * step + len(name)).random_raw(int(np.prod(shape))) >> np.uint64(40)
     return (raw.astype(np.float32) * np.float32(2.0**-24) - np.float32(0.5)).reshape(shape)
 

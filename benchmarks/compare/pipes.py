@@ -21,18 +21,6 @@ BENCHMARKS = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a process runs.
-
-    command    what its command line begins with: `ip netns exec NAME`, say
-    interface  of the network, through which it talks to others; "" is the loopback
-    """
-
-    command: tuple[str, ...] = ()
-    interface: str = ""
-
-
-@dataclass(frozen=True)
 class TorchOptions:
     """How PyTorch runs the model.
 
@@ -52,11 +40,11 @@ class TorchOptions:
 class Process:
     """A Python process that runs a module of this folder, whose `serve` answers the calls that are sent here."""
 
-    def __init__(self, module: str, place: Place = Place()) -> None:
-        command = [*place.command, sys.executable, "-m", f"compare.{module}"]
+    def __init__(self, module: str) -> None:
+        command = [sys.executable, "-m", f"compare.{module}"]
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         path = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": place.interface or loopback, "PYTHONPATH": path}
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": loopback, "PYTHONPATH": path}
         with delayed_interrupts():  # this process handles Ctrl-C, and ends the other one then
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 

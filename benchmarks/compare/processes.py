@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from compare.pipes import Place, Process, TorchOptions
+from compare.pipes import Process, TorchOptions
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import ModelConfig
 from daskgpt.profiling.measure import random_batch
@@ -74,26 +73,25 @@ class TorchSide(OtherProcesses):
     and they average their gradients (DistributedDataParallel over gloo).
     """
 
-    def __init__(
-        self, job: Job, seed: int, threads: int, options: TorchOptions, places: Sequence[Place] = (Place(),)
-    ) -> None:
+    def __init__(self, job: Job, seed: int, threads: int, options: TorchOptions, count: int = 1) -> None:
         """threads   of each process
+        count     of processes
 
         Errors    ValueError if the processes cannot have equal parts of a batch
         """
         super().__init__()
-        size, count = job.batch_shape[0], len(places)
+        size = job.batch_shape[0]
         rule, got = "DistributedDataParallel needs as many sequences in each process", {"batch_size": size}
         advice = f"Give --batch-size {-(-size // count) * count}."
         require(size % count == 0, "against", rule, got | {"processes": count}, advice)
         self.job, self.seed = job, seed
-        self.threads, self.options, self.places = threads, options, places
+        self.threads, self.options, self.count = threads, options, count
 
     def __enter__(self) -> TorchSide:
-        job, size = self.job, len(self.places)
+        job, size = self.job, self.count
         with ExitStack() as running:
             meeting = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="daskgpt-"))) / "meeting"
-            self.processes = [running.enter_context(Process("torch_gpt2", place)) for place in self.places]
+            self.processes = [running.enter_context(Process("torch_gpt2")) for _ in range(size)]
             for rank, process in enumerate(self.processes):
                 member = (rank, size, str(meeting), PATIENCE_MINUTES) if size > 1 else None
                 process.send("start", job.config, job.optimizer, self.seed, self.threads, self.options, member)

@@ -1,12 +1,11 @@
-"""Hosts with separate addresses on one machine: network namespaces on a switch, whose links can be limited or cut.
+"""Hosts with separate addresses on one machine: network namespaces on a switch, whose links can be cut.
 
     with Hosts(3) as hosts:                                       # root on Linux, with iproute2
         process = subprocess.Popen(hosts.command(0, ["dask", "scheduler", "--host", hosts.addresses[0]]))
-        hosts.limit(1, "1gbit")                                   # what host 1 sends, and what it is sent
         hosts.cut(2)                                              # silently: packets vanish, connections stay open
         hosts.heal(2)
 
-This process reaches all of them, and they reach it at `hosts.here`, which has no limit. The switch is a bridge in a
+This process reaches all of them, and they reach it at `hosts.here`. The switch is a bridge in a
 separate namespace: the machine's network gets one more interface meanwhile and is otherwise unchanged.
 """
 
@@ -22,15 +21,13 @@ from types import TracebackType
 
 # 198.18.0.0/15 is set aside for measurements between networks (RFC 2544): nobody else's addresses.
 NETWORK, MOST = "198.18.{network}.{host}", 100
-BURST = 2**18  # bytes that pass a limit at once: four of the largest packets, which the kernel then need not divide
-WAITING = "50ms"  # that a packet may wait for a limit; then it is dropped
 
 
 def missing() -> str:
     """What of this machine prevents hosts, empty if nothing does."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    absent = [tool for tool in ("ip", "tc", "bridge") if not shutil.which(tool)]
+    absent = [tool for tool in ("ip", "bridge") if not shutil.which(tool)]
     return f"no {absent[0]}: install iproute2" if absent else ""
 
 
@@ -88,12 +85,6 @@ class Hosts:
     def command(self, host: int, command: Sequence[str]) -> list[str]:
         """The command line that runs a command there, as the process that is started: signals reach the command."""
         return ["ip", "netns", "exec", self.names[host], *command]
-
-    def limit(self, host: int, rate: str = "") -> None:
-        """Let so much a second pass each way, as `tc` takes it: 100mbit, 1gbit. Without a rate everything passes."""
-        for where, device in ((self.names[host], "eth0"), (self.switch, f"port{host}")):
-            shape = f"replace dev {device} root tbf rate {rate} burst {BURST} latency {WAITING}"
-            self._run(f"tc -n {where} qdisc {shape if rate else f'del dev {device} root'}", check=bool(rate))
 
     def cut(self, host: int) -> None:
         """Nothing reaches this host any more, nor leaves it."""
