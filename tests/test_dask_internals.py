@@ -4,10 +4,9 @@ import asyncio
 
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, WorkerPlugin, wait
+from distributed import Client, LocalCluster, wait
 from distributed.core import Status
 from distributed.diagnostics import task_stream
-from distributed.diagnostics.task_stream import TaskStreamPlugin
 from distributed.utils import color_of
 from machines import wait_until
 
@@ -25,38 +24,6 @@ def workers_of(cluster):
     return {worker.address: worker for worker in cluster[0].workers.values()}
 
 
-def test_scheduler_identity_and_holders(cluster):
-    _, client = cluster
-    known = internals.scheduler_identity(client)
-    assert set(known["workers"]) == set(workers_of(cluster))
-    assert all(
-        {"status", "metrics", "nthreads", "last_seen", "name"} <= own.keys() for own in known["workers"].values()
-    )
-    address = min(workers_of(cluster))
-    array = client.submit(np.zeros, 1000, workers=[address])
-    array.result()
-    assert list(internals.holders(client, [array.key])[array.key]) == [address]
-    assert internals.holders(client, []) == {}
-
-
-def test_plugins_are_removed(cluster):
-    _, client = cluster
-
-    class Named(WorkerPlugin):
-        name = "daskgpt-test"
-
-    client.register_plugin(Named())
-    assert all("daskgpt-test" in worker.plugins for worker in workers_of(cluster).values())
-
-    async def remove(dask_scheduler):
-        await internals.remove_plugins(dask_scheduler, "daskgpt-", "other")
-        assert "daskgpt-test" in dask_scheduler.worker_plugins
-        await internals.remove_plugins(dask_scheduler, "daskgpt-", "-test")
-
-    client.run_on_scheduler(remove)
-    wait_until(lambda: not any("daskgpt-test" in worker.plugins for worker in workers_of(cluster).values()))
-
-
 def test_few_messages_are_kept(cluster):
     found, client = cluster
     for _ in range(2):
@@ -66,18 +33,6 @@ def test_few_messages_are_kept(cluster):
         for number in range(10):
             client.submit(abs, number, pure=False, workers=[min(workers_of(cluster))]).result()
         assert max(map(len, logs)) == 3
-
-
-def test_task_stream_shows_a_call(cluster):
-    def draw(dask_scheduler):
-        plugin = TaskStreamPlugin(dask_scheduler)
-        dask_scheduler.add_plugin(plugin)
-        span = {"action": "transfer", "start": 1.0, "stop": 2.0}
-        internals.add_to_task_stream(dask_scheduler, min(dask_scheduler.workers), 1, "attention.forward", span)
-        return [(own["key"], own["startstops"]) for own in plugin.buffer]
-
-    found = cluster[1].run_on_scheduler(draw)
-    assert found[-1] == ("attention.forward", [{"action": "transfer", "start": 1.0, "stop": 2.0}])
 
 
 def test_task_streams_are_colored(cluster):
@@ -90,20 +45,6 @@ def test_task_streams_are_colored(cluster):
     assert (color("erred-1", "error"), color("other-1")) == ("black", color_of("other"))
     internals.color_task_streams(None)
     assert task_stream.colors == before
-
-
-def test_scheduler_asks_a_worker(cluster):
-    address, worker = min(workers_of(cluster).items())
-
-    def double(value):
-        return 2 * value
-
-    async def ask(dask_scheduler):
-        return await internals.ask_worker(dask_scheduler, address, "daskgpt-double", value=4)
-
-    internals.handle_messages(worker, "daskgpt-double", double)
-    assert cluster[1].run_on_scheduler(ask) == 8
-    del worker.handlers["daskgpt-double"]
 
 
 def test_worker_messages_and_heartbeats(cluster):

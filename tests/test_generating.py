@@ -1,7 +1,6 @@
 """Tests of `benchmarks/generation.py`: its measurements and output."""
 
 import pytest
-from compare.turns import Turn
 from generation import EARLY, TOKENS, Writing, main
 from records import read_records
 
@@ -30,20 +29,6 @@ def test_measurement_record(tmp_path, monkeypatch):
     assert (record.settings["threads"], record.command.split()[:2]) == (2, ["python", "benchmarks/generation.py"])
     with pytest.raises(ValueError, match="positions=20"):
         main(["--positions", "20"])
-
-
-def test_printed_measurement(capsys, monkeypatch):
-    turns = [Turn(((0.5,), (0.5,), (1.0,)) * 2 + ((1e-9,),), others) for others in (0.0, 0.0, 1.0)]
-    monkeypatch.setattr("generation.take_turns", lambda sides, count, steps: turns)
-    monkeypatch.setattr("generation.undisturbed", lambda found, count: found)
-    assert main(FLAGS.split()) == 0
-    lines = " ".join(capsys.readouterr().out.split())
-    for words in (
-        "1.0 GB/s (1.0 .. 1.0)",
-        "ran in 1 of these",
-        "float32 8 10 1,000.0 ms (1,000.0 .. 1,000.0) 8.0 tokens/s",
-    ):
-        assert words in lines
 
 
 def test_bytes_of_a_token_match_the_arrays():

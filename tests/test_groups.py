@@ -64,12 +64,6 @@ def test_groups_are_added_in_a_binary_tree(random, groups, started):
     assert len({tree(rows, other, table).tobytes() for other in (1, 2, 3, 4, 6, 12)}) == 6
 
 
-def test_waiting_totals_form_a_binary_counter():
-    assert [level(group) for group in range(8)] == [0, 1, 1, 2, 1, 2, 2, 3]
-    assert [additions(group) for group in range(8)] == [0, 1, 0, 2, 0, 1, 0, 3]
-    assert [additions(group, parts=7) for group in range(7)] == [0, 1, 0, 2, 0, 1, 2]  # 4 + (2 + 1)
-
-
 @pytest.mark.parametrize("parts", [1, 5, 6, 8, 12])
 def test_partial_sums_are_subtrees(parts):
     """Totals of consecutive groups, from wherever they begin, are those that meet on the way of the whole sum."""

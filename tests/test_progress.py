@@ -11,7 +11,6 @@ import threading
 from contextlib import suppress
 from functools import partial
 
-import numpy as np
 import pytest
 from command_lines import write_text
 from terminals import left_lines, shown_lines
@@ -73,25 +72,6 @@ def test_progress_in_a_terminal(columns):
     assert not any(re.match(r" *\d+/60 ", line) for line in left), "the line that is written over is gone in the end"
 
 
-def test_progress_words_fit_the_width():
-    progress = Progress(100_000, stream=io.StringIO())
-    progress.begin()
-    progress.step({"loss": 10.9, "tokens_per_s": 1_234_567.0, "validation_loss": 11.25})
-    full = progress.live_words(100)
-    assert re.fullmatch(r"mean loss 10\.900, validation 11\.250, 1\.23M tokens/s, [\d:]+ left", full)
-    texts = [progress.live_words(room) for room in range(100)]
-    assert all(len(text) <= room for room, text in enumerate(texts))
-    words = list(dict.fromkeys(re.sub(r"[\d.:]+M?", "#", text) for text in reversed(texts)))
-    assert words == [
-        "mean loss #, validation #, # tokens/s, # left",
-        "mean loss #, val #, # tokens/s, # left",
-        "mean loss #, val #, # left",
-        "mean loss #, val #",
-        "mean loss #",
-        "",
-    ]
-
-
 def test_progress_in_a_file(monkeypatch):
     written = {}
     for every in (0, 3600):
@@ -132,15 +112,3 @@ def test_fit_prints_the_header_unless_quiet(fitted, capfd):
     result = fitted(quiet=True)
     assert capfd.readouterr() == ("", "")
     assert len(result.losses) == 4
-
-
-def test_result_repr(fitted):
-    result = fitted(quiet=True)
-    lines = repr(result).splitlines()
-    assert re.fullmatch(r"Result of 4 steps in \d+\.\d s", lines[0])
-    assert "34,720 parameters in 28 arrays" in lines[1]
-    assert f"{result.losses[0]:.3f} nats a token in the first step, {result.losses[-1]:.3f} in the last" in lines[2]
-    assert f"{result.validation_loss:.3f} nats a token" in lines[3]
-    assert len(lines) == 5
-    result.validation_loss, result.losses = np.nan, []
-    assert len(repr(result).splitlines()) == 3

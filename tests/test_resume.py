@@ -326,7 +326,9 @@ def test_metrics_are_cut_back_and_gaps_reported(copy, whole, capfd):
 def test_changed_data_are_refused(small_text, tmp_path):
     other = shutil.copy(small_text, tmp_path / "text.txt")
     fit(other, tmp_path / "run", on_step=stopping_at(3))
-    Path(other).write_text("L" + small_text.read_text()[1:])
+    text = small_text.read_text()
+    middle = len(text) // 2
+    Path(other).write_text(text[:middle] + text[middle : middle + 10].upper() + text[middle + 10 :])
     with pytest.raises(ValueError, match=r"the data must be those .*sha256="):
         daskgpt.fit(resume=tmp_path / "run", quiet=True)
     shutil.copy(small_text, other)

@@ -81,12 +81,6 @@ def test_repr_and_html_agree(make, parts, timeline):
     assert len(made._repr_html_()) < 200_000
 
 
-def test_columns_of_text_stay_columns(timeline):
-    """JupyterLab shows preformatted text in a proportional font unless its style names one."""
-    for made in (timeline, daskgpt.plan(MODEL, DATA)):
-        assert '<pre style="font-family: monospace; white-space: pre;' in made._repr_html_()
-
-
 def test_changed_settings_come_first():
     text = text_of(daskgpt.OptimizerConfig(weight_decay=0.25)._repr_html_())
     assert text.index("weight_decay 0.25 *") < text.index("learning_rate")

@@ -76,10 +76,3 @@ def test_two_runs_into_one_folder(tmp_path):
     first.close()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0}\n'
     assert config_of(tmp_path / "run") == {"run": {"seed": 1}}
-
-
-@pytest.mark.parametrize("below", ["file", "file/run", "file/a/b"])
-def test_impossible_folder_is_refused_at_once(tmp_path, below):
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(ValueError, match=f"{tmp_path / 'file'} is a file"):
-        RunFolder(str(tmp_path / below))

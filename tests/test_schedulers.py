@@ -282,12 +282,6 @@ def test_worker_changes_are_reported():
     assert (found.gone, found.known) == (["b"], {"a", "c"})
 
 
-def test_workers_without_a_share_are_reported():
-    described = RankSteps.described_chunks.fget
-    assert "(1 of 2 have one: --groups decides how many)" in described(SimpleNamespace(local=None, parts=1, workers=2))
-    assert "--groups" not in described(SimpleNamespace(local=None, parts=2, workers=2))
-
-
 def test_recovery_interval_follows_cost_and_losses(monkeypatch):
     job = SimpleNamespace(run=SimpleNamespace(snapshot_every=-1))
     points = RecoveryPoints(job, SimpleNamespace(in_place=False), print)

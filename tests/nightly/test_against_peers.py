@@ -3,7 +3,7 @@
 import against
 import numpy as np
 import pytest
-from compare.pipes import Place, TorchOptions
+from compare.pipes import TorchOptions
 from compare.processes import TorchSide
 from conftest import SMALL
 from records import read_records
@@ -27,7 +27,7 @@ def record_of(tmp_path, *flags):
 
 @pytest.mark.parametrize(("processes", "bf16"), [(1, False), (1, True), (2, False), (2, True), (4, False)])
 def test_processes_and_threads_train_the_same_model(processes, bf16):
-    with TorchSide(JOB, 3, 1, TorchOptions(bf16=bf16), [Place()] * processes) as torch:
+    with TorchSide(JOB, 3, 1, TorchOptions(bf16=bf16), processes) as torch:
         assert len(torch.run(10)) == len(torch.losses) == 10
         assert len(torch.cpu()) == processes
         assert torch.peak() > processes * 5e7
@@ -40,8 +40,8 @@ def test_processes_and_threads_train_the_same_model(processes, bf16):
 def test_error_names_the_process_that_ended():
     """The others give up, and are ended: the error names the first that did not answer."""
     with pytest.raises(ValueError, match="batch_size=4, processes=3"):
-        TorchSide(JOB, 0, 1, TorchOptions(), [Place()] * 3)
-    torch = TorchSide(JOB, 0, 1, TorchOptions(), [Place()] * 2)
+        TorchSide(JOB, 0, 1, TorchOptions(), 3)
+    torch = TorchSide(JOB, 0, 1, TorchOptions(), 2)
     with torch:
         torch.run(1)
         torch.processes[1].process.kill()
