@@ -12,7 +12,7 @@ import pytest
 from conftest import SMALL, random_batch
 from distributed import Client
 from machines import KillItself, wait_until
-from small_runs import FLAGS, MODEL, OPTIMIZER, losses_of, tensors_of
+from small_runs import FLAGS, MODEL, OPTIMIZER, losses_of, same, tensors_of
 from threadpoolctl import threadpool_info
 
 import daskgpt
@@ -45,10 +45,6 @@ def fit(text, out, scheduler, precision="float32", on_step=None, client=None, en
     run = daskgpt.RunConfig(**settings | run, out=str(out))
     daskgpt.fit(MODEL, data, DROPPING, dataflow, run, on_step=on_step, client=client)
     return out
-
-
-def same(out, whole):
-    return losses_of(out) == losses_of(whole) and tensors_of(out) == tensors_of(whole)
 
 
 @engines

@@ -16,7 +16,6 @@ from daskgpt.data.file_kinds import QUESTIONS
 from daskgpt.data.questions import Question, read_llmc_questions, read_questions
 from daskgpt.data.source import recognize
 from daskgpt.data.tokenizer import get_encoding
-from daskgpt.evaluate import sizes_of
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
 
@@ -92,10 +91,6 @@ def test_loss_perplexity_and_bits(evaluated, parameters, tmp_path):
     told = evaluated("--data", files[0], "--limit", 30, "--sequence-length", 40)
     assert "30 tokens, 30 bytes" in told
     assert f"{nats_of(parameters, ids[:31]).mean():.4f} nats a token" in told
-
-
-def test_bytes_of_tokens():
-    assert sizes_of(get_encoding("bytes")).tolist() == [1] * 256 + [0]
 
 
 def test_multiple_choice_matches_whole_sequences(parameters, random):

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import safetensors.numpy
-from small_runs import MODEL, OPTIMIZER, losses_of, steps_in, stopping_at, tensors_of
+from small_runs import MODEL, OPTIMIZER, losses_of, same, steps_in, stopping_at
 from tolerances import TOLERANCES
 
 import daskgpt
@@ -44,10 +44,6 @@ def train(text, out, *, local=LOCAL, on_step=None, resume="", optimizer=OPTIMIZE
     data = {"data": str(text)} | SHAPE
     run = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "sample_tokens": 0, "out": str(out)} | changes
     return daskgpt.fit(MODEL, data, optimizer, dataflow, run, local=local, on_step=on_step, quiet=True)
-
-
-def same(out, whole):
-    return losses_of(out) == losses_of(whole) and tensors_of(out) == tensors_of(whole)
 
 
 def plain_program(text, replicas, length, optimizer, rate=0.7, beta=0.9):

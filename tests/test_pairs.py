@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import SMALL, assert_agrees, random_batch, random_parameters
 from reference_gpt2 import expected
-from small_runs import MODEL, config_of, losses_of, metrics_of, stopping_at, tensors_of
+from small_runs import MODEL, config_of, losses_of, metrics_of, same, stopping_at
 from tolerances import TOLERANCES
 
 import daskgpt
@@ -101,10 +101,6 @@ def whole(pairs, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
     fit(pairs, out, dataflow={"scheduler": "sync", "batch_chunk": 4, "sequence_chunk": 16})
     return out
-
-
-def same(out, whole):
-    return losses_of(out) == losses_of(whole) and tensors_of(out) == tensors_of(whole)
 
 
 def test_chunks_micro_batches_and_resuming_change_no_bit(pairs, whole, tmp_path):

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 from conftest import GOLDEN
-from small_runs import OPTIMIZER, fit
+from small_runs import OPTIMIZER, fit, metrics_of
 
 import daskgpt
 from daskgpt.config.run import OptimizerConfig, RunConfig
@@ -15,10 +15,6 @@ from daskgpt.model.optimizer import SCHEDULES, learning_rate
 from daskgpt.training.job import Horizon
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["schedules"]
-
-
-def metrics_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("warmup", [8, "20%", "17.6%"])

@@ -3,7 +3,8 @@
 import pytest
 from distributed import Client
 from machines import KillInKernel, KillItself
-from test_local_steps import same, train
+from small_runs import same
+from test_local_steps import train
 
 from daskgpt.training import rank_steps
 

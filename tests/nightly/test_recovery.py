@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from faults import HOST_KINDS, KINDS, disturb
 from machines import KillAsItSends, KillInKernel, KillItself, Machines, wait_until
 from namespaces import Hosts, missing
 from short_lives import short_lives
-from small_runs import FLAGS, MODEL, OPTIMIZER, losses_of, tensors_of
+from small_runs import FLAGS, fit_in_parts, losses_of, same
 from watched_run import WatchedRun
 
 import daskgpt
@@ -34,16 +35,7 @@ def whole(small_text, tmp_path_factory):
     return out
 
 
-def train(text, out, scheduler, on_step=None, **run):
-    """A run, of which every worker has a part."""
-    settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "sample_tokens": 0, "snapshot_every": 4}
-    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16, groups=4)
-    dataflow = daskgpt.DataflowConfig(scheduler=scheduler, threads=2, batch_chunk=1)
-    return daskgpt.fit(MODEL, data, OPTIMIZER, dataflow, daskgpt.RunConfig(**settings | run, out=out), on_step=on_step)
-
-
-def same(out, whole):
-    return losses_of(out) == losses_of(whole) and tensors_of(out) == tensors_of(whole)
+train = partial(fit_in_parts, steps=STEPS)
 
 
 def acting(actions):

@@ -3,6 +3,7 @@
 import mmap
 import re
 import signal
+from functools import partial
 
 import psutil
 import pytest
@@ -10,10 +11,9 @@ from command_lines import PATIENCE, refused, run
 from distributed import Client
 from machines import Machines, wait_until
 from namespaces import Hosts, missing
-from small_runs import FLAGS, MODEL, OPTIMIZER, losses_of, steps_in, tensors_of
+from small_runs import FLAGS, fit_in_parts, same, steps_in
 from watched_run import WatchedRun
 
-import daskgpt
 from daskgpt.config.stopping import STOPPED
 from daskgpt.schedulers.membership import members
 
@@ -29,18 +29,7 @@ def whole(small_text, tmp_path_factory):
     return out
 
 
-def train(text, out, scheduler, on_step=None, **run):
-    settings = {
-        "steps": STEPS,
-        "validation_batches": 1,
-        "save_minutes": 0,
-        "sample_tokens": 0,
-        "snapshot_every": 4,
-        "save_every": 4,
-    }
-    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16, groups=4)
-    dataflow = daskgpt.DataflowConfig(scheduler=scheduler, threads=2, batch_chunk=1)
-    return daskgpt.fit(MODEL, data, OPTIMIZER, dataflow, daskgpt.RunConfig(**settings | run, out=out), on_step=on_step)
+train = partial(fit_in_parts, steps=STEPS, save_every=4)
 
 
 @pytest.fixture
@@ -73,10 +62,6 @@ def pause(client, addresses):
     client.run(fill, workers=addresses)
     paused = {"paused"}
     wait_until(lambda: {members(client)[address]["status"] for address in addresses} == paused, "paused workers")
-
-
-def same(out, whole):
-    return losses_of(out) == losses_of(whole) and tensors_of(out) == tensors_of(whole)
 
 
 PAUSED = r"workers    worker w\d \(tcp://\S+\) is paused: 0\.[89]\d of 1\.00 GB, Dask's limit"

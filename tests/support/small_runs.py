@@ -35,6 +35,14 @@ def fit(
     return daskgpt.fit(MODEL, data, optimizer, dataflow, own, client=client, on_step=on_step, quiet=True)
 
 
+def fit_in_parts(text: Path, out: Path, scheduler: str, on_step: Any = None, **run: Any) -> Any:
+    """A run of which each of four workers may have a part, and which prints what it does."""
+    settings = {"validation_batches": 1, "save_minutes": 0, "sample_tokens": 0, "snapshot_every": 4, "out": str(out)}
+    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16, groups=4)
+    dataflow = daskgpt.DataflowConfig(scheduler=scheduler, threads=2, batch_chunk=1)
+    return daskgpt.fit(MODEL, data, OPTIMIZER, dataflow, daskgpt.RunConfig(**settings | run), on_step=on_step)
+
+
 def stopping_at(step: int) -> Any:
     """Return an `on_step` that stops after some steps, as Ctrl-C does."""
 
@@ -49,6 +57,11 @@ def tensors_of(run: Path, step: int | None = None) -> tuple[bytes, bytes]:
     """The bytes of the model and of the optimizer's moments, of a step or the last one."""
     folder = run / ("latest" if step is None else f"step-{step:08}")
     return (folder / "model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether two runs have the same losses, models and moments, bit for bit."""
+    return losses_of(one) == losses_of(other) and tensors_of(one) == tensors_of(other)
 
 
 def config_of(run: Path) -> dict[str, dict[str, Any]]:
