@@ -52,6 +52,8 @@ def kill_and_resume(folder: Path, kills: int, seed: int, steps: int = STEPS) -> 
         killed += 1
         at.append(_check(out, f"seed={seed}, kill {killed}"))
     assert killed == kills, f"seed={seed}: the run was done after {killed} kills: give more steps"
+    if not checkpoints(out):
+        shutil.rmtree(out, ignore_errors=True)
     last = run("train", *(["--resume", out] if checkpoints(out) else [*common, "--out", out]))
     assert last.returncode == 0, f"seed={seed}: {last.stderr}"
     assert tensors_of(out) == tensors_of(whole), f"seed={seed}: other bits"
