@@ -1,0 +1,50 @@
+"""Tests of the work of kernel calls, and of the tool that compares kernels with the machine's limits."""
+
+import limits
+import pytest
+
+import daskgpt
+from daskgpt.config.model import ModelConfig
+from daskgpt.config.run import DataflowConfig
+from daskgpt.model.parameters import step_operations
+from daskgpt.profiling.measure import BatchConfig, Steps, job_of
+from daskgpt.profiling.work import features, work_of
+
+SMALL = ModelConfig(blocks=2, heads=2, channels=32, vocabulary=50, padded_vocabulary=50, positions=16)
+SHAPE = BatchConfig(batch_size=4, sequence_length=16)
+
+
+@pytest.mark.parametrize(("chunk", "barrier"), [((4, 16), "step"), ((1, 16), "step"), ((2, 8), "phase")])
+def test_operations_of_all_calls_are_those_of_the_model(chunk, barrier, monkeypatch):
+    monkeypatch.setattr(limits, "EXPONENTIAL", 0)
+    cut = dict(zip(("batch_chunk", "sequence_chunk"), chunk))
+    job = job_of(SMALL, SHAPE, DataflowConfig(scheduler="sync", grain="block", barrier=barrier, **cut))
+    with daskgpt.open_scheduler("sync") as scheduler:
+        graph = Steps(job, scheduler, 0).steps.recorded.unmerged
+    works = [work for key in graph if (work := work_of(graph, key))]
+    products = [
+        work for work in works if "b" in (axes := work[0].rpartition(" ")[2]) and len(set(axes) & set("OCV")) == 2
+    ]
+    of_tokens = [work for work in products if not work[0].startswith(("attention", "embedding"))]
+    found = sum(limits.operations_of(*work) for work in of_tokens if "P" not in work[0] and "bt->V" not in work[0])
+    attention = 6 * SMALL.blocks * SMALL.channels * 4 * 16 * 17
+    assert found == step_operations(SMALL, 4, 16) - attention
+    pairs = sum(limits.operations_of(*work) for work in works if work[0].startswith("attention"))
+    assert pairs == 7 * SMALL.blocks * SMALL.channels * 4 * 16 * 16  # the backward makes the scores again
+
+
+def test_bytes_and_features_of_a_call():
+    kind, sizes = "linear.forward btC,OC,O->btO", {"b": 2, "t": 8, "C": 16, "O": 32, "n": 1}
+    assert features(kind, sizes) == [1, 2 * 8 * 16 + 32 * 16 + 32, 2 * 8 * 32, 2 * 8 * 16 * 32]
+    assert limits.bytes_of(kind, sizes) == (4 * (2 * 8 * 16 + 2 * 8 * 32), 4 * (32 * 16 + 32))
+    assert limits.operations_of(kind, sizes) == 2 * 2 * 8 * 16 * 32
+    update = "adamw update btO,btC->OC"
+    assert limits.bytes_of(update, sizes)[1] == 6 * 4 * 32 * 16
+
+
+def test_table_of_a_step(capsys):
+    flags = "--blocks 1 --heads 1 --channels 16 --batch-size 2 --sequence-length 16 --threads 2 --warmup 3 --recorded 1"
+    assert limits.main(flags.split()) == 0
+    shown = capsys.readouterr().out
+    assert "linear.forward btC,OC,O->btO" in shown
+    assert "all kernels" in shown
