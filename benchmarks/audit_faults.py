@@ -33,7 +33,7 @@ from daskgpt.data.dataset import BatchLoader
 from daskgpt.formats.safetensors import TensorFiles
 from daskgpt.schedulers import worker_metrics
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training import step
+from daskgpt.training import job_steps, step
 from daskgpt.training.audit import Audit, Verdict, differing_tensors
 from daskgpt.training.chain import CHAIN, LINK
 from daskgpt.training.checkpoint import DIGEST, STATE, checkpoints, step_folder
@@ -89,7 +89,7 @@ def honest(text: Path, out: Path) -> Path:
 @contextmanager
 def flipped(kind: str, at: int, draw: random.Random) -> Iterator[None]:
     """Flip a bit of the state after a step; kind: "weight", "m" or "v"."""
-    made = step.JobSteps.run
+    made = job_steps.JobSteps.run
 
     def run(self: Any, *arguments: Any) -> Any:
         outcomes, state = made(self, *arguments)
@@ -100,7 +100,7 @@ def flipped(kind: str, at: int, draw: random.Random) -> Iterator[None]:
             values[draw.randrange(values.size)] ^= np.uint32(1 << draw.choice(BITS))
         return outcomes, state
 
-    with patch.object(step.JobSteps, "run", run):
+    with patch.object(job_steps.JobSteps, "run", run):
         yield
 
 
