@@ -185,6 +185,25 @@ def test_what_is_left_out_of_a_folder_is_said(tmp_path):
     assert "; and 1 more" in description
 
 
+def test_a_file_that_turns_out_not_to_be_text_is_left_out(tmp_path):
+    for name, content in (("a.txt", TEXT.encode()), ("late.txt", b"a" * 50_000 + b"\xff" + TEXT.encode())):
+        written(tmp_path / "texts" / name, content)
+    assert (
+        "2 files, 1 left out: late.txt is not UTF-8 (byte 50,000)" in load_dataset(str(tmp_path / "texts")).description
+    )
+    with pytest.raises(ValueError, match="must be UTF-8 text; got .*first wrong byte=50000.*iconv"):
+        load_dataset(str(tmp_path / "texts" / "late.txt"))
+
+
+@pytest.mark.parametrize("wrong", [b'"\xff",b', b'a,"' + b"b" * 200_000 + b'"'])
+def test_wrong_rows_of_a_table_are_refused_by_line(wrong, tmp_path):
+    rows = "".join(f"{ask},{answer}\n\n" for ask, answer in PAIRS).encode()  # blank lines are no rows
+    assert len(read_pairs(recognize(written(tmp_path / "good.csv", b"prompt,response\n" + rows)))[0]) == len(PAIRS)
+    source = recognize(written(tmp_path / "wrong.csv", b"prompt,response\n" + rows * 30 + wrong + b"\n"))
+    with pytest.raises(ValueError, match="a table must be CSV in UTF-8; got path=.*line="):
+        read_pairs(source)
+
+
 def test_runs_and_prepared_tokens_below_a_folder_are_no_text(tmp_path):
     written(tmp_path / "t.txt", TEXT)
     train.main(["--data", str(tmp_path / "t.txt"), *SMALL, "--steps", "1", "--out", str(tmp_path / "run")])

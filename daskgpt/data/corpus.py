@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.config.settings import count as amount
 from daskgpt.data.file_kinds import FIELD, TEXT
-from daskgpt.data.reading import ARRAY, LINES, PARQUET, File, opened
+from daskgpt.data.reading import ARRAY, LINES, PARQUET, File, opened, opened_parquet
 from daskgpt.data.source import recognize
 from daskgpt.formats.llmc import LARGEST_COUNT
 
@@ -162,24 +162,18 @@ def in_text(window: bytes) -> int:
 
 def _rows(source: File, field: str) -> Iterator[Piece]:
     """Yield the texts of a Parquet file's column, some at a time."""
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
+    from pyarrow import types
 
-    types = pyarrow.types
     texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
     texts += tuple(getattr(types, name) for name in ("is_string_view", "is_binary_view") if hasattr(types, name))
-    try:
-        with ParquetFile(source.path) as file:
-            kind = file.schema_arrow.field(field).type
-            kind = kind.value_type if types.is_dictionary(kind) else kind
-            got = {"file": source.path, "field": field, "type": kind}
-            holds = any(is_text(kind) for is_text in texts)
-            require(holds, WHERE, "the column must hold texts", got, "Name another with --field.")
-            start = 0
-            for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
-                rows = tuple(text or "" for text in batch.column(0).to_pylist())
-                yield Piece(source.path, source.form, start, rows)
-                start += len(rows)
-    except pyarrow.ArrowException as error:
-        problem = f"file={source.path} ({str(error).splitlines()[0][:100]})"
-        raise refusal(ValueError, WHERE, "the file must be complete Parquet", problem, "Make it again.") from error
+    with opened_parquet(source, WHERE) as file:
+        kind = file.schema_arrow.field(field).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        got = {"file": source.path, "field": field, "type": kind}
+        holds = any(is_text(kind) for is_text in texts)
+        require(holds, WHERE, "the column must hold texts", got, "Name another with --field.")
+        start = 0
+        for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
+            rows = tuple(text or "" for text in batch.column(0).to_pylist())
+            yield Piece(source.path, source.form, start, rows)
+            start += len(rows)

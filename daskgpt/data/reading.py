@@ -118,6 +118,8 @@ def opened(file: File, where: str = WHERE) -> Iterator[BinaryIO]:
                 with io.BufferedReader(_Utf8(stream, file.charset)) as text:
                     yield cast(BinaryIO, text)
     except UnicodeDecodeError as error:
+        if file.charset.startswith("utf-8"):
+            raise
         rule = f"the file must be whole {file.charset.upper()}"
         raise refusal(ValueError, where, rule, got | {"first wrong byte": error.start}, advice) from error
     except packing_errors() as error:
@@ -137,9 +139,7 @@ def records(file: File, where: str = WHERE) -> Iterator[tuple[int, Any]]:
     """
     advice = "Correct it; daskgpt prepare reads lines of plain text, too."
     if file.form == PARQUET:
-        from pyarrow.parquet import ParquetFile
-
-        with ParquetFile(file.path) as parquet:
+        with opened_parquet(file, where) as parquet:
             yield from enumerate((row for batch in parquet.iter_batches(64) for row in batch.to_pylist()), 1)
         return
     with opened(file, where) as stream:
@@ -151,9 +151,26 @@ def records(file: File, where: str = WHERE) -> Iterator[tuple[int, Any]]:
             yield from enumerate(_parsed(stream.read(), file, 1, where, advice), 1)
         else:
             table = csv.reader(io.TextIOWrapper(stream, "utf-8", newline=""), delimiter=file.form)
-            next(table)  # the names
-            for row in table:
-                yield table.line_num, dict(zip(file.fields, row))
+            try:
+                next(table)  # the names
+                yield from ((table.line_num, dict(zip(file.fields, row))) for row in table if row)
+            except (csv.Error, UnicodeDecodeError) as error:
+                got = {"path": file.path, "line": table.line_num + 1, "found": str(error)[:60]}
+                raise refusal(ValueError, where, "a table must be CSV in UTF-8", got, "Correct it.") from None
+
+
+@contextmanager
+def opened_parquet(file: File, where: str = WHERE) -> Iterator[Any]:
+    """Yield a file of Parquet. Errors   ValueError for a damaged one"""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(file.path) as parquet:
+            yield parquet
+    except pyarrow.ArrowException as error:
+        problem = f"file={file.path} ({str(error).splitlines()[0][:100]})"
+        raise refusal(ValueError, where, "the file must be complete Parquet", problem, "Make it again.") from error
 
 
 def _parsed(content: bytes, file: File, number: int, where: str, advice: str) -> Any:

@@ -55,8 +55,8 @@ def _documents(file: File) -> list[str]:
             return [stream.read().decode()]
     texts = []
     for number, record in records(file, WHERE):
-        text = record.get(FIELD) if isinstance(record, dict) else None
-        text = "" if isinstance(record, dict) and FIELD in record and text is None else text
+        text = record.get(FIELD, 0) if isinstance(record, dict) else record
+        text = text.decode() if isinstance(text, bytes) else "" if text is None else text  # as Parquet may have them
         rule, got = f"the field {FIELD} of every record must be text", {"path": file.path, "record": number}
         require(isinstance(text, str), WHERE, rule, got | {"found": repr(text)[:40]}, "Correct it.")
         texts.append(str(text))
