@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from daskgpt.model.layers import Layer, Row
+from daskgpt.model.layers import ATTENTION, Layer, Row
 from daskgpt.model.optimizer import ADAMW, Optimizer
 
 
@@ -26,6 +26,20 @@ SQUARED_RELU = Layer(
     outputs="y",
     backward={"x": Row(squared_relu_backward, "btC, btC -> btC", "dy x")},
 )
+
+
+def unchanged(x):
+    return x.copy()
+
+
+# In place of positions: none at all.
+NO_POSITIONS = Layer(
+    "no_positions",
+    Row(unchanged, "btX -> btX", "x"),
+    outputs="y",
+    backward={"x": Row(unchanged, "btX -> btX", "dy")},
+)
+SAME_ATTENTION = replace(ATTENTION, name="same_attention")
 
 
 def sign(weight, gradient, hyper):

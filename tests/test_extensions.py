@@ -3,9 +3,11 @@
 import sys
 from dataclasses import replace
 from math import prod
+from types import ModuleType
 
 import pytest
 from conftest import SMALL
+from custom_layers import SQUARED_RELU
 from one_number import Dials, Model, bits_after_steps
 from test_model import check_gradient_in_a_random_direction
 
@@ -110,6 +112,7 @@ def test_workers_with_another_module_are_refused(cluster, small_text, monkeypatc
         ({"activation": "gellu"}, ValueError, "Did you mean gelu"),
         ({"activation": "custom_layers:GELU"}, ValueError, "must name a row of a module.*no attribute 'GELU'"),
         ({"activation": "nowhere_at_all:GELU"}, ValueError, "No module named.*PYTHONPATH"),
+        ({"activation": "math:sin"}, TypeError, "of the kind Layer"),
         ({"activation": "custom_layers:NO_ROW"}, TypeError, "of the kind Layer; got .*type=str"),
     ],
 )
@@ -119,6 +122,14 @@ def test_rows_that_cannot_be_had_are_refused(settings, error, keyword, small_tex
 
     with pytest.raises(error, match=keyword):
         begun()
+
+
+def test_rows_without_a_file_of_source_are_refused(small_text, monkeypatch):
+    module = ModuleType("no_source")
+    module.ROW = SQUARED_RELU
+    monkeypatch.setitem(sys.modules, "no_source", module)
+    with pytest.raises(ValueError, match="must be a file of source; got module=no_source"):
+        daskgpt.fit(daskgpt.preset("tiny", activation="no_source:ROW"), {"data": str(small_text)}, quiet=True)
 
 
 def test_a_run_does_not_decide_what_is_imported(small_text, tmp_path, monkeypatch):

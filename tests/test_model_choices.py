@@ -47,6 +47,7 @@ CHOICES = {
     "rotary": replace(SMALL, position="rotary", rope_theta=500.0),
     "all but norm": CONFIG,
     "llama": LLAMA,
+    "from outside": replace(SMALL, position="custom_layers:NO_POSITIONS", attention="custom_layers:SAME_ATTENTION"),
 }
 
 
@@ -56,7 +57,7 @@ def test_gradients_agree_with_a_numeric_derivative(name, random):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["grouped queries", "untied", "llama"])
+@pytest.mark.parametrize("name", ["grouped queries", "untied", "llama", "from outside"])
 def test_no_dial_changes_a_bit(name, precision):
     model = Model(CHOICES[name], (4, 12))
     dials = [Dials((4, 12)), Dials((2, 6), "layer", "kernel"), Dials((1, 12), "none", "chunk")]

@@ -46,10 +46,19 @@ def row_of(name: str, table: Mapping[str, T], where: str, what: str) -> T:
 
 
 def digests_of_modules(names: Iterable[str]) -> dict[str, str]:
-    """Return a digest of the source of each module from outside whose rows are named, by the name of the module."""
-    modules = {name.partition(SEPARATOR)[0] for name in names if is_from_outside(name)}
-    sources = {module: inspect.getsource(importlib.import_module(module)) for module in sorted(modules)}
-    return {module: hashlib.sha256(source.encode()).hexdigest()[:12] for module, source in sources.items()}
+    """Return a digest of the source of each module from outside whose rows are named, by the name of the module.
+
+    Errors   ValueError for a module without a file of source, which no other process could import
+    """
+    digests = {}
+    for module in sorted({name.partition(SEPARATOR)[0] for name in names if is_from_outside(name)}):
+        try:
+            source = inspect.getsource(importlib.import_module(module))
+        except (OSError, TypeError) as error:
+            rule, advice = "a module whose rows are named must be a file of source", "Write its rows into a file."
+            raise refusal(ValueError, "model", rule, {"module": module}, advice) from error
+        digests[module] = hashlib.sha256(source.encode()).hexdigest()[:12]
+    return digests
 
 
 def require_allowed(names: Iterable[str], where: str) -> None:
