@@ -1,7 +1,9 @@
-"""Tests of the documentation: links have targets, and drawings and parameters match the code."""
+"""Tests of the documentation: links have targets, and drawings, excerpts and parameters match the code."""
+
+from textwrap import indent
 
 import pytest
-from documents import PAGES, ROOT, anchors, links, tables
+from documents import PAGES, ROOT, anchors, excerpts, links, tables
 from drawings import DRAWINGS, FOLDER
 
 from daskgpt.config.model import preset
@@ -27,6 +29,14 @@ def test_links_have_targets():
 def test_drawings_match_the_code(name):
     stored = (FOLDER / name).read_text(encoding="utf-8")
     assert stored == DRAWINGS[name](), "write it anew with: python benchmarks/drawings.py"
+
+
+def test_excerpts_match_the_code():
+    shown = excerpts(ROOT / "docs" / "tour.md")
+    assert shown
+    for source, excerpt in shown:
+        code = source.read_text(encoding="utf-8")
+        assert any(indent(excerpt, " " * depth) in code for depth in (0, 4, 8, 12)), f"{source.name}: {excerpt}"
 
 
 def test_parameters_match_the_table():

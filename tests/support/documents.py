@@ -89,6 +89,18 @@ def code(page: Path, language: str) -> str:
     )
 
 
+def excerpts(page: Path) -> list[tuple[Path, str]]:
+    """Python code of a page, each with the file that the last link before it leads to."""
+    shown, source = [], page
+    for token in tokens(page):
+        for part in token.children or []:
+            if part.type == "link_open":
+                source = (page.parent / str(part.attrs["href"])).resolve()
+        if token.type == "fence" and token.info.strip() == "python":
+            shown.append((source, token.content))
+    return shown
+
+
 def _text(inline: Token) -> str:
     children = inline.children or []
     return "".join(token.content for token in children if token.type in ("text", "code_inline", "softbreak"))
