@@ -133,7 +133,7 @@ def plan(
 ) -> Plan:
     """Return what a step will take, without running it, as `python -m daskgpt.train --plan` prints it.
 
-    threads    of this process, or of each worker (0 = one); also more than there are here; 0 = as dataflow says
+    threads    of this process (0 for those of dataflow), or of each worker (0 for one); also more than there are here
     workers    of a cluster that share the step; 0 for the scheduler that dataflow names, or for the workers of the
                active Client where neither scheduler nor threads are given
     bandwidth  bits a second of the link of each worker, such as "10G"; 0 if all are on this machine
