@@ -1,4 +1,4 @@
-"""What a file holds, by its first bytes and its surroundings."""
+"""Kinds of files, recognized by their first bytes and their surroundings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a path holds: recognized once, by content, before anything else is read.
+"""Contents of a path, recognized once, before anything else is read.
 
 Training, evaluation and preparation ask here what a file, folder, glob or pipe is, so they agree. Some kilobytes of
 each file are read. Of a folder or glob, files of one kind are taken and the others are named with a reason; a single
@@ -29,7 +29,7 @@ TRAINING = (TEXT, PAIRS, TOKENS, PREPARED)
 
 @dataclass(frozen=True)
 class Source:
-    """What a path holds.
+    """Contents of a path.
 
     name      the path as it was given
     kind      one of KINDS or PREPARED
@@ -46,7 +46,7 @@ class Source:
 
     @property
     def described(self) -> str:
-        """What was taken and what was left out, for people."""
+        """The line for people: what was taken and what was left out."""
         count, left = len(self.files), self.left_out
         notes = sorted({note for file in self.files for note in _notes(file)})
         text = f"{count:,} file{'s' * (count != 1)}" + (f" of {', '.join(notes)}" if notes else "")

@@ -55,8 +55,11 @@ def _documents(file: File) -> list[str]:
             return [stream.read().decode()]
     texts = []
     for number, record in records(file, WHERE):
-        text = record.get(FIELD, 0) if isinstance(record, dict) else record
-        text = text.decode() if isinstance(text, bytes) else "" if text is None else text  # as Parquet may have them
+        text = record.get(FIELD, record) if isinstance(record, dict) else record
+        if text is None:
+            text = ""
+        elif isinstance(text, bytes):  # of a binary column of Parquet
+            text = text.decode()
         rule, got = f"the field {FIELD} of every record must be text", {"path": file.path, "record": number}
         require(isinstance(text, str), WHERE, rule, got | {"found": repr(text)[:40]}, "Correct it.")
         texts.append(str(text))

@@ -54,7 +54,7 @@ def _is_sealed(path: Path, content: bytes) -> bool:
 
 
 class Place:
-    """Where this process keeps kernels: in the folder that Numba chooses, a temporary one, or nowhere.
+    """The place of this process for kernels: the folder that Numba chooses, a temporary one, or nowhere.
 
     folder    the temporary one; empty for Numba's choice, None for nowhere
     reason    why it is not Numba's choice
