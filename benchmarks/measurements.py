@@ -216,32 +216,12 @@ def bandwidths() -> list[str]:
     """Steps on hosts whose links are limited."""
 
     def row(one: Record) -> tuple[str, ...]:
-        times = (spread(one.figures[name]) for name in ("cluster", "local", "ddp"))
+        times = (spread(one.figures[name]) for name in ("cluster", "ddp"))
         known = one.settings["model"], one.settings["link"], one.machine["processor"]
         return *known, *times, spread(one.figures["ratio"], digits=2)
 
-    head = "model | link of each host | processor | synchronous, ms a step | local steps (H = 50) | PyTorch DDP"
-    return table(f"{head} | synchronous / DDP", map(row, records("bandwidths")))
-
-
-def local_steps() -> list[str]:
-    """What replicas lose and send, beside synchronous steps (a round of 0)."""
-    found = records("local_steps")
-
-    def row(one: Record) -> tuple[str, ...]:
-        known, own = one.figures, one.settings
-        alone = next(
-            each for each in found if each.settings["channels"] == own["channels"] and not each.settings["round"]
-        )
-        more = known["validation"].median / alone.figures["validation"].median - 1
-        size = f"{own['blocks']} x {own['channels']}"
-        sent = spread(known["sent"]) if "sent" in known else "?"
-        length = number(own["round"]) if own["round"] else "synchronous"
-        loss, seconds = f"{known['validation'].median:.3f}", number(known["run"].median)
-        return size, number(own["replicas"]), length, loss, f"{more:+.1%}", sent, seconds
-
-    head = "blocks x channels | R | H | validation, nats a token | against synchronous | all workers send, MB a step"
-    return table(f"{head} | two threads take, s", map(row, found))
+    head = "model | link of each host | processor | daskgpt, ms a step | PyTorch DDP"
+    return table(f"{head} | daskgpt / DDP", map(row, records("bandwidths")))
 
 
 def facts(file: str) -> list[str]:
@@ -326,7 +306,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "delays": delays,
     "scaling": scaling,
     "bandwidths": bandwidths,
-    "local steps": local_steps,
 }
 OF_A_FILE: dict[str, Callable[[str], list[str]]] = {"facts": facts, "sources": sources}
 

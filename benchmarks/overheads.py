@@ -63,7 +63,7 @@ def bare(arguments: list[str], folder: Path) -> dict[str, Any]:
     values = train.parsed(arguments)
     run = replace(from_flags(RunConfig, values), validate_every=0, out="", log="", snapshot_every=0)
     job = train.job_of(values, run, None)
-    result = daskgpt.fit(job.config, job.data, job.optimizer, job.dataflow, job.run, local=job.local, quiet=True)
+    result = daskgpt.fit(job.config, job.data, job.optimizer, job.dataflow, job.run, quiet=True)
     return {"seconds": result.seconds, "besides": result.timers, "validation": result.validation_loss}
 
 

@@ -72,7 +72,7 @@ NEAR = {
     "model": "model layers lived_in dropout schedules one_number",
     "profiling": "study timeline dataflow bench records dashboard plot layers",
     "schedulers": "schedulers cluster distribute bench",
-    "training": "checkpoints resume run_folder schedules wrong_arguments validation local_steps cluster stopping logs "
+    "training": "checkpoints resume run_folder schedules wrong_arguments validation cluster stopping logs "
     "progress start audit",
 }
 WAITS = {"wait", "join", "result", "acquire", "release", "settle", "barrier", "notify_all"}

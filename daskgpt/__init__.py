@@ -34,7 +34,7 @@ if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_
 # The public names of each module, which is loaded when one of them is used first, so that a command line starts fast.
 _MODULES = {
     "config.model": "ModelConfig preset",
-    "config.run": "DataConfig DataflowConfig LocalConfig OptimizerConfig RunConfig",
+    "config.run": "DataConfig DataflowConfig OptimizerConfig RunConfig",
     "formats.models": "save",
     "generation.sampler": "sample",
     "model.parameters": "digest initial_parameters",

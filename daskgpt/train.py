@@ -13,7 +13,7 @@ from typing import Any
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, add_plan_flags, called, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, ModelConfig, preset
-from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
+from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.data.tokenizer import encode, get_encoding
@@ -151,7 +151,7 @@ def job_of(values: Namespace, run: RunConfig, start: WarmStart | None) -> Job:
         if values.shorten:
             data = replace(data, sequence_length=min(data.sequence_length, config.positions))
     optimizer, dataflow = from_flags(OptimizerConfig, values), from_flags(DataflowConfig, values)
-    return Job(config, data, optimizer, dataflow, run, local=from_flags(LocalConfig, values))
+    return Job(config, data, optimizer, dataflow, run)
 
 
 def with_data(job: Job, values: Namespace, start: WarmStart | None) -> Job:

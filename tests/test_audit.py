@@ -118,7 +118,6 @@ def test_chain_is_cut_behind_a_damaged_checkpoint(small_text, tmp_path, audited)
 @pytest.mark.parametrize(
     ("settings", "run"),
     [
-        ({"local": {"local_steps": 3, "replicas": 2}}, {}),
         ({"optimizer": {"skip_outliers": 3.0, "warmup": 2}}, {"steps": 50, "save_every": 40}),
         ({"dataflow": {"precision": "bfloat16"}}, {}),
         ({}, {"steps": 2000, "minutes": 0.01}),

@@ -1,7 +1,6 @@
 """Tests of dropout: masks that follow from seed, step and place alone, gradients, and off outside of training."""
 
 import json
-from dataclasses import replace
 
 import dask
 import dask.array as da
@@ -115,23 +114,6 @@ def test_validation_has_no_dropout(small_text, tmp_path):
     )
     assert plain.validation_loss == other.validation_loss
     assert not set(plain.losses) & set(other.losses)
-
-
-def test_replicas_share_the_masks_of_one_model(small_text):
-    """Nothing is learned, so that the mean of the replicas' losses is the loss of all sequences."""
-    model = replace(SMALL, vocabulary=257, padded_vocabulary=257)
-    data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16, groups=1)
-    run = {"steps": 5, "validation_batches": 1, "sample_tokens": 0}
-    optimizer = OptimizerConfig(dropout=0.3, **STILL)
-
-    def losses(scheduler, local):
-        dataflow = {"scheduler": scheduler, "threads": 2}
-        return daskgpt.fit(model, data, optimizer, dataflow, run, local=local, quiet=True).losses
-
-    two = {"local_steps": 3, "replicas": 2}
-    alone, together, at_once = losses("sync", None), losses("sync", two), losses("threads", two)
-    np.testing.assert_allclose(together, alone, **TOLERANCES["chunkings"])
-    assert together == at_once
 
 
 def test_keys_follow_sequences_and_bad_rates_are_refused():

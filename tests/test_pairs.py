@@ -3,7 +3,6 @@
 import io
 import json
 import math
-from dataclasses import replace
 from string import ascii_letters
 
 import dask
@@ -13,7 +12,6 @@ import pytest
 from conftest import SMALL, assert_agrees, random_batch, random_parameters
 from reference_gpt2 import expected
 from small_runs import MODEL, config_of, losses_of, metrics_of, same, stopping_at
-from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import generate, train
@@ -42,10 +40,10 @@ def pairs(tmp_path_factory):
     return write(tmp_path_factory.mktemp("pairs") / "pairs.jsonl")
 
 
-def fit(pairs, out, *, data=None, optimizer=DROPPING, dataflow=None, on_step=None, local=None, **run):
+def fit(pairs, out, *, data=None, optimizer=DROPPING, dataflow=None, on_step=None, **run):
     data = SHAPE | {"data": str(pairs), "groups": 4} | (data or {})
     settings = {"steps": 6, "validation_batches": 2, "validate_every": 4, "save_minutes": 0, "out": str(out)} | run
-    return daskgpt.fit(MODEL, data, optimizer, dataflow, settings, local=local, on_step=on_step, quiet=True)
+    return daskgpt.fit(MODEL, data, optimizer, dataflow, settings, on_step=on_step, quiet=True)
 
 
 @pytest.mark.parametrize("chunk", [(4, 12), (1, 4)], ids=str)
@@ -125,15 +123,6 @@ def test_chunks_change_no_bit_in_bfloat16(pairs, tmp_path):
     for number, dials in enumerate(({"batch_chunk": 4}, {"batch_chunk": 2, "sequence_chunk": 8, "threads": 2})):
         fit(pairs, tmp_path / str(number), dataflow=dials | {"precision": "bfloat16"}, steps=3)
     assert same(tmp_path / "0", tmp_path / "1")
-
-
-def test_mean_of_replicas_is_the_mean_of_the_batch(pairs, tmp_path):
-    still = replace(DROPPING, learning_rate=0, final_learning_rate=0)
-    alone, both = (
-        fit(pairs, tmp_path / str(bool(local)), data={"groups": 0}, optimizer=still, local=local).losses
-        for local in (None, {"local_steps": 3, "replicas": 2})
-    )
-    np.testing.assert_allclose(both, alone, **TOLERANCES["chunkings"])
 
 
 def test_fine_tuning_from_the_command_line(pairs, whole, tmp_path, capsys):

@@ -26,6 +26,7 @@ from daskgpt.data.dataset import load_dataset
 from daskgpt.data.tokenizer import vocabulary_of
 from daskgpt.formats.vocabulary import tokenizer_files
 from daskgpt.training.run_folder import RunFolder
+from daskgpt.training.start import configurations
 
 THREADS = {"scheduler": "threads", "threads": 2, "batch_chunk": 2, "sequence_chunk": 16}
 SYNC = {"scheduler": "sync", "batch_chunk": 4, "sequence_chunk": 4, "grain": "kernel"}
@@ -175,7 +176,6 @@ def test_a_run_without_a_good_checkpoint_is_refused(copy, tmp_path, whole):
         ("--optimizer", "momentum", r"optimizer=momentum \(its own: adamw\)"),
         ("--weight-decay", 0.2, r"weight_decay=0.2 \(its own: 0.1\)"),
         ("--blocks", 2, r"blocks=2 \(its own: 1\)"),
-        ("--local-steps", 3, "local_steps=3"),
         ("--preset", "gpt2", "preset=gpt2"),
         ("--out", "elsewhere", "out=elsewhere"),
     ],
@@ -357,3 +357,9 @@ def test_leftovers_of_killed_processes_are_removed(copy, whole):
     daskgpt.fit(resume=copy, quiet=True)
     assert not list(copy.glob(".*.tmp"))
     assert tensors_of(copy) == tensors_of(whole)
+
+
+def test_settings_of_replicas_are_refused():
+    """Earlier versions made local steps; a run of them can neither go on as one model nor be audited."""
+    with pytest.raises(ValueError, match="one model; got local_steps=3"):
+        configurations("audit", {"local": {"local_steps": 3, "replicas": 2}})

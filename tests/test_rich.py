@@ -89,8 +89,6 @@ def test_changed_settings_come_first():
 
 def test_plan_for_workers():
     assert len(daskgpt.plan(MODEL, DATA | {"groups": 2}, dataflow={"batch_chunk": 2}, workers=2).loads) == 2
-    with pytest.raises(ValueError, match="workers must come without local_steps"):
-        daskgpt.plan(MODEL, DATA, local={"local_steps": 5}, workers=2)
 
 
 def test_a_timeline_is_drawn_with_a_bounded_number_of_strips(timeline):

@@ -134,7 +134,6 @@ WRONG = [
     ("--blocks 4096 --channels 65536 --heads 64", "must fit into"),
     ("--performance-report report.html --scheduler threads", "Dask reports on clusters only"),
     ("--workers 2", "--workers must come with --plan"),
-    ("--local-steps 2 --timeline first", "timeline"),
     ("--resume RUN --scheduler 127.0.0.1:1", "scheduler must answer"),
 ]
 

@@ -57,7 +57,7 @@ def test_python_errors_are_one_line(call, kind, keyword, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-BILLION = "blocks heads channels vocabulary positions batch-size accumulate sequence-length threads window replicas"
+BILLION = "blocks heads channels vocabulary positions batch-size accumulate sequence-length threads window"
 HUGE = dict.fromkeys([*BILLION.split(), "validation-batches"], "1000000000")
 HUGE |= dict.fromkeys(("steps", "seed", "keep", "sample-tokens", "tokens", "warmup"), "99999999999999999999999")
 

@@ -1,11 +1,10 @@
-"""The configuration of a run: data, optimizer, local steps, dataflow, length."""
+"""The configuration of a run: data, optimizer, dataflow, length."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from daskgpt.config.errors import nearest_divisor, refusal, require
+from daskgpt.config.errors import nearest_divisor, refusal
 from daskgpt.config.groups import check_groups, groups_setting
 from daskgpt.config.settings import Checked, count, count_or_share, documented, setting
 
@@ -108,27 +107,6 @@ class OptimizerConfig(Checked):
 
 @documented
 @dataclass(frozen=True)
-class LocalConfig(Checked):
-    """Local steps: replicas train separately and are averaged now and then. They decide bits, as the batch size does.
-
-    Source   DiLoCo, Douillard et al. 2023, arXiv:2311.08105
-    """
-
-    local_steps: int = setting(0, "H, steps of each replica between two averages; 0 = one model", unit="steps")
-    replicas: int = setting(1, "R, replicas that share the batch size equally", least=1, most=2**12)
-    outer_learning_rate: float = setting(0.7, "learning rate of the outer step, along the replicas' mean change")
-    outer_momentum: float = setting(0.9, "Nesterov momentum of the outer step", below=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.local_steps:
-            for name, value in asdict(self).items():
-                rule, advice = f"{name} must come with local_steps", "Give --local-steps 50, for example."
-                require(value == getattr(LocalConfig, name), "LocalConfig", rule, {name: value}, advice)
-
-
-@documented
-@dataclass(frozen=True)
 class DataflowConfig(Checked):
     """Settings of the dataflow: the cuts of a step into tasks, what runs them, and the precision of products.
 
@@ -224,20 +202,6 @@ class RunConfig(Checked):
     sample_every: int = setting(
         0, "on the command line, steps between text samples; 0 = at the end, and with --init at the start", unit="steps"
     )
-
-
-def check_replicas(data: DataConfig, local: LocalConfig, barrier: str) -> None:
-    """Check local steps. Errors   ValueError if they do not fit the batch, its groups or the barrier"""
-    if not local.local_steps:  # there is one replica then
-        return
-    size, replicas, advice = data.batch_size, local.replicas, "Leave one of them out."
-    got: dict[str, Any] = {"accumulate": data.accumulate, "barrier": barrier, "local_steps": local.local_steps}
-    require(data.accumulate == 1, "train", "accumulate must be 1 with local steps", got, advice)
-    require(barrier == "step", "train", "barrier must be step with local steps", got, advice)
-    got, advice = {"replicas": replicas, "batch_size": size}, f"Try replicas={nearest_divisor(size, replicas)}."
-    require(size % replicas == 0, "train", "replicas must divide batch_size", got, advice)
-    if replicas > 1 and data.groups:
-        check_groups("train", data.groups, "batch_size / replicas", size // replicas)
 
 
 def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig, size: str = "batch_size") -> None:

@@ -1,4 +1,4 @@
-"""Updates of parameters: AdamW, momentum SGD, Muon, the outer step of local steps, and the norm that clips gradients.
+"""Updates of parameters: AdamW, momentum SGD, Muon, and the norm that clips gradients.
 
 An update `NAME_inplace` writes over the weight and its moments; `NAME` leaves them as they are and returns new arrays
 of the same bits.
@@ -7,7 +7,7 @@ of the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -314,46 +314,6 @@ def muon_inplace(
 
 
 muon = into_new_arrays(muon_inplace)
-
-
-_PIECE = 1 << 14  # numbers of each array at a time: their float64 values stay in the cache
-
-
-def nesterov(
-    start: np.ndarray, momentum: np.ndarray, ends: Sequence[np.ndarray], *, rate: float, beta: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Make one step of stochastic gradient descent with Nesterov momentum, into new arrays.
-
-    g = ((start - ends[0]) + (start - ends[1]) + ...) / R;  momentum' = beta momentum + g
-    start' = start - rate (g + beta momentum')
-
-    All of it is computed in float64 and rounded once, so that one replica with rate 1 and beta 0 keeps its weights
-    (start - (start - end) in float32 would not). The sum is one chain in the order of the replicas. NumPy's elementwise
-    operations are rounded as written.
-
-    Shapes   start, momentum and each of the R ends of one shape -> start', momentum'
-    Dtype    float32 or float64, one for all
-    Cost     R + 4 arrays through memory
-    Source   Nesterov as PyTorch's torch.optim.SGD(nesterov=True) has it, without dampening, its buffer zero at first;
-             the outer step of DiLoCo, Douillard et al. 2023, arXiv:2311.08105
-    Errors   ValueError when the shapes differ
-    """
-    check_shape("nesterov", "momentum", momentum, start.shape)
-    for end in ends:
-        check_shape("nesterov", "ends", end, start.shape)
-    new_start, new_momentum = np.empty(start.shape, start.dtype), np.empty(start.shape, start.dtype)
-    sources = [flat(array) for array in (start, momentum, *ends)]
-    for first in range(0, start.size, _PIECE):
-        piece = slice(first, first + _PIECE)
-        old, kept, *found = (array[piece].astype(np.float64) for array in sources)
-        total = old - found[0]
-        for end in found[1:]:
-            total += old - end
-        gradient = total / len(found)
-        kept = beta * kept + gradient
-        flat(new_momentum)[piece] = kept
-        flat(new_start)[piece] = old - rate * (gradient + beta * kept)
-    return new_start, new_momentum
 
 
 # The norm of all gradients together, in an order that no chunk, task or worker changes. A tensor's squares are summed

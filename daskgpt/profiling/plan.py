@@ -14,10 +14,9 @@ from typing import Any
 from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rich import html_text, text_table
-from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig
 from daskgpt.config.settings import count, duration
 from daskgpt.graph.distribute import Rank
-from daskgpt.model.parameters import tensors, value_count
 from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.simulate import Forecast, forecast
 from daskgpt.schedulers import machine
@@ -25,10 +24,9 @@ from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import active_client
 from daskgpt.training.autotune import CLASSES, ChunkChoice, GrainChoice, Trial, described, rounded
-from daskgpt.training.diloco import SOME_STEPS
 from daskgpt.training.job import Job, facts
 from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.step import TrainingStep, replica_step, training_step
+from daskgpt.training.step import TrainingStep, training_step
 
 ASSUMED = "block"  # the grain, while only a measured step can tell
 KINDS = ("totals", "weights", "rows")
@@ -78,18 +76,16 @@ class Plan:
         return sum(self.at_peak.values())
 
     def __repr__(self) -> str:
-        job, known, data, local = self.job, facts(self.job), self.job.dataset, self.job.local.local_steps
+        job, known, data = self.job, facts(self.job), self.job.dataset
         whose = f" of each of {len(self.loads)} workers" if self.loads else ""
-        meetings = f"{SOME_STEPS}, with 3 small ones; {self.tasks:,} where they meet, after {local} steps"
         above = {
             "model": known["model"],
             "batch": known["batch"],
-            "replicas": known.get("replicas"),
             "chunks": self._settled("chunks", known_chunks(job)),
             "encoding": f"{data.encoding_name}, {data.vocabulary:,} ids" if data else None,
             "precision": known["precision"],
-            "grain": None if local else self._settled("grain", known_grain(job)),
-            "tasks": meetings if local else f"{self.tasks:,} a step{whose}",
+            "grain": self._settled("grain", known_grain(job)),
+            "tasks": f"{self.tasks:,} a step{whose}",
         }
         memory = [["", "held or made", "at the peak"]]
         memory += [[kind, _mb(self.made[kind]), _mb(self.at_peak[kind])] for kind in CLASSES]
@@ -124,7 +120,6 @@ def plan(
     optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
     dataflow: DataflowConfig | Mapping[str, Any] | None = None,
     *,
-    local: LocalConfig | Mapping[str, Any] | None = None,
     threads: int = 0,
     workers: int = 0,
     bandwidth: float | str = 0.0,
@@ -150,7 +145,7 @@ def plan(
     >>> found.grain, found.peak > 3 * 834_432 * 4, found.forecast.seconds > 0
     ('block', True, True)
     """
-    job = job_from(config, data=data, optimizer=optimizer, dataflow=dataflow, local=local)
+    job = job_from(config, data=data, optimizer=optimizer, dataflow=dataflow)
     dials = job.dataflow
     if dials.scheduler == "auto" and not (threads or workers) and (client := active_client()) is not None:
         counts = client.nthreads().values()
@@ -182,21 +177,15 @@ def predict(
     bandwidth  bits a second of the link of each worker, and the latency of a message; 0 if all are on this machine
     timed      whether to predict the time of a step
     explain    whether to predict what would be gained if something were twice as fast
-
-    Errors     ValueError for workers of local steps
     """
     workers, found, unknown = workers or 0, None, ""
-    if timed and not job.local.local_steps and in_place_of(job) and (workers or job.scheduler in ("sync", "threads")):
+    if timed and in_place_of(job) and (workers or job.scheduler in ("sync", "threads")):
         try:
             found, step = forecast(job, workers, bandwidth / 8, latency, explain=explain)
         except MemoryError as error:
             unknown = str(error)
     if workers:
-        rule, advice = "workers must come without local_steps", "Leave one out: replicas send what the weights take."
-        require(not job.local.local_steps, "plan", rule, {"local_steps": job.local.local_steps}, advice)
         job = replace(job, dataflow=replace(job.dataflow, scheduler="local", threads=workers))
-    if job.local.local_steps:
-        return _predict_local(job)
     ranks = min(workers, job.groups)
     grain = step.grain if found else known_grain(job)[0]
     if found:
@@ -232,36 +221,6 @@ def assumed_step(job: Job) -> TrainingStep:
     return training_step(job, chunk, grain, in_place_of(job), threads=threads_of(job))
 
 
-def _predict_local(job: Job) -> Plan:
-    """Return the same of local steps, in the middle of a round or where the replicas meet, whichever takes more.
-
-    As many replicas as there are threads work at once.
-    """
-    step = replica_step(job, known_chunks(job)[0])
-    own = Trial(step).account
-    replicas, at_once = job.local.replicas, min(job.local.replicas, threads_of(job))
-    model = own.made["parameters"]
-    momentum = value_count(job.config) * job.precision.dtype.itemsize
-    moments = own.made["optimizer"] * replicas
-    apart = {
-        "parameters": model * (1 + replicas),
-        "optimizer": momentum + moments,
-        **{kind: own.at_peak[kind] * at_once for kind in ("gradients", "activations")},
-    }
-    meeting = {"parameters": model * (2 + replicas), "optimizer": 2 * momentum + moments}
-    peak = max(apart, meeting, key=lambda held: sum(held.values()))
-    shards = min(replicas, len(tensors(job.config)))
-    return Plan(
-        job=job,
-        grain=job.dataflow.grain,
-        tasks=replicas * (3 + shards) + 3 * shards,
-        made={**apart, **{kind: own.made[kind] * at_once for kind in ("gradients", "activations")}},
-        at_peak={kind: peak.get(kind, 0) for kind in CLASSES},
-        largest_task="inner.steps",
-        largest_bytes=model + own.made["optimizer"],
-    )
-
-
 def check_plan(asked: Mapping[str, Any], *, plan: bool) -> None:
     """Errors   ValueError for flags of a plan without one, links without workers, or values below what they can be"""
     for name, value in asked.items():
@@ -282,13 +241,12 @@ def in_place_of(job: Job) -> bool:
 def known_chunks(job: Job) -> tuple[tuple[int, int], str]:
     """Return the chunks that a plan counts with, and a description."""
     dataflow = job.dataflow
-    threads = 1 if job.local.local_steps else threads_of(job)
-    shape = job.replica_shape if job.local.local_steps else job.micro_shape
-    choice = ChunkChoice(job.config, shape, dataflow, job.precision, threads)
+    shape = job.micro_shape
+    choice = ChunkChoice(job.config, shape, dataflow, job.precision, threads_of(job))
     description = described(shape, choice.first)
     if not choice.reason:
         return choice.first, description
-    known = job.scheduler in ("sync", "threads", "local") or bool(job.local.local_steps)
+    known = job.scheduler in ("sync", "threads", "local")
     assumed = "" if known else ", which are assumed: a run asks the cluster"
     return choice.first, f"{description} ({choice.reason}{assumed})"
 

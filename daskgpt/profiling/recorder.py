@@ -171,12 +171,7 @@ class TimelineConfig(Checked):
 
 
 def require_shared_steps(job: Job) -> None:
-    """Check that a run has last steps that all threads share.
-
-    Errors   ValueError with local steps, and for a run whose length is given in minutes
-    """
-    rule, advice = "a timeline is of steps that all threads share", "Leave out --timeline or --local-steps."
-    require(not job.local.local_steps, "train", rule, {"local_steps": job.local.local_steps}, advice)
+    """Errors   ValueError for a run whose length is given in minutes, so that its last steps are not known"""
     rule, advice = "a timeline of the last steps needs a run of so many steps", "Leave out --timeline or --minutes."
     require(not job.run.minutes, "train", rule, {"minutes": job.run.minutes}, advice)
 

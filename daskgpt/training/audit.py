@@ -220,7 +220,7 @@ class Audit:
         data = replace(c["data"], data=self.data)
         dataset = data_of_run("audit", data, entry, self.open_dataset)
         run = RunConfig(steps=end, seed=entry["seed"], validate_every=0, validation_batches=1, keep_best=0)
-        job = Job(c["model"], data, c["optimizer"], dataflow, run, dataset, c["local"])
+        job = Job(c["model"], data, c["optimizer"], dataflow, run, dataset)
         # The learning rate depends on the length of the run; the steps end here.
         known = entry.get("horizon", {}).get("changes", ())
         job.horizon.changes = [(first, steps) for first, steps in known if first < end] + [(end, end)]

@@ -21,11 +21,9 @@ from daskgpt.config.rows import digests_of_modules
 from daskgpt.config.run import (
     DataConfig,
     DataflowConfig,
-    LocalConfig,
     OptimizerConfig,
     RunConfig,
     check_chunks,
-    check_replicas,
 )
 from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
@@ -133,9 +131,6 @@ def one_horizon(given: Mapping[str, Any]) -> None:
     require(len(found) < 2, "train", "a run must have one length", found, advice)
 
 
-OUTER = "outer"  # the momentum of the outer step
-
-
 @dataclass(frozen=True)
 class Job:
     """All settings of a run, checked against each other.
@@ -153,17 +148,13 @@ class Job:
     dataflow: DataflowConfig
     run: RunConfig
     dataset: Dataset | None = None
-    local: LocalConfig = field(default_factory=LocalConfig)
     horizon: Horizon = field(init=False, repr=False, compare=False)
     modules: Mapping[str, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         epoch = self.dataset.epoch(self.data.sequence_length) * self.data.sequence_length if self.dataset else 0
         object.__setattr__(self, "horizon", Horizon(self.run, math.prod(self.batch_shape), epoch))
-        check_replicas(self.data, self.local, self.dataflow.barrier)
-        together = self.local.replicas == 1
-        shape = self.micro_shape if together else self.replica_shape
-        check_chunks(*shape, self.dataflow, "batch_size" if together else "batch_size / replicas")
+        check_chunks(*self.micro_shape, self.dataflow)
         got = {"sequence_length": self.data.sequence_length, "positions": self.config.positions}
         rule = "a sequence must not be longer than the model's positions"
         advice = "Shorten the sequence." if self.run.init else "Shorten the sequence or give more --positions."
@@ -171,9 +162,6 @@ class Job:
         rule, precision = "a run must compute in float32 or bfloat16", self.dataflow.precision
         advice = "float64 is for daskgpt.verify."
         require(precision != "float64", "train", rule, {"precision": precision}, advice)
-        rule = "updates must not be skipped with local steps"
-        both = {"skip_outliers": self.optimizer.skip_outliers, "local_steps": self.local.local_steps}
-        require(not all(both.values()), "train", rule, both, "Leave one of them out; --clip works with both.")
         if self.dataset is not None:
             ids, vocabulary = self.dataset.vocabulary, self.config.vocabulary
             known = {"encoding": self.dataset.encoding_name, "ids": ids, "vocabulary": vocabulary}
@@ -211,7 +199,6 @@ class Job:
             "model": asdict(self.config),
             "data": asdict(data) | places | {"encoding": encoding, "order": self.order, "groups": self.groups},
             "optimizer": asdict(self.optimizer),
-            "local": asdict(self.local),
             "dataflow": asdict(self.dataflow) | dials,
             "run": asdict(run) | {"init": from_root(run.init), "out": from_root(run.out), "steps": self.steps},
         }
@@ -243,8 +230,8 @@ class Job:
 
     @property
     def groups(self) -> int:
-        """The number of groups of sequences by which a batch, or each replica's part of it, is summed."""
-        return groups_of_batch(*self.replica_shape, self.data.groups)
+        """The number of groups of sequences by which a batch is summed."""
+        return groups_of_batch(*self.batch_shape, self.data.groups)
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -257,52 +244,14 @@ class Job:
         return self.data.batch_size, self.data.sequence_length
 
     @property
-    def replica_shape(self) -> tuple[int, int]:
-        """The shape of a replica's part of the batch; the batch's where there is one replica."""
-        return self.data.sequences // self.local.replicas, self.data.sequence_length
-
-    @property
     def moments(self) -> dict[str, Tensor]:
-        """The arrays of the state beside the weights: "MOMENT.NAME" -> tensor of the model.
-
-        With local steps these are the momentum of the outer step, and the moments of each replica, by its number.
-        """
-        known = tensors(self.config)
-        own = optimizer_of(self.optimizer.optimizer).state(known)
-        if not self.local.local_steps:
-            return own
-        found = {f"{OUTER}.{name}": tensor for name, tensor in known.items()}
-        for replica in range(self.local.replicas):
-            found |= {of_replica(name, replica): tensor for name, tensor in own.items()}
-        return found
+        """The arrays of the state beside the weights: "MOMENT.NAME" -> tensor of the model."""
+        return optimizer_of(self.optimizer.optimizer).state(tensors(self.config))
 
     @property
     def state(self) -> dict[str, Tensor]:
         """The arrays of the state: "weight.NAME" and "MOMENT.NAME" -> tensor of the model."""
         return {f"weight.{name}": tensor for name, tensor in tensors(self.config).items()} | self.moments
-
-    def round_end(self, step: int) -> int:
-        """Return how many steps precede the end of a step's round; without replicas, each step is a round."""
-        length = self.local.local_steps or 1
-        return min((step // length + 1) * length, self.steps)
-
-    def round_begin(self, step: int) -> int:
-        """Return how many steps precede a step's round."""
-        length = self.local.local_steps or 1
-        return step // length * length
-
-    def meets(self, done: int) -> bool:
-        """Return whether replicas have one model after some steps: at the start, and at the end of each round."""
-        return not done or self.round_end(done - 1) == done
-
-    def due(self, every: int, done: int) -> bool:
-        """Return whether what is done every so many steps is due after some steps, at the end of a round.
-
-        What would be due within a round, where replicas have no common model, is due at its end.
-
-        every   0 for what is never done
-        """
-        return bool(every) and done // every > self.round_begin(done - 1) // every
 
 
 def require_memory(job: Job, workers: Sequence[int] = ()) -> None:
@@ -316,7 +265,7 @@ def require_memory(job: Job, workers: Sequence[int] = ()) -> None:
     """
     (limit, whose), ranks = memory_limit(), 1
     if workers:
-        ranks = min(len(workers), job.local.replicas if job.local.local_steps else job.groups)
+        ranks = min(len(workers), job.groups)
         limit, whose = 0 if 0 in workers else max(workers), f"a worker ({ranks} share the batch)"
     elif job.scheduler not in LOCAL_SCHEDULERS:
         limit = 0
@@ -354,12 +303,6 @@ def from_root(path: str) -> str:
     return str(Path(path).expanduser().resolve()) if path else ""
 
 
-def of_replica(name: str, replica: int) -> str:
-    """Return the name of a replica's array in the state of a run, such as m3.wte.weight."""
-    kind, _, tensor = name.partition(".")
-    return f"{kind}{replica}.{tensor}"
-
-
 def compile_kernels(precision: Precision = FLOAT32, uses: Container[str] | None = None) -> None:
     """Compile the kernels that Numba has not cached yet, on all cores, and print that the first start takes longer."""
     start = time.perf_counter()
@@ -373,23 +316,18 @@ def compile_kernels(precision: Precision = FLOAT32, uses: Container[str] | None 
 
 
 def facts(job: Job) -> dict[str, str]:
-    """Return descriptions of model, batch, replicas where there are any, and precision, for people."""
-    c, local, data = job.config, job.local, job.data
-    (batch_size, length), own = job.batch_shape, job.replica_shape[0]
+    """Return descriptions of model, batch and precision, for people."""
+    c, data = job.config, job.data
+    batch_size, length = job.batch_shape
     batch = f"{batch_size} x {length} tokens"
-    batch += f", summed in {job.groups} groups of {own // job.groups}" if job.groups > 1 else ""
+    batch += f", summed in {job.groups} groups of {batch_size // job.groups}" if job.groups > 1 else ""
     batch += f", {data.accumulate} micro-batches of {data.batch_size}" if data.accumulate > 1 else ""
-    found = {
+    return {
         "model": f"{parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
         f"vocabulary {c.vocabulary}, positions {c.positions}" + (f", {c.beyond_gpt2()}" if c.beyond_gpt2() else ""),
         "batch": batch,
         "precision": f"{job.precision.name}: {settle(job.dataflow.precision, c.channels)[1]}",
     }
-    if local.local_steps:
-        who = "1 replica makes" if local.replicas == 1 else f"{local.replicas} replicas, {own} sequences each, make"
-        nesterov = f"Nesterov step ({local.outer_learning_rate:g}, momentum {local.outer_momentum:g})"
-        found["replicas"] = f"{who} {local.local_steps} local steps, then a {nesterov}"
-    return found
 
 
 def describe(job: Job, scheduler: Scheduler, chunks: str) -> str:
@@ -398,5 +336,5 @@ def describe(job: Job, scheduler: Scheduler, chunks: str) -> str:
     chunks   number, size and origin of the chunks
     """
     known = facts(job) | {"data": job.tokens.description, "chunks": chunks, "scheduler": scheduler.description}
-    order = ("scheduler", "model", "data", "batch", "replicas", "chunks", "precision")
+    order = ("scheduler", "model", "data", "batch", "chunks", "precision")
     return "\n".join(f"{name:10} {known[name]}" for name in order if name in known)

@@ -27,7 +27,7 @@ from daskgpt.training.step import (
 
 
 class Steps(ABC):
-    """Runs the steps of a job: the interface that `JobSteps`, `LocalSteps` and `RankSteps` have in common.
+    """Runs the steps of a job: the interface that `JobSteps` and `RankSteps` have in common.
 
     chunks    the choice of the chunks
     open      whether the next step is measured to choose chunks or grain, and must run alone

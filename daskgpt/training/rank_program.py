@@ -15,7 +15,6 @@ from distributed import get_worker
 from daskgpt.config.errors import require
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.distribute import Rank
-from daskgpt.graph.messages import Peers
 from daskgpt.graph.program import Span
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
@@ -23,7 +22,6 @@ from daskgpt.schedulers.dask_internals import thread_count
 from daskgpt.schedulers.latest_calls import KEPT, RECEIVE
 from daskgpt.schedulers.links import LEFT, LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
-from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Arrays, Job
 from daskgpt.training.job_steps import JobSteps
 from daskgpt.training.step import Limits, Outcome, State, as_weights, weights_in
@@ -35,7 +33,7 @@ Owned = dict[str, Rows]  # of each array of a state
 class Window(NamedTuple):
     """The result of a window of steps on a rank.
 
-    outcomes  of its steps; with local steps, of each replica, see `LocalSteps.run_own`
+    outcomes  of its steps
     seconds   that they took
     messages  lines for the terminal
     tasks     number of tasks of a step
@@ -180,25 +178,6 @@ class RankProgram:
         return self.state
 
 
-class LocalRankProgram(RankProgram):
-    """One rank of a job with local steps: some replicas, and the packs of the state that belong to them."""
-
-    def _steps(self, number: int, most_threads: int) -> Any:
-        return LocalSteps(self.job, self.scheduler, self.messages.append, Peers(number, self.count, self.link))
-
-    def owned(self) -> Owned:
-        names = [name for n, own in enumerate(self.steps.layout.packs) if self.steps.is_here(n) for name in own]
-        known = tensors(self.job.config)
-        return {name: [(0, known[name.partition(".")[2]].shape[0])] for name in names}
-
-    def _state(self, values: Arrays, step: int) -> State:
-        return cast(State, self.steps.state_of({name: np.array(value) for name, value in values.items()}, step))
-
-    def _run(self, first: int, batches: Sequence[Batch], limits: Limits) -> Any:
-        outcomes, self.state = self.steps.run_own(self.state_after(first), batches)
-        return outcomes
-
-
 def call(run: str, epoch: str, method: str, *arguments: Any) -> Any:
     """Call a method of the program that this worker has of a run; `begin` makes one."""
     if method == "begin":
@@ -231,8 +210,7 @@ def begin(run: str, epoch: str, job: Job, *place: Any) -> Owned:
     rule, got = "a worker must have the client's modules", {"client": job.modules, "worker": job.modules_here()}
     require(got["worker"] == job.modules, "fit", rule, got, "Copy them there, and restart the workers.")
     end_programs(run, get_worker())
-    kind = LocalRankProgram if job.local.local_steps else RankProgram
-    program = ranks_of(get_worker()).programs[run] = kind(job, epoch, *place)
+    program = ranks_of(get_worker()).programs[run] = RankProgram(job, epoch, *place)
     return program.owned()
 
 

@@ -25,7 +25,6 @@ from daskgpt.schedulers.links import end_programs, leave, leaving
 from daskgpt.schedulers.protocol import WorkerLost
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
-from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.job import Arrays, Job, Say
 from daskgpt.training.job_steps import Steps
 from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, run_on_packs
@@ -40,7 +39,7 @@ class LiveState(State):
 
     def __init__(self, steps: RankSteps, step: int) -> None:
         self.steps, self.step = steps, step
-        self.layout = steps.layout_after(step)
+        self.layout = steps.layout
         self.copies: dict[int, Any] = {}
         self.held: list[Any] = []
 
@@ -84,8 +83,7 @@ class RankSteps(Steps):
     epoch   identifies the ranks that have the state; a new one begins with each change of workers and each loss
     owned   rows of each array that each rank updates
     heirs   for each rank that has left, the rank that has its rows
-    local   the local steps of the job, if it has any
-    parts   number of parts of the batch that ranks share: replicas, or groups of sequences
+    parts   number of parts of the batch that ranks share: its groups of sequences
     pace    seconds between two copies of the state; a window is not longer
     """
 
@@ -97,10 +95,9 @@ class RankSteps(Steps):
         dataflow = replace(job.dataflow, precision=job.precision.name)
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)
         self.run_name, self.epoch = f"{scheduler.name} {uuid4().hex[:8]}", ""
-        self.local = LocalSteps(job, scheduler, say) if job.local.local_steps else None
-        self.parts = job.local.replicas if self.local else job.groups
+        self.parts = job.groups
         self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, job.precision, scheduler.threads)
-        self.layout = self.local.layout if self.local else Layout(tuple(_packs(job)))
+        self.layout = Layout(tuple(_packs(job)))
         self.addresses: list[str] = []
         self.owned: list[rank_program.Owned] = []
         self.heirs: dict[int, int] = {}
@@ -114,13 +111,11 @@ class RankSteps(Steps):
     @property
     def chunk(self) -> tuple[int, int]:
         """Sequences and tokens of a chunk where one process has the whole batch."""
-        return self.local.chunk if self.local else self.chunks.first
+        return self.chunks.first
 
     @property
     def described_chunks(self) -> str:
         """Description of the chunks; each rank chooses its own."""
-        if self.local:
-            return self.local.described_chunks
         idle = self.parts < self.workers
         groups = f" ({self.parts} of {self.workers} have one: --groups decides how many)" if idle else ""
         return f"chosen by each worker for its share of the batch{groups}"
@@ -131,8 +126,6 @@ class RankSteps(Steps):
         every = self.job.run.snapshot_every
         if self.job.optimizer.skip_outliers:
             most = 1
-        if self.local:
-            most = min(most, self.job.round_end(number) - number)
         return min(most, every - number % every) if every > 0 else most
 
     def look(self, workers: int) -> None:
@@ -140,12 +133,6 @@ class RankSteps(Steps):
         if workers == self.seen:
             self.workers = workers
         self.seen = workers
-
-    def layout_after(self, step: int) -> Layout:
-        """Return the packs after some steps: where replicas meet, they have no weights of their own."""
-        if self.local and self.job.meets(step):
-            return Layout(self.layout.packs[: -self.local.replicas])
-        return self.layout
 
     def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
         """Return a state that ranks can begin with, its packs on workers; random weights need none."""
@@ -180,8 +167,7 @@ class RankSteps(Steps):
             self.say(f"rank 0     {line}")
         self.tasks, self.used_grain = sum(window.tasks for window in ended), ended[0].grain
         self.live = LiveState(self, first + len(batches))
-        outcomes = self.local.mean([window.outcomes for window in ended]) if self.local else ended[0].outcomes
-        return outcomes, self.live
+        return ended[0].outcomes, self.live
 
     def close(self) -> None:
         """Remove the state and its copies from the workers."""
@@ -240,8 +226,7 @@ class RankSteps(Steps):
 
     def _is_read(self, names: Sequence[str], rank: int) -> bool:
         """Return whether a rank needs some of these arrays: all weights, and what it owns."""
-        everywhere = not self.local and names[0].startswith("weight.")
-        return everywhere or not self.owned[rank].keys().isdisjoint(names)
+        return names[0].startswith("weight.") or not self.owned[rank].keys().isdisjoint(names)
 
     def copied(self, state: LiveState, packs: Sequence[Sequence[str]], apart: bool = False) -> list[list[Any]]:
         """Return futures of copies of arrays: for each pack one, or two as of `LiveState.copied_apart`.

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
 
-from daskgpt.model.parameters import value_count
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
 from daskgpt.training.checkpoint import newest_good, read_checkpoint
@@ -126,10 +125,7 @@ class RecoveryPoints:
             self._report()
 
     def _bytes(self) -> int:
-        values = sum(math.prod(tensor.shape) for tensor in self.job.state.values())
-        if self.job.local.local_steps:  # within a round, each replica has weights of its own
-            values += self.job.local.replicas * value_count(self.job.config)
-        return values * self.job.precision.dtype.itemsize
+        return sum(math.prod(tensor.shape) for tensor in self.job.state.values()) * self.job.precision.dtype.itemsize
 
     def _report(self) -> None:
         """Print once where the state is kept, and how often."""

@@ -286,7 +286,7 @@ class Saver:
             return False
         if self.better(loss):
             return True
-        if self.job.due(run.save_every, done) or self.job.due(run.keep_every, done):
+        if any(every and done % every == 0 for every in (run.save_every, run.keep_every)):
             return True
         late = run.save_minutes and time.monotonic() - self.since >= 60 * run.save_minutes
         return bool(late) and not (save and save.thread.is_alive())

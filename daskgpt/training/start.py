@@ -14,7 +14,7 @@ import numpy as np
 from daskgpt.config.errors import nearest, refusal, require, require_named
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import require_allowed
-from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import Dataset, encoding_for, load_dataset
 from daskgpt.data.source import PREPARED, recognize
 from daskgpt.data.tokenizer import encoding_named, encoding_of, encoding_of_model, is_to_be_learned, mean_the_same
@@ -43,7 +43,6 @@ SECTIONS: Mapping[str, type] = {
     "model": ModelConfig,
     "data": DataConfig,
     "optimizer": OptimizerConfig,
-    "local": LocalConfig,
     "dataflow": DataflowConfig,
     "run": RunConfig,
 }
@@ -74,6 +73,7 @@ def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Errors   TypeError for another kind of object, ValueError for an unknown field; `where` opens the message
     """
+    require_one_model(where, given)
     found = {}
     for section, kind in SECTIONS.items():
         settings = {} if given.get(section) is None else given[section]
@@ -87,6 +87,13 @@ def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         require(isinstance(settings, kind), where, rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
         found[section] = settings
     return found
+
+
+def require_one_model(where: str, configuration: Mapping[str, Any]) -> None:
+    """Errors   ValueError for a run of an earlier version whose replicas trained apart (local steps)"""
+    steps = (configuration.get("local") or {}).get("local_steps", 0)
+    rule, advice = "all steps of a run must be those of one model", "Start a new run: local steps are no longer made."
+    require(not steps, where, rule, {"local_steps": steps}, advice)
 
 
 @dataclass(frozen=True, eq=False)
@@ -442,6 +449,7 @@ class Resumed:
 
     def _configuration(self, state: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the configuration of the run, by sections, with the changes."""
+        require_one_model("train", state["configuration"])
         found = {}
         for name, kind in SECTIONS.items():
             values, given = dict(state["configuration"][name]), changes.get(name, {})

@@ -421,12 +421,6 @@ def training_step(
     return TrainingStep(job.config, job.batch_shape, chunk, job.optimizer, job.precision, options, rank)
 
 
-def replica_step(job: Job, chunk: tuple[int, int]) -> TrainingStep:
-    """Record a step of one replica, as one task that writes over the state."""
-    options = StepOptions(grain="step", in_place=True, groups=job.groups, seed=job.run.seed)
-    return TrainingStep(job.config, job.replica_shape, chunk, job.optimizer, job.precision, options)
-
-
 def micro_batches_of(job: Job, rank: Rank | None) -> int:
     """Return the number of micro-batches of a rank, none larger than the rank's share of one of the job's."""
     if rank is None:

@@ -17,7 +17,7 @@ import numpy as np
 from daskgpt.config.errors import refusal, require, require_working_folder
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rich import html_table, svg_curve
-from daskgpt.config.run import DataConfig, DataflowConfig, LocalConfig, OptimizerConfig, RunConfig
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
@@ -26,7 +26,6 @@ from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import ClusterLost, Scheduler, WorkerLost
 from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
-from daskgpt.training.diloco import LocalSteps
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Arrays, Job, Say, compile_kernels, describe, require_memory
 from daskgpt.training.job_steps import JobSteps, Steps
@@ -152,7 +151,6 @@ def fit(
     dataflow: DataflowConfig | Changes | None = None,
     run: RunConfig | Changes | None = None,
     *,
-    local: LocalConfig | Changes | None = None,
     parameters: Arrays | None = None,
     resume: str | os.PathLike[str] | None = None,
     client: Any = None,
@@ -162,7 +160,6 @@ def fit(
 ) -> Result:
     """Train a model, as `python -m daskgpt.train` does. The run is written where `run.out` names a folder.
 
-    local        replicas that make steps of their own; None for one model that makes all steps
     parameters   initial values, float32; None for those of `run.init`, or random ones
     resume       a run folder to continue from its newest good checkpoint. Its settings are kept but for those that are
                  given: a mapping names what changes (`run={"steps": 4000}`), a configuration counts as a whole
@@ -191,7 +188,7 @@ def fit(
         from daskgpt.schedulers.connect import client_address
 
         dataflow = {**_changes(dataflow), "scheduler": client_address(client)}
-    sections = {"model": config, "data": data, "optimizer": optimizer, "local": local, "dataflow": dataflow, "run": run}
+    sections = {"model": config, "data": data, "optimizer": optimizer, "dataflow": dataflow, "run": run}
     if resume is not None:
         rule, advice = "a run that is resumed has its own parameters", "Leave parameters out, or resume."
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
@@ -233,8 +230,7 @@ def run_job(job: Job, scheduler: Scheduler, initial: ResumeState, observers: Obs
     scheduler.admit(job.precision.packed)
     require_memory(job, scheduler.memory_limits())
     progress = Progress(job.steps, done=initial.step, quiet=observers.quiet)
-    what = "round" if job.local.local_steps else "step"
-    with finishing_first(progress.say, what) as stop_requested:
+    with finishing_first(progress.say, "step") as stop_requested:
         trainer = _Trainer(job, scheduler, initial, observers, progress, stop_requested)
         try:
             return trainer.run()
@@ -248,9 +244,9 @@ def run_job(job: Job, scheduler: Scheduler, initial: ResumeState, observers: Obs
 
 
 def steps_of(job: Job, scheduler: Scheduler, say: Say = print) -> Steps:
-    """Return what runs the steps of a job: in this process, on the ranks of a cluster, or by replicas."""
-    if scheduler.in_place or not (job.local.local_steps or job.dataflow.engine == "ranks"):
-        return (LocalSteps if job.local.local_steps else JobSteps)(job, scheduler, say)
+    """Return what runs the steps of a job: in this process, or on the ranks of a cluster."""
+    if scheduler.in_place or job.dataflow.engine != "ranks":
+        return JobSteps(job, scheduler, say)
     from daskgpt.training.rank_steps import RankSteps
 
     return RankSteps(job, cast(Any, scheduler), say)
@@ -373,19 +369,17 @@ class _Trainer:
             if state.step == job.steps:
                 break
 
-            meets = job.meets(state.step)  # replicas that make steps of their own have no common model to save
-            if first_time and meets and not steps.open and job.horizon.passed(state.step, self.seconds):
+            if first_time and not steps.open and job.horizon.passed(state.step, self.seconds):
                 self.progress.steps = job.steps
-            if (self.enough or self.stop_requested()) and meets:
+            if self.enough or self.stop_requested():
                 self.progress.say(f"stopped after {state.step} of {job.steps} steps")
                 return state, True
             if self.recovery:
                 with self.timed("recovery points"):
                     self.recovery.after(state)
-            if meets:
-                if first_time and job.due(job.run.sample_every, state.step):
-                    self._sample(state)
-                self._save(state, checked="validation_loss" in records[-1])
+            if first_time and job.run.sample_every and state.step % job.run.sample_every == 0:
+                self._sample(state)
+            self._save(state, checked="validation_loss" in records[-1])
         return state, False
 
     def _together(self, number: int) -> int:
@@ -399,10 +393,9 @@ class _Trainer:
         return together
 
     def _next_validation(self, number: int) -> int:
-        """Return how many steps will have been made at the next validation: where replicas meet, if there are any."""
-        job = self.job
-        every = job.run.validate_every or job.steps
-        return job.round_end((job.round_begin(number) // every + 1) * every - 1)
+        """Return how many steps will have been made at the next validation."""
+        every = self.job.run.validate_every or self.job.steps
+        return min((number // every + 1) * every, self.job.steps)
 
     @contextmanager
     def _observed(self, window: range) -> Iterator[None]:
