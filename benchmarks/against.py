@@ -23,7 +23,7 @@ from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.generation.decoder import Weights
 from daskgpt.model.parameters import initial_parameters
-from daskgpt.profiling.measure import BenchConfig, Spread, Steps, job_of
+from daskgpt.profiling.measure import BenchConfig, Spread, TimedEngine, job_of
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import chosen_address, open_scheduler
 from daskgpt.schedulers.protocol import Scheduler
@@ -110,7 +110,7 @@ def compare_steps(values: Namespace, job: Job, timing: BenchConfig) -> Found:
             if values.program == "torch-ddp":
                 found, steps = compare_ddp(job, scheduler, timing, options)
             else:
-                steps = Steps(job, scheduler, timing.seed)
+                steps = TimedEngine(job, scheduler, timing.seed)
                 if values.program == "torch":
                     found = compare_torch(steps, options, timing)
                 else:
@@ -118,7 +118,7 @@ def compare_steps(values: Namespace, job: Job, timing: BenchConfig) -> Found:
     return found.figures(), found.other, steps.settings | found.counts, found.describe()
 
 
-def compare_torch(steps: Steps, options: TorchOptions, timing: BenchConfig) -> Programs:
+def compare_torch(steps: TimedEngine, options: TorchOptions, timing: BenchConfig) -> Programs:
     """Compare our steps and PyTorch's in turns, once their first losses have been found to agree.
 
     Errors   RuntimeError if its process fails, or the losses differ
@@ -135,7 +135,9 @@ def compare_torch(steps: Steps, options: TorchOptions, timing: BenchConfig) -> P
         return Programs(("ours", "theirs"), options.describe(torch.version), used, len(found), peaks, first)
 
 
-def compare_ddp(job: Job, scheduler: Scheduler, timing: BenchConfig, options: TorchOptions) -> tuple[Programs, Steps]:
+def compare_ddp(
+    job: Job, scheduler: Scheduler, timing: BenchConfig, options: TorchOptions
+) -> tuple[Programs, TimedEngine]:
     """Compare steps on a cluster, on threads and of PyTorch's processes in turns, once their first losses agree.
 
     scheduler   of workers with one thread each
@@ -149,7 +151,7 @@ def compare_ddp(job: Job, scheduler: Scheduler, timing: BenchConfig, options: To
         TorchSide(job, timing.seed, 1, options, workers) as torch,
     ):
         cluster = OnWorkers(job, scheduler, timing.seed)
-        sides = (cluster, Steps(on_threads(job, workers), here, timing.seed), torch)
+        sides = (cluster, TimedEngine(on_threads(job, workers), here, timing.seed), torch)
         for side in sides:
             side.run(1)
         check_first(sides, job, options)
@@ -158,7 +160,7 @@ def compare_ddp(job: Job, scheduler: Scheduler, timing: BenchConfig, options: To
         return three(name, found, timing, sides, cluster), cluster
 
 
-def compare_ddp_apart(job: Job, timing: BenchConfig, options: TorchOptions) -> tuple[Programs, Steps]:
+def compare_ddp_apart(job: Job, timing: BenchConfig, options: TorchOptions) -> tuple[Programs, TimedEngine]:
     """Compare the same with one program in memory at a time. Errors as of `compare_ddp`."""
     dataflow = job.dataflow
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
@@ -172,7 +174,7 @@ def compare_ddp_apart(job: Job, timing: BenchConfig, options: TorchOptions) -> t
     @contextmanager
     def with_threads():
         with open_scheduler("threads", workers) as here:
-            yield Steps(on_threads(job, workers), here, timing.seed)
+            yield TimedEngine(on_threads(job, workers), here, timing.seed)
 
     def with_torch():
         return TorchSide(job, timing.seed, 1, options, workers)
@@ -186,7 +188,7 @@ def compare_ddp_apart(job: Job, timing: BenchConfig, options: TorchOptions) -> t
         return three(name, found, timing, sides, cluster), cluster
 
 
-def three(name: str, found: list[Any], timing: BenchConfig, sides: tuple[Any, ...], cluster: Steps) -> Programs:
+def three(name: str, found: list[Any], timing: BenchConfig, sides: tuple[Any, ...], cluster: TimedEngine) -> Programs:
     """Return what turns of a cluster, threads and PyTorch's processes have shown."""
     used, names = undisturbed(found, timing.steps), ("cluster", "threads", "theirs")
     peaks, losses = tuple(side.peak() for side in sides), tuple(side.losses[0] for side in sides)

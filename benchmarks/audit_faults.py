@@ -31,12 +31,13 @@ import numpy as np
 from daskgpt.config.files import digest_of
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.formats.safetensors import TensorFiles
+from daskgpt.model import step
 from daskgpt.schedulers import worker_metrics
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training import job_steps, step
 from daskgpt.training.audit import Audit, Verdict, differing_tensors
 from daskgpt.training.chain import CHAIN, LINK
 from daskgpt.training.checkpoint import DIGEST, STATE, checkpoints, step_folder
+from daskgpt.training.engine import LocalEngine
 from daskgpt.training.logs import METRICS
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -89,18 +90,18 @@ def honest(text: Path, out: Path) -> Path:
 @contextmanager
 def flipped(kind: str, at: int, draw: random.Random) -> Iterator[None]:
     """Flip a bit of the state after a step; kind: "weight", "m" or "v"."""
-    made = job_steps.JobSteps.run
+    made = LocalEngine.run
 
     def run(self: Any, *arguments: Any) -> Any:
-        outcomes, state = made(self, *arguments)
-        if state.step == at + 1:
-            arrays = state.layout.unpack(state.packs)
+        outcomes = made(self, *arguments)
+        if self.made == at + 1:
+            arrays = self.state().layout.unpack(self.state().packs)
             name = draw.choice(sorted(name for name in arrays if name.startswith(f"{kind}.")))
             values = arrays[name].reshape(-1).view(np.uint32)
             values[draw.randrange(values.size)] ^= np.uint32(1 << draw.choice(BITS))
-        return outcomes, state
+        return outcomes
 
-    with patch.object(job_steps.JobSteps, "run", run):
+    with patch.object(LocalEngine, "run", run):
         yield
 
 

@@ -24,8 +24,8 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.training.engine import State
 from daskgpt.training.inference import Inference
-from daskgpt.training.step import State
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from one_number import Dials, Model, bits_after_steps, divisions, own_product, random_dials

@@ -32,7 +32,7 @@ from daskgpt.config.rich import text_table
 from daskgpt.config.run import DataflowConfig
 from daskgpt.kernels.float32.blas import gemm_address, multiply
 from daskgpt.model.parameters import value_count
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of
+from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of
 from daskgpt.profiling.work import Sizes, features, work_of
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler
@@ -145,11 +145,11 @@ def table_of(job: Job, threads: int, seed: int, warmup: int, count: int) -> tupl
     """Return the rows of all kinds of calls in some steps, the slowest first, and the median seconds of a step."""
     limits, state, rows = Limits(threads), 12 * value_count(job.config), defaultdict[str, Row](Row)
     with open_scheduler(job.dataflow.scheduler, threads) as scheduler:
-        steps = Steps(job, scheduler, seed)
+        steps = TimedEngine(job, scheduler, seed)
         steps.run(warmup)
         with scheduler.record() as processes:
             seconds = median(steps.run(count))
-    graph = steps.steps.recorded.unmerged
+    graph = steps.engine.kernels.graph
     for span in (span for process in processes for span in process.spans):
         if (work := work_of(graph, span.key)) is None:
             continue

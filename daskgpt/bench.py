@@ -32,7 +32,7 @@ from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags,
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.profiling.calibrate import calibrate
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps, origin
+from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of, measure_steps, origin
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.job import compile_kernels
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
             print(f"note: other programs keep {others:.1f} cores busy; the figures show a share of the machine only")
         compile_kernels(job.precision)
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
-            steps = Steps(job, scheduler, options.seed)
+            steps = TimedEngine(job, scheduler, options.seed)
             measurement = measure_steps(steps, options.warmup, options.steps, options.recorded)
     if values.json:
         command = shlex.join(["python", "-m", "daskgpt.bench", *(word for word in arguments if word != "--json")])

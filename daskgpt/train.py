@@ -30,6 +30,7 @@ from daskgpt.profiling.recorder import (
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, pointed, step_of
+from daskgpt.training.engine import State, call_on_model
 from daskgpt.training.job import HORIZONS, Job, one_horizon, require_memory
 from daskgpt.training.run_folder import new_folder
 from daskgpt.training.start import (
@@ -38,11 +39,10 @@ from daskgpt.training.start import (
     WarmStart,
     changeable,
     check_beginning,
-    first_state,
+    first_start,
     may_not_change,
     open_dataset,
 )
-from daskgpt.training.step import State, call_on_model
 from daskgpt.training.trainer import Callback, Observers, Result, train
 
 DEFAULT = "tiny"  # the preset
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
         print(predict(job, **asked, timed=True, explain=values.explain))
         return 0
     require_memory(job)
-    first = resumed.initial if resumed else first_state(job, start)
+    first = resumed.start if resumed else first_start(job, start)
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
     result = train(job, first, Observers(callbacks=callbacks, sampler=sampler))
     report(job, result, time.perf_counter() - begin)

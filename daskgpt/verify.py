@@ -16,8 +16,8 @@ from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.checkpoint import load
+from daskgpt.training.engine import State
 from daskgpt.training.inference import Inference
-from daskgpt.training.step import State
 
 # Largest allowed difference, as a share of the tensor's largest magnitude: float32 sums of a few thousand products in
 # another order than the float64 reference's differ by a few 1e-6.

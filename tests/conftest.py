@@ -15,8 +15,8 @@ from daskgpt.formats.llmc import read_debug_state
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.training.engine import State
 from daskgpt.training.inference import Inference
-from daskgpt.training.step import State
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = ModelConfig(blocks=2, heads=2, channels=16, vocabulary=29, padded_vocabulary=32, positions=16)

@@ -14,7 +14,7 @@ from compare.turns import Turn, take_turns, undisturbed
 from conftest import SMALL
 
 from daskgpt.config.run import DataflowConfig, OptimizerConfig
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of
+from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of
 from daskgpt.schedulers.opening import open_scheduler
 
 JOB = job_of(SMALL, BenchConfig(batch_size=4, sequence_length=12), DataflowConfig(scheduler="sync"))
@@ -123,7 +123,7 @@ def test_llmc_output_is_parsed_and_compared(tmp_path):
     assert peak > 1e6
     assert (tmp_path / "threads").read_text() == "3"
     with open_scheduler("sync") as scheduler:
-        found = compare_llmc(Steps(JOB, scheduler, 0), llmc_program(tmp_path), 1, 3)
+        found = compare_llmc(TimedEngine(JOB, scheduler, 0), llmc_program(tmp_path), 1, 3)
     assert (found.step("theirs").median, len(found.turns)) == (0.10225, 2)
     assert found.losses == (pytest.approx(np.log(29), abs=0.1), 3.0)
 

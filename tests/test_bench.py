@@ -9,17 +9,17 @@ import pytest
 from conftest import SMALL
 from control_groups import control_groups
 from records import Record
+from steps import step_of
 
 from daskgpt import bench, train
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.model.parameters import parameter_count, step_operations
-from daskgpt.profiling.measure import Steps, measure_steps, random_batch
+from daskgpt.profiling.measure import TimedEngine, measure_steps, random_batch
 from daskgpt.profiling.plan import fits, predict
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.step import StepOptions, TrainingStep
 
 SIZE = ["--blocks", "2", "--heads", "2", "--channels", "32", "--batch-size", "4", "--sequence-length", "32"]
 FLAGS = [*SIZE, "--steps", "3", "--warmup", "1", "--recorded", "1"]
@@ -51,15 +51,15 @@ def test_measurement_record(capsys, flags):
     assert settings["threads"] == (1 if "sync" in flags else machine.usable_cores())
     assert (settings["batch_size"], settings["sequence_length"], settings["sequence_chunk"]) == (4, 32, 16)
     chunk, grain = (settings["batch_chunk"], 16), settings["grain"]  # what the machine chose
-    step = TrainingStep(config, (4, 32), chunk, job_of().optimizer, options=StepOptions(grain=grain, in_place=True))
-    assert settings["tasks"] == sum(not is_leaf(node) for node in step.runnable.graph.values())
+    step = step_of(config, (4, 32), chunk, job_of().optimizer, grain=grain, in_place=True)
+    assert settings["tasks"] == sum(not is_leaf(node) for node in step.graph.values())
     assert record.versions["numpy"] == np.__version__
 
 
 def test_worker_kernels_are_counted(cluster):
     cluster.have(1)
     with open_scheduler(cluster.address) as scheduler:
-        steps = Steps(job_of(scheduler=cluster.address), scheduler, 0)
+        steps = TimedEngine(job_of(scheduler=cluster.address), scheduler, 0)
         found = measure_steps(steps, warmup=1, timed=2, recorded=1)
         assert len(steps.cpu()) == 3  # this process, the worker and the scheduler
     figures = {name: figure["median"] for name, figure in found.figures.items()}
@@ -70,12 +70,13 @@ def test_worker_kernels_are_counted(cluster):
 
 def test_overlapping_steps_are_timed_in_windows():
     with open_scheduler("threads", 2) as scheduler:
-        steps = Steps(job_of(barrier="none", window=2, grain="block", batch_chunk=2, sequence_chunk=12), scheduler, 0)
+        job = job_of(barrier="none", window=2, grain="block", batch_chunk=2, sequence_chunk=12)
+        steps = TimedEngine(job, scheduler, 0)
         assert len(steps.run(3)) == 2
         assert len(steps.losses) == 4
     with open_scheduler("sync") as scheduler:
         same = job_of(scheduler="sync", grain="block", batch_chunk=2, sequence_chunk=12)  # a library's sums follow them
-        alone = Steps(same, scheduler, 0)
+        alone = TimedEngine(same, scheduler, 0)
         assert len(alone.run(4)) == 4
     assert alone.losses == steps.losses
 
@@ -147,10 +148,10 @@ def test_predicted_peak_matches_a_real_step(dataflow):
     # So wide that arrays, not the 1.2 MB of Python's own objects for a run's tasks, are what is compared.
     job = job_of(replace(SMALL, channels=256, positions=64), 8, 64, scheduler="sync", **dataflow)
     with open_scheduler("sync") as scheduler:
-        Steps(job, scheduler, 0).run(1)  # what is imported, compiled and kept
+        TimedEngine(job, scheduler, 0).run(1)  # what is imported, compiled and kept
         tracemalloc.start()
-        steps = Steps(job, scheduler, 0)
-        state = sum(value.nbytes for pack in steps.state.packs for value in pack)
+        steps = TimedEngine(job, scheduler, 0)
+        state = sum(value.nbytes for pack in steps.engine.state().packs for value in pack)
         graph = tracemalloc.get_traced_memory()[0] - state
         tracemalloc.reset_peak()
         steps.run(1)

@@ -5,6 +5,7 @@ import pytest
 from conftest import GOLDEN, SMALL, random_batch, random_parameters
 from one_number import MODELS, Dials, bits_after_steps
 from product_cases import UNITS, using
+from steps import run_step, state_of, step_of
 from tolerances import TOLERANCES
 
 from daskgpt import verify
@@ -13,7 +14,6 @@ from daskgpt.kernels.bfloat16.gemm import TrainedWeight, pack_weight
 from daskgpt.kernels.bfloat16.isa import outruns_float32, unit
 from daskgpt.model.precision import BFLOAT16, FLOAT32, settle
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.step import StepOptions, TrainingStep
 
 
 def test_bfloat16_losses_are_close_to_float32():
@@ -26,12 +26,10 @@ def test_bfloat16_losses_are_close_to_float32():
 
 
 def test_an_update_renews_the_packed_copy(random):
-    step = TrainingStep(
-        SMALL, (4, 12), (2, 12), OptimizerConfig(), precision=BFLOAT16, options=StepOptions(in_place=True)
-    )
-    state = step.initial(random_parameters(SMALL, random))
+    step = step_of(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision=BFLOAT16, in_place=True)
+    state = state_of(step, random_parameters(SMALL, random))
     with open_scheduler("threads", 2) as scheduler:
-        _, state = step(scheduler, state, *random_batch(SMALL, random), 1)
+        _, state = run_step(scheduler, step, state, random_batch(SMALL, random), 1)
     trained = [value for pack in state.packs for value in pack if isinstance(value, TrainedWeight)]
     assert {weight.values.shape for weight in trained} == {(32, 16), (48, 16), (16, 16), (64, 16), (16, 64)}
     assert len(trained) == 9  # four a block and the embedding

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import SMALL
 from small_runs import losses_of
+from steps import run_step, step_of
 from test_one_number import needs_own_product
 
 from daskgpt import digest, train
@@ -18,9 +19,8 @@ from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.model.precision import FLOAT32
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import ChunkChoice, Trial, Work, candidates, most_bytes
+from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job
-from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.step import StepOptions, TrainingStep
 
 TINY = preset("tiny")
 
@@ -80,8 +80,8 @@ def job(shape=(3, 12), config=SMALL, **dataflow):
 
 def spans_of(step, seconds):
     """Kernel calls of one step, of the length that a function of their origin says."""
-    keys = [call.key for node in step.runnable.graph.values() for call in calls_of(node)]
-    return [Span(key, 1, 0.0, seconds(step.recorded.origin(key))) for key in keys if step.recorded.origin(key)]
+    keys = [call.key for node in step.graph.values() for call in calls_of(node)]
+    return [Span(key, 1, 0.0, seconds(step.kernels.origin(key))) for key in keys if step.kernels.origin(key)]
 
 
 @needs_own_product
@@ -91,18 +91,20 @@ def test_measured_times_change_the_chunks_once():
     ends = []
     for change in (False, True):
         with open_scheduler("threads", 2) as scheduler:
-            steps, losses = JobSteps(job((3, 64), config), scheduler, str), []
-            steps.step.set_chunk((3, 32))
-            state = steps.initial(initial_parameters(config, 0))
+            engine, losses = LocalEngine(job((3, 64), config), scheduler, str), []
+            engine.step = engine.step.with_dials(chunk=(3, 32))
+            engine.start(initial_parameters(config, 0))
             for number, tokens in enumerate(random):
                 if change and number == 1:
-                    slow = spans_of(steps.step, lambda origin: 0.5 if origin.layer == "attention" else 1e-4)
-                    assert "3 of 1 x 64" in steps.chunks.settle(steps.step, slow, 100)
-                    assert steps.chunk == (1, 64)
-                loss, state = steps.step(scheduler, state, tokens[:, :-1], tokens[:, 1:], 3)
-                losses.append(loss)
-            assert steps.choice.open
-            ends.append((losses, digest(state.parameters(scheduler))))
+                    slow = spans_of(engine.step, lambda origin: 0.5 if origin.layer == "attention" else 1e-4)
+                    engine.step, line = engine.chunks.choose(engine.step, slow, 100)
+                    assert "3 of 1 x 64" in line
+                    assert engine.chunk == (1, 64)
+                outcome, state = run_step(scheduler, engine.step, engine.state(), (tokens[:, :-1], tokens[:, 1:]), 3)
+                engine.resume(state)
+                losses.append(outcome.loss)
+            assert engine.choice.undecided
+            ends.append((losses, digest(engine.state().parameters(scheduler))))
     assert ends[0] == ends[1]
 
 
@@ -110,17 +112,17 @@ def test_chunks_stay_without_a_clear_gain():
     with open_scheduler("threads", 2) as scheduler:
         own = job((3, 64), replace(SMALL, positions=64))
         for seconds, steps in ((0.1, 1), (1e-4, 20)):
-            made = JobSteps(own, scheduler)
-            made.step.set_chunk((3, 32))
-            slow = spans_of(made.step, lambda origin, s=seconds: s if origin.layer == "attention" else 0.0)
-            assert made.chunks.settle(made.step, slow, steps) == ""
-            assert (made.chunk, made.chunks.open) == ((3, 32), False)
+            engine = LocalEngine(own, scheduler)
+            step = engine.step.with_dials(chunk=(3, 32))
+            slow = spans_of(step, lambda origin, s=seconds: s if origin.layer == "attention" else 0.0)
+            assert engine.chunks.choose(step, slow, steps) == (step, "")
+            assert not engine.chunks.undecided
 
 
 def test_library_product_fixes_the_chunks(monkeypatch):
     monkeypatch.setenv(VARIABLE, "numpy")
     choice = ChunkChoice(TINY, (12, 64), DataflowConfig(), FLOAT32, 4)
-    assert (choice.first, choice.open) == ((3, 64), False)
+    assert (choice.first, choice.undecided) == ((3, 64), False)
     assert "other chunks change bits" in choice.reason
 
 
@@ -138,18 +140,18 @@ def test_step_beyond_free_memory_gets_smaller_chunks(available, chunk, peak, rea
     """Logits take most of the memory here: the cut decides how many of them there are at once."""
     config = replace(SMALL, vocabulary=4000, padded_vocabulary=4000)
     choice = ChunkChoice(config, (64, 12), DataflowConfig(), FLOAT32, 2)
-    step = TrainingStep(
-        config, (64, 12), choice.first, OptimizerConfig(), options=StepOptions(grain="segment", in_place=True)
-    )
+    step = step_of(config, (64, 12), choice.first, OptimizerConfig(), grain="segment", in_place=True)
     assert (choice.first, Trial(step).peak, most_bytes(step)) == ((32, 12), 9_153_280, 17_814_532)
-    assert choice.fit(step, 1, available).startswith(warning)
-    assert (step.chunk, choice.open) == (chunk, available == 17_814_532)
+    step, told = choice.fit(step, 1, available)
+    assert told.startswith(warning)
+    assert (step.dials.chunk, choice.undecided) == (chunk, available == 17_814_532)
     assert Trial(step).peak <= peak
     assert choice.reason.endswith(reason) or (warning and reason in choice.reason)
-    dataflow = DataflowConfig(batch_chunk=step.chunk[0], sequence_chunk=12)
+    dataflow = DataflowConfig(batch_chunk=step.dials.chunk[0], sequence_chunk=12)
     given = ChunkChoice(config, (64, 12), dataflow, FLOAT32, 2)
-    assert given.fit(step, 1, 100_000).startswith("a step takes")
-    assert (step.chunk, given.reason) == (chunk, "")
+    step, told = given.fit(step, 1, 100_000)
+    assert told.startswith("a step takes")
+    assert (step.dials.chunk, given.reason) == (chunk, "")
 
 
 def run(small_text, tmp_path, name, *flags):

@@ -12,6 +12,7 @@ import pytest
 from conftest import GOLDEN, SMALL, random_batch, random_parameters
 from one_number import MODELS, Dials, outcomes_of_steps
 from small_runs import OPTIMIZER, fit, losses_of, stopping_at, tensors_of
+from steps import run_step, state_of, step_of
 
 import daskgpt
 from daskgpt.config.run import OptimizerConfig
@@ -19,10 +20,10 @@ from daskgpt.graph.calls import is_sum, origin_of
 from daskgpt.kernels.optimizers import UNIT_ROWS, adamw, adamw_inplace, guard, squares
 from daskgpt.model.optimizer import Guarded
 from daskgpt.model.precision import precision_of
+from daskgpt.model.step import NO_LIMITS, Outcome
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
 from daskgpt.training.metrics import LEAST, WINDOW, Outliers
-from daskgpt.training.step import NO_LIMITS, Outcome, StepOptions, TrainingStep
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["clipping"]
 SHAPES = {"a": (130, 33), "bb": (33,), "ccc": (1, 7)}
@@ -82,9 +83,9 @@ def test_norm_of_gradients(random):
     (gradients,) = dask.compute(loss_and_gradients(SMALL, parameters, *lazy)[1], scheduler="sync")
     expected = math.sqrt(sum(float((g.astype("float64") ** 2).sum()) for g in gradients.values()))
     with open_scheduler("sync", 1) as scheduler:
-        step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(clip=1.0), options=StepOptions(in_place=True))
-        handles, _ = step.submit(scheduler, step.initial(parameters), batch, 10)
-        assert step.outcome(scheduler, handles).norm == pytest.approx(expected, rel=1e-6)
+        step = step_of(SMALL, (4, 12), (2, 6), OptimizerConfig(clip=1.0), in_place=True)
+        outcome, _ = run_step(scheduler, step, state_of(step, parameters), batch, 10)
+        assert outcome.norm == pytest.approx(expected, rel=1e-6)
 
 
 CLIPPED = OptimizerConfig(clip=0.5, warmup=OPTIMIZER.warmup)
@@ -100,7 +101,7 @@ def told(run, name):
 @pytest.mark.parametrize("shared", [False, True])
 def test_clipped_run_logs_norms_and_resumes_to_the_same_bits(small_text, tmp_path, cluster, shared, monkeypatch):
     cluster.have(2)
-    monkeypatch.setattr("daskgpt.training.rank_steps.WINDOW_SECONDS", 0)  # it ends after one
+    monkeypatch.setattr("daskgpt.training.rank_engine.WINDOW_SECONDS", 0)  # it ends after one
     dataflow = {"scheduler": cluster.address} if shared else {"scheduler": "threads", "barrier": "none"}
     fit(small_text, tmp_path / "whole", optimizer=CLIPPED)
     fit(small_text, tmp_path / "run", optimizer=CLIPPED, dataflow=dataflow, on_step=stopping_at(5))
@@ -150,12 +151,12 @@ def test_skipped_update_changes_nothing(random, limits, in_place, precision):
     before = {name: value.tobytes() for name, value in parameters.items()}
     optimizer = OptimizerConfig(skip_outliers=6.0, warmup=1)
     with open_scheduler("sync", 1) as scheduler:
-        step = TrainingStep(SMALL, (4, 12), (2, 6), optimizer, precision_of(precision), StepOptions(in_place=in_place))
-        handles, state = step.submit(scheduler, step.initial(parameters), batch, 10, limits)
-        assert not step.outcome(scheduler, handles).made
+        step = step_of(SMALL, (4, 12), (2, 6), optimizer, precision_of(precision), in_place=in_place)
+        outcome, state = run_step(scheduler, step, state_of(step, parameters), batch, 10, limits)
+        assert not outcome.made
         assert {name: value.tobytes() for name, value in state.parameters(scheduler).items()} == before
-        handles, state = step.submit(scheduler, state, batch, 10)
-        assert step.outcome(scheduler, handles).made
+        outcome, state = run_step(scheduler, step, state, batch, 10)
+        assert outcome.made
         after = {name: value.tobytes() for name, value in state.parameters(scheduler).items()}
         assert not {name for name in before if after[name] == before[name]}
 
@@ -239,13 +240,13 @@ def test_error_names_the_last_good_checkpoint(small_text, tmp_path):
 
 def test_sums_of_layers_stay_apart_between_barriers():
     """As one task of a block they were in one layer's stage, and waited for the stages of others: a cycle."""
-    options = StepOptions(grain="chunk", barrier="layer", groups=4, in_place=True)
+    dials = {"grain": "chunk", "barrier": "layer", "groups": 4, "in_place": True}
     model = replace(SMALL, blocks=2), (4, 4), (1, 1), OptimizerConfig(clip=0.5), precision_of("bfloat16")
-    step, stages = TrainingStep(*model, options), {}
-    graph = step.recorded.unmerged
-    group_of = step.fusion("chunk").groups(graph)
+    step, stages = step_of(*model, **dials), {}
+    graph = step.kernels.graph
+    groups = step.dials.fusion(ranked=False).groups(graph)
     for key, node in graph.items():
         if is_sum(node):
-            stages.setdefault(group_of(key), set()).add(origin_of(node).stage)
+            stages.setdefault(groups[key], set()).add(origin_of(node).stage)
     assert len(stages) > 20
     assert {len(own) for group, own in stages.items() if group is not None} == {1}

@@ -13,6 +13,7 @@ from conftest import SMALL, random_batch
 from distributed import Client
 from machines import KillItself, wait_until
 from small_runs import FLAGS, MODEL, OPTIMIZER, losses_of, same, tensors_of
+from steps import run_step, state_of, step_of
 from threadpoolctl import threadpool_info
 
 import daskgpt
@@ -24,8 +25,8 @@ from daskgpt.schedulers.membership import members, running
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import WorkerLost
 from daskgpt.schedulers.worker_metrics import METRIC
+from daskgpt.training.engine import State, call_on_model
 from daskgpt.training.rank_program import RankProgram
-from daskgpt.training.step import State, StepOptions, TrainingStep, call_on_model
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
 engines = pytest.mark.parametrize("engine", ["ranks", "tasks"])
@@ -73,10 +74,10 @@ def test_address_of_a_worker_names_its_scheduler(cluster):
 
 
 def state_after_a_step(scheduler, precision):
-    own = StepOptions(in_place=scheduler.in_place)
-    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision_of(precision), own)
-    initial = step.initial(daskgpt.initial_parameters(SMALL, 0))
-    return step(scheduler, initial, *random_batch(SMALL, np.random.default_rng(1), (4, 12)), 10)[1]
+    precision, dials = precision_of(precision), {"in_place": scheduler.in_place}
+    step = step_of(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision, **dials)
+    initial = state_of(step, daskgpt.initial_parameters(SMALL, 0))
+    return run_step(scheduler, step, initial, random_batch(SMALL, np.random.default_rng(1), (4, 12)), 10)[1]
 
 
 def summed(parameters):

@@ -9,13 +9,13 @@ import pytest
 import rank_threads
 from conftest import SMALL
 from one_number import MODELS, SEED, VARIANTS, Dials, outcomes_of_steps, raw_numbers, seed, start_values
+from steps import step_of
 
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph import distribute, update_in_place
 from daskgpt.graph.distribute import Rank
 from daskgpt.graph.fuse import GRAINS
 from daskgpt.model.precision import precision_of
-from daskgpt.training.step import StepOptions, TrainingStep
 
 STEPS = 3
 
@@ -59,12 +59,10 @@ def test_ranks_train_to_the_bits_of_one_process(name, count, monkeypatch):
 
 @pytest.mark.parametrize("grain", GRAINS)
 def test_tasks_of_a_rank_of_many_chunks(grain):
-    options = StepOptions(grain=grain, in_place=True, groups=2)
     config, rank = replace(SMALL, blocks=3), Rank(0, 2, None, 2, 16, 16)
-    step = TrainingStep(config, (16, 16), (1, 16), OptimizerConfig(), options=options, rank=rank)
-    assert step.large
+    step = step_of(config, (16, 16), (1, 16), OptimizerConfig(), rank=rank, grain=grain, in_place=True, groups=2)
     assert step.chunks == 8
-    assert step.runnable.tasks > 8
+    assert step.tasks > 8
 
 
 def test_moments_on_owners_and_one_message_per_bucket():

@@ -11,15 +11,16 @@ from conftest import GOLDEN, SMALL, assert_agrees, random_batch, random_paramete
 from reference_dropout import factors, of_batch
 from reference_gpt2 import expected
 from small_runs import fit, losses_of, stopping_at, tensors_of
+from steps import run_step, state_of, step_of
 from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.kernels.dropout import dropped, philox, streams, threshold_of
 from daskgpt.model.gpt2 import lazy_inputs, mean_loss
+from daskgpt.model.step import gradients_of
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.step import StepOptions, TrainingStep, gradients_of, input_values, of_sequences
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["dropout"]
 DROPPING = OptimizerConfig(dropout=0.2, warmup=3)
@@ -66,9 +67,9 @@ def test_dropped_share():
 
 
 def test_without_dropout_a_step_has_no_more_tasks_and_inputs():
-    step = TrainingStep(SMALL, (4, 12), (2, 12), OptimizerConfig(), options=StepOptions(grain="kernel"))
-    assert "streams" not in step.recorded.inputs
-    assert not any("dropout" in key[0] for key in step.recorded.unmerged)
+    step = step_of(SMALL, (4, 12), (2, 12), OptimizerConfig(), grain="kernel")
+    assert "streams" not in step.kernels.inputs
+    assert not any("dropout" in key[0] for key in step.kernels.graph)
 
 
 @pytest.mark.parametrize("chunk", [(4, 12), (1, 4)], ids=str)
@@ -90,9 +91,9 @@ def test_masks_follow_from_step_and_seed(random):
     parameters, batch = random_parameters(SMALL, random), random_batch(SMALL, random)
 
     def loss_of(seed, number):
-        step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(dropout=0.3), options=StepOptions(seed=seed))
+        step = step_of(SMALL, (4, 12), (2, 6), OptimizerConfig(dropout=0.3))
         with open_scheduler("sync", 1) as scheduler:
-            return step(scheduler, step.initial(parameters, step=number), *batch, 10)[0]
+            return run_step(scheduler, step, state_of(step, parameters, number), batch, 10, seed=seed)[0].loss
 
     losses = [loss_of(0, 3), loss_of(0, 4), loss_of(1, 3)]
     assert len(set(losses)) == 3
@@ -116,12 +117,7 @@ def test_validation_has_no_dropout(small_text, tmp_path):
     assert not set(plain.losses) & set(other.losses)
 
 
-def test_keys_follow_sequences_and_bad_rates_are_refused():
-    tokens = np.arange(8, dtype=np.int32).reshape(4, 2)
-    part = of_sequences(input_values(tokens, hyper=np.zeros(3), streams=streams(0, 1, 4)), slice(2, 4))
-    np.testing.assert_array_equal(part["tokens"], tokens[2:])
-    np.testing.assert_array_equal(part["streams"], streams(0, 1, 4)[2:])
-    assert ("targets" in part, len(part["hyper"]), len(part["positions"])) == (False, 3, 2)
+def test_bad_rates_are_refused():
     for rate in (1.0, -0.1):
         with pytest.raises(ValueError, match="dropout must be (at least 0|below 1)"):
             OptimizerConfig(dropout=rate)

@@ -15,7 +15,7 @@ import daskgpt
 from daskgpt import audit
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.model.parameters import tensors
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
+from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of, measure_steps
 from daskgpt.profiling.plan import predict
 from daskgpt.profiling.timeline import summarise
 from daskgpt.schedulers.opening import open_scheduler
@@ -92,7 +92,7 @@ def test_plan_bench_and_timeline_of_extensions(config, optimizer, grain, moments
     made = job(config, optimizer, grain)
     assert predict(made).made["optimizer"] == moment_bytes(config, *moments)
     with open_scheduler("threads", 2) as scheduler:
-        steps = Steps(made, scheduler, 0)
+        steps = TimedEngine(made, scheduler, 0)
         assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"]["median"] > 0
         assert kernels <= {".".join(own) for own in summarise(steps.timeline(1)).kernels}
 

@@ -13,6 +13,7 @@ import pytest
 from conftest import SMALL, random_batch, random_parameters
 from one_number import MODELS, Dials, Model, outcomes_of_steps
 from small_runs import MODEL
+from steps import run_step, state_of, step_of
 from tolerances import TOLERANCES
 
 import daskgpt
@@ -33,7 +34,6 @@ from daskgpt.profiling.plan import predict
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import GrainChoice
 from daskgpt.training.job import Job
-from daskgpt.training.step import StepOptions, TrainingStep
 
 
 def assert_same_bits(found, expected, what):
@@ -51,8 +51,8 @@ def test_shared_update_tasks_give_the_same_bits(rows, monkeypatch):
     config = replace(SMALL, vocabulary=200, padded_vocabulary=0, channels=rows * 2)
     model, dials = Model(config, (4, 12)), [Dials((2, 12), "step", "block", "threads", 2, own) for own in (False, True)]
     assert_same_bits(*(outcomes_of_steps(model, "float32", own) for own in dials), rows)
-    step = TrainingStep(config, (4, 12), (2, 12), OptimizerConfig(), options=StepOptions(in_place=True))
-    shares = [key for key in step.runnable.graph if key[0].startswith("adamw-wte.weight")]
+    step = step_of(config, (4, 12), (2, 12), OptimizerConfig(), in_place=True)
+    shares = [key for key in step.graph if key[0].startswith("adamw-wte.weight")]
     assert len(shares) == 4
 
 
@@ -65,15 +65,16 @@ def test_more_threads_share_updates_and_heads_and_change_no_bit(precision, of_pi
     config = replace(SMALL, vocabulary=300, padded_vocabulary=0)
     parameters, batch, found = random_parameters(config, random), random_batch(config, random, (8, 12)), {}
     for threads in (2, 3, 8):
-        options = StepOptions(in_place=True, threads=threads)
-        step = TrainingStep(config, (8, 12), (1, 12), OptimizerConfig(), precision_of(precision), options)
-        graph = step.recorded.unmerged
-        waits = memory_waits(graph, CROSSENTROPY.name, step.micro_batches, threads=threads)
+        step = step_of(
+            config, (8, 12), (1, 12), OptimizerConfig(), precision_of(precision), in_place=True, threads=threads
+        )
+        graph = step.kernels.graph
+        waits = memory_waits(graph, CROSSENTROPY.name, MicroBatches(1, 8), threads=threads)
         heads = sum(origin_of(graph[key]).layer == CROSSENTROPY.name for key in waits)
         updates = sum(key[0].startswith("adamw-wte.weight") for key in graph)
         with open_scheduler("threads", threads) as scheduler:
-            state = step.initial({name: value.copy() for name, value in parameters.items()})
-            _, state = step.submit(scheduler, state, batch, 10)
+            state = state_of(step, {name: value.copy() for name, value in parameters.items()})
+            _, state = run_step(scheduler, step, state, batch, 10)
             found[threads] = heads, updates, daskgpt.digest(state.parameters(scheduler))
     (heads, updates, bits), (few, _, same), (none, more, also) = found.values()
     assert (heads, few, none) == (6, 5, 0)
@@ -82,10 +83,10 @@ def test_more_threads_share_updates_and_heads_and_change_no_bit(precision, of_pi
 
 
 def test_updates_in_place_wait_for_every_reader_of_the_old_value():
-    step = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), options=StepOptions(grain="kernel", in_place=True))
-    graph = step.runnable.graph
+    step = step_of(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="kernel", in_place=True)
+    graph = step.graph
     homes = {call.key: key for key, node in graph.items() if not is_leaf(node) for call in node.func.calls}
-    waits = [(update, reader) for update, readers in step.recorded.after.items() for reader in readers]
+    waits = [(update, reader) for update, readers in step.kernels.after.items() for reader in readers]
     assert len(waits) > 50
     assert all(homes[reader] in graph[homes[update]].dependencies for update, reader in waits)
 
@@ -102,7 +103,7 @@ def test_given_parameters_are_not_overwritten(random, small_text):
 
 
 def tasks_of(grain, chunk):
-    graph = TrainingStep(SMALL, (4, 12), chunk, OptimizerConfig(), options=StepOptions(grain=grain)).runnable.graph
+    graph = step_of(SMALL, (4, 12), chunk, OptimizerConfig(), grain=grain).graph
     return [key for key, node in graph.items() if not is_leaf(node)]
 
 
@@ -122,7 +123,7 @@ def chunk_of_call(call):
 
 
 def test_a_segment_stays_in_its_chunk():
-    graph = TrainingStep(SMALL, (4, 12), (2, 6), OptimizerConfig(), options=StepOptions(grain="segment")).runnable.graph
+    graph = step_of(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="segment").graph
     programs = [node.func for node in graph.values() if not is_leaf(node)]
     assert max(len(program.calls) for program in programs) > 10
     assert {len({chunk_of_call(call) for call in program.calls}) for program in programs} == {1}
@@ -139,20 +140,19 @@ def test_a_segment_stays_in_its_chunk():
     ],
 )
 def test_auto_grain_is_the_finest_with_long_tasks(seconds, chunks, threads, grain):
-    options = StepOptions(grain="segment", in_place=True, threads=threads)
-    step = TrainingStep(SMALL, (4, 12), (4 // chunks, 12), OptimizerConfig(), options=options)
-    calls = [call.key for node in step.runnable.graph.values() for call in calls_of(node)]
+    dials = {"grain": "segment", "in_place": True, "threads": threads}
+    step = step_of(SMALL, (4, 12), (4 // chunks, 12), OptimizerConfig(), **dials)
+    calls = [call.key for node in step.graph.values() for call in calls_of(node)]
     choice = GrainChoice("auto", "step", in_place=True)
-    assert (choice.first, choice.open) == ("segment", True)
-    assert choice.settle(step, [Span(key, 1, 0.0, seconds) for key in calls], threads, 1e9).startswith(
-        f"{grain}, tasks of"
-    )
-    assert (step.grain, choice.open) == (grain, False)
+    assert (choice.first, choice.undecided) == ("segment", True)
+    step, line = choice.choose(step, [Span(key, 1, 0.0, seconds) for key in calls], threads, 1e9)
+    assert line.startswith(f"{grain}, tasks of")
+    assert (step.dials.grain, choice.undecided) == (grain, False)
 
 
 def test_grain_on_a_cluster_follows_the_packs():
     choice = GrainChoice("auto", "step", in_place=False)
-    assert (choice.first, choice.open) == ("block", False)
+    assert (choice.first, choice.undecided) == ("block", False)
 
 
 def test_program_drops_values_after_their_last_reader():
@@ -175,15 +175,13 @@ def test_program_drops_values_after_their_last_reader():
 
 def spans_of(barrier, grain="kernel", steps=2):
     random = np.random.default_rng(5)
-    step = TrainingStep(
-        SMALL, (4, 12), (2, 6), OptimizerConfig(), options=StepOptions(grain=grain, barrier=barrier, in_place=True)
-    )
-    state = step.initial(random_parameters(SMALL, random))
+    step = step_of(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain=grain, barrier=barrier, in_place=True)
+    state = state_of(step, random_parameters(SMALL, random))
     with open_scheduler("threads", 2) as scheduler:
         for _ in range(steps):
             with scheduler.record() as processes:
-                _, state = step(scheduler, state, *random_batch(SMALL, random), steps)
-        return [(step.recorded.origin(span.key), span) for span in processes[0].spans]
+                _, state = run_step(scheduler, step, state, random_batch(SMALL, random), steps)
+        return [(step.kernels.origin(span.key), span) for span in processes[0].spans]
 
 
 def intervals(spans, name_of):
@@ -202,10 +200,8 @@ def test_barriers_separate_stages(barrier, stage):
 
 
 def test_overlapping_steps_wait_only_for_updates():
-    step = TrainingStep(
-        SMALL, (4, 12), (2, 6), OptimizerConfig(), options=StepOptions(grain="kernel", barrier="none", in_place=True)
-    )
-    graph = step.runnable.window(2)
+    step = step_of(SMALL, (4, 12), (2, 6), OptimizerConfig(), grain="kernel", barrier="none", in_place=True)
+    graph = step.window(2)
     earlier = {
         calls_of(node)[0].key: {need[0].split("-")[0] for need in node.dependencies if need[0].endswith("-0")}
         for key, node in graph.items()
@@ -244,10 +240,8 @@ def test_memory_of_micro_batches(config):
 
 def test_sums_follow_their_micro_batch():
     config = MODELS["odd"].config
-    step = TrainingStep(config, (6, 20), (1, 20), OptimizerConfig(), options=StepOptions(in_place=True, accumulate=3))
-    sums = [
-        node.func for node in step.recorded.unmerged.values() if getattr(getattr(node, "func", None), "whole", False)
-    ]
+    step = step_of(config, (6, 20), (1, 20), OptimizerConfig(), in_place=True, accumulate=3)
+    sums = [node.func for node in step.kernels.graph.values() if getattr(getattr(node, "func", None), "whole", False)]
     assert {each.micro for each in sums} == {0, 1, 2, None}
     assert {each.origin.where for each in sums if each.micro is None} == {"wte+wpe"}
 

@@ -7,7 +7,7 @@ import daskgpt
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.model.parameters import step_operations
-from daskgpt.profiling.measure import BatchConfig, Steps, job_of
+from daskgpt.profiling.measure import BatchConfig, TimedEngine, job_of
 from daskgpt.profiling.work import features, work_of
 
 SMALL = ModelConfig(blocks=2, heads=2, channels=32, vocabulary=50, padded_vocabulary=50, positions=16)
@@ -20,7 +20,7 @@ def test_operations_of_all_calls_are_those_of_the_model(chunk, barrier, monkeypa
     cut = dict(zip(("batch_chunk", "sequence_chunk"), chunk))
     job = job_of(SMALL, SHAPE, DataflowConfig(scheduler="sync", grain="block", barrier=barrier, **cut))
     with daskgpt.open_scheduler("sync") as scheduler:
-        graph = Steps(job, scheduler, 0).steps.recorded.unmerged
+        graph = TimedEngine(job, scheduler, 0).engine.kernels.graph
     works = [work for key in graph if (work := work_of(graph, key))]
     products = [
         work for work in works if "b" in (axes := work[0].rpartition(" ")[2]) and len(set(axes) & set("OCV")) == 2

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import GOLDEN, SMALL, random_batch, random_parameters
 from one_number import MODELS, Dials, outcomes_of_steps
+from steps import run_step, state_of, step_of
 from tolerances import TOLERANCES
 
 import daskgpt
@@ -15,7 +16,6 @@ from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.model.precision import FLOAT32, FLOAT64
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
-from daskgpt.training.step import TrainingStep
 from daskgpt.verify import TOLERANCE, compare
 
 
@@ -47,12 +47,12 @@ def test_golden_losses_of_ten_steps(options, precision, losses, tolerance, golde
     """AdamW's and Muon's (for the matrices of the blocks) beside those of PyTorch."""
     config, parameters = golden_model
     optimizer = OptimizerConfig(schedule="constant", **EXPECTED["adamw"] | options)
-    step, found = TrainingStep(config, (4, 32), (2, 16), optimizer, precision), []
-    state = step.initial(parameters)
+    step, found = step_of(config, (4, 32), (2, 16), optimizer, precision), []
+    state = state_of(step, parameters)
     with open_scheduler("threads", 2) as scheduler:
         for _ in range(10):
-            loss, state = step(scheduler, state, golden_state.tokens, golden_state.targets, 10)
-            found.append(loss)
+            outcome, state = run_step(scheduler, step, state, (golden_state.tokens, golden_state.targets), 10)
+            found.append(outcome.loss)
     np.testing.assert_allclose(found, EXPECTED[losses], **TOLERANCES[tolerance])
 
 

@@ -21,7 +21,7 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, Texts
 from daskgpt.model import parameters
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of, measure_steps
+from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of, measure_steps
 from daskgpt.profiling.plan import predict
 from daskgpt.profiling.timeline import summarise
 from daskgpt.schedulers.opening import open_scheduler
@@ -170,7 +170,7 @@ def test_every_grain_fuses_the_model_to_the_same_losses():
     for grain in ("kernel", "block", "chunk"):
         dials = DataflowConfig(scheduler="sync", grain=grain, batch_chunk=2, sequence_chunk=12)
         with open_scheduler("sync", 1) as scheduler:
-            steps = Steps(job_of(CONFIG, BenchConfig(batch_size=4, sequence_length=12), dials), scheduler, 0)
+            steps = TimedEngine(job_of(CONFIG, BenchConfig(batch_size=4, sequence_length=12), dials), scheduler, 0)
             steps.run(2)
             losses.append(steps.losses)
     assert losses[0] == losses[1] == losses[2]
@@ -193,7 +193,7 @@ def test_plan_bench_and_timeline_of_extensions():
     shapes = parameters.parameter_shapes(CONFIG).values()
     assert predict(made).made["optimizer"] == sum(4 * (int(np.prod(shape)) + shape[0]) for shape in shapes)
     with open_scheduler("threads", 2) as scheduler:
-        steps = Steps(made, scheduler, 0)
+        steps = TimedEngine(made, scheduler, 0)
         assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"]["median"] > 0
         kernels = {"swiglu.forward", "heads.backward", "mini.update"}
         assert kernels <= {".".join(own) for own in summarise(steps.timeline(1)).kernels}

@@ -96,7 +96,7 @@ def test_on_step_stops_and_run_resumes_repeatedly(small_text, whole, tmp_path):
 def test_resume_between_threads_and_a_cluster(small_text, tmp_path, whole, cluster, monkeypatch):
     """The cluster's checkpoints are fetched while it continues."""
     cluster.have(2)
-    monkeypatch.setattr("daskgpt.training.rank_steps.WINDOW_SECONDS", 0)  # it ends after one
+    monkeypatch.setattr("daskgpt.training.rank_engine.WINDOW_SECONDS", 0)  # it ends after one
     out = tmp_path / "run"
     spread = {"scheduler": cluster.address, "batch_chunk": 1, "sequence_chunk": 8}
     fit(small_text, out, dataflow=THREADS, on_step=stopping_at(3))

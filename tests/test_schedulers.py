@@ -22,7 +22,7 @@ from daskgpt.schedulers import connect, failures, machine, membership, opening, 
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import own_threads
 from daskgpt.training import recovery
-from daskgpt.training.rank_steps import RankSteps
+from daskgpt.training.rank_engine import RankEngine
 from daskgpt.training.recovery import RecoveryPoints
 
 OPTIONS = {"threads_per_worker": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
@@ -223,25 +223,25 @@ def test_active_client_runs_what_asks_for_no_scheduler(threads, client, small_te
     [({"snapshot_every": 3}, 1), ({"snapshot_every": 0, "save_every": 5}, 3), ({"snapshot_every": 0}, 8)],
 )
 def test_recovery_continues_from_the_newest_state(client, small_text, run, again, tmp_path, monkeypatch):
-    lost, steps_run = [], RankSteps.run
+    lost, steps_run = [], RankEngine.run
 
-    def losing(self, state, *rest):
-        if state.step == 8 and not lost:
-            lost.append(state.step)
+    def losing(self, *batches):
+        if self.made == 8 and not lost:
+            lost.append(self.made)
             raise failures.WorkerLost("here", "a worker must live", "nothing")
-        return steps_run(self, state, *rest)
+        return steps_run(self, *batches)
 
-    pending, copied = [], RankSteps.copied
+    pending, copied = [], RankEngine._copies_of
 
-    def copied_at_once(self, *state, **apart):
-        found = copied(self, *state, **apart)
+    def copied_at_once(self, *packs, **apart):
+        found = copied(self, *packs, **apart)
         pending.extend(first for first, *_ in found if not first.done())
         return found
 
     fit(small_text, tmp_path / "whole", dataflow={"scheduler": "threads"}, **run)
-    monkeypatch.setattr(RankSteps, "run", losing)
-    monkeypatch.setattr(RankSteps, "copied", copied_at_once)
-    monkeypatch.setattr("daskgpt.training.rank_steps.WINDOW_SECONDS", 0)  # a step each
+    monkeypatch.setattr(RankEngine, "run", losing)
+    monkeypatch.setattr(RankEngine, "_copies_of", copied_at_once)
+    monkeypatch.setattr("daskgpt.training.rank_engine.WINDOW_SECONDS", 0)  # a step each
     fit(small_text, tmp_path / "run", client=client, **run)
     assert [record["lost_steps"] for record in metrics_of(tmp_path / "run") if "lost_steps" in record] == [again]
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
@@ -256,8 +256,8 @@ def recovering(who):
     own = {"addresses": lambda: set(next(there)), "look": lambda: None, "monitor": monitor}
     scheduler = SimpleNamespace(in_place=False, client=SimpleNamespace(nthreads=dict), **own)
     job = SimpleNamespace(run=SimpleNamespace(snapshot_every=0))
-    steps = SimpleNamespace(look=told.append, scheduler=scheduler)
-    return recovery.Recovery(job, steps, None, said.append), said, told
+    engine = SimpleNamespace(look=told.append, scheduler=scheduler, job=job)
+    return recovery.Recovery(engine, None, said.append), said, told
 
 
 def test_run_without_progress_between_losses_ends():
@@ -284,7 +284,7 @@ def test_worker_changes_are_reported():
 
 def test_recovery_interval_follows_cost_and_losses(monkeypatch):
     job = SimpleNamespace(run=SimpleNamespace(snapshot_every=-1))
-    points = RecoveryPoints(job, SimpleNamespace(in_place=False), print)
+    points = RecoveryPoints(SimpleNamespace(job=job, scheduler=SimpleNamespace(in_place=False)), print)
     points.cost = 2.0
     assert points.interval == 200
     points.begin, points.losses = -100, 4

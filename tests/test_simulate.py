@@ -151,7 +151,7 @@ def test_plans_of_threads_and_workers(calibrated):
 
 def test_the_memory_of_this_machine_does_not_bound_others(calibrated, monkeypatch):
     wanted = predicted(threads=64).seconds
-    monkeypatch.setattr("daskgpt.training.job_steps.available_memory", lambda: 1)
+    monkeypatch.setattr("daskgpt.training.engine.available_memory", lambda: 1)
     assert predicted(threads=64).seconds == wanted
 
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
+from steps import run_step, run_window, state_of, step_of
 
 import daskgpt
 from daskgpt import train
@@ -45,7 +46,6 @@ from daskgpt.profiling.timeline import (
     svg_strips,
 )
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.step import StepOptions, TrainingStep
 
 LARGER = ModelConfig(blocks=2, heads=2, channels=128, vocabulary=257, positions=64)
 SHAPE = (8, 64)
@@ -55,24 +55,24 @@ def recorded(barrier, windows, config=SMALL, shape=(4, 12), chunk=(2, 6), schedu
     """A timeline of some windows of steps, after one window that is not recorded."""
     random = np.random.default_rng(5)
     with open_scheduler(scheduler, 2 if scheduler == "threads" else 0) as runs:
-        options = StepOptions(grain, barrier, runs.in_place)
-        step = TrainingStep(config, shape, chunk, OptimizerConfig(), options=options)
-        state = step.initial(random_parameters(config, random))
+        dials = {"grain": grain, "barrier": barrier, "in_place": runs.in_place}
+        step = step_of(config, shape, chunk, OptimizerConfig(), **dials)
+        state = state_of(step, random_parameters(config, random))
         recorder = StepRecorder(step, runs)
         for number, window in enumerate([windows[0], *windows]):
             batches = [random_batch(config, random, shape) for _ in window]
             with recorder.window(window) if number else nullcontext():
                 if len(batches) > 1:
-                    _, state = step.window(runs, state, batches, 100)
+                    _, state = run_window(runs, step, state, batches, 100)
                 else:
-                    _, state = step(runs, state, *batches[0], 100)
+                    _, state = run_step(runs, step, state, batches[0], 100)
         state.parameters(runs)
         return step, recorder.finish()
 
 
 def test_every_kernel_call_is_an_event():
     step, timeline = recorded("step", [(7,), (8,)], scheduler="sync")
-    calls = [call.key for node in step.runnable.graph.values() for call in calls_of(node)]
+    calls = [call.key for node in step.graph.values() for call in calls_of(node)]
     counts = Counter(event.key for event in timeline.events)
     assert set(counts.values()) == {2}
     missing = set(calls) - counts.keys()
@@ -94,19 +94,19 @@ def test_every_kernel_call_is_an_event():
 
 def test_recordings_belong_to_a_scheduler_and_nest(random):
     """Another run in the process has none of its calls; programs that are sent have the recorder of their process."""
-    step = TrainingStep(SMALL, (4, 12), (4, 12), OptimizerConfig(), options=StepOptions("step", in_place=True))
-    state, batch = step.initial(random_parameters(SMALL, random)), random_batch(SMALL, random)
+    step = step_of(SMALL, (4, 12), (4, 12), OptimizerConfig(), grain="step", in_place=True)
+    state, batch = state_of(step, random_parameters(SMALL, random)), random_batch(SMALL, random)
     with open_scheduler("sync") as one, open_scheduler("sync") as other:
         with one.record() as outer:
-            step(other, state, *batch, 9)
+            run_step(other, step, state, batch, 9)
             with one.record() as inner:
-                step(one, state, *batch, 9)
-            step(one, state, *batch, 9)
-        step(one, state, *batch, 9)
+                run_step(one, step, state, batch, 9)
+            run_step(one, step, state, batch, 9)
+        run_step(one, step, state, batch, 9)
     spans = [part.spans for part in (*outer, *inner)]
     assert [{span.run for span in own} for own in spans] == [{1}, {0}]
-    program = next(node.func for node in step.runnable.graph.values() if calls_of(node))
-    assert program.recorder is step.recorded.recorder
+    program = next(node.func for node in step.graph.values() if calls_of(node))
+    assert program.recorder is step.kernels.recorder
     assert pickle.loads(pickle.dumps(program.recorder)) is RECORDER
     assert RECORDER.spans is None
     assert bytes_of((np.zeros(3), (np.zeros(2, np.float32), None))) == 32
@@ -137,7 +137,7 @@ def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
     counts = Counter((event.step, event.key) for event in timeline.events)
     assert set(counts.values()) == {1}
     assert {step for step, _ in counts} == {3, 4}
-    assert {key for _, key in counts} <= {call.key for node in step.runnable.graph.values() for call in calls_of(node)}
+    assert {key for _, key in counts} <= {call.key for node in step.graph.values() for call in calls_of(node)}
     assert len(timeline.lanes) == 2
     first, last = timeline.windows
     ends = {event.task: event.end for event in timeline.events}

@@ -11,10 +11,10 @@ from daskgpt.config.run import DataConfig, DataflowConfig, RunConfig
 from daskgpt.data.dataset import validation_batches
 from daskgpt.model.parameters import initial_parameters
 from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.training.engine import LocalEngine
 from daskgpt.training.inference import TOGETHER, Inference, Validation
 from daskgpt.training.job import Job
 from daskgpt.training.start import Resumed, open_dataset
-from daskgpt.training.step import training_step
 
 
 def test_bits_per_byte_count_predicted_bytes(small_text, tmp_path):
@@ -37,13 +37,14 @@ def test_validation_in_one_graph_matches_single_batches(small_text):
     run, tokens = RunConfig(validation_batches=TOGETHER + 2), open_dataset(data, MODEL.vocabulary)
     job = Job(MODEL, data, OPTIMIZER, DataflowConfig(), run, tokens)
     with open_scheduler("threads", 2) as scheduler:
-        step = training_step(job, (2, 8), "block", in_place=True)
-        state = step.initial(initial_parameters(MODEL, seed=1))
+        engine = LocalEngine(job, scheduler)
+        engine.start(initial_parameters(MODEL, seed=1))
+        state = engine.state()
         alone = Inference(MODEL, (4, 16), (2, 8), state.layout, ("loss",), groups=job.groups)
         batches = validation_batches(job.tokens.validation, batch_size=4, sequence_length=16, count=TOGETHER + 2)
         losses = [float(alone(scheduler, state, *batch)["loss"]) for batch in batches]
         assert len(set(losses)) > 1
-        assert Validation(job, scheduler).loss(state, (2, 8)) == sum(losses) / len(losses)
+        assert Validation(job, engine).loss() == sum(losses) / len(losses)
 
 
 @pytest.mark.parametrize("barrier", ["step", "none"])

@@ -17,14 +17,14 @@ from compare.programs import Programs, require_published_model
 from compare.turns import Turn
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import ModelConfig
-from daskgpt.profiling.measure import Spread, Steps
+from daskgpt.profiling.measure import Spread, TimedEngine
 
 STEP = re.compile(r"step\s+\d+: train loss ([0-9.]+) \(took ([0-9.]+) ms")
 # What it prints of its model, and the field of ours.
 SIZES = {"num_layers": "blocks", "num_heads": "heads", "channels": "channels"}
 
 
-def compare_llmc(steps: Steps, program: Path, warmup: int, timed: int) -> Programs:
+def compare_llmc(steps: TimedEngine, program: Path, warmup: int, timed: int) -> Programs:
     """Run half of our steps, the program's, the other half of ours; each half of ours makes a turn with theirs.
 
     Errors   ValueError if its model is of another size, RuntimeError if it prints too few steps

@@ -14,7 +14,7 @@ from records import Figure, figures_of
 from compare.processes import require_layernorm
 from compare.turns import Turn, disturbed
 from daskgpt.config.errors import refusal, require
-from daskgpt.profiling.measure import Spread, Steps
+from daskgpt.profiling.measure import Spread, TimedEngine
 from daskgpt.profiling.timeline import is_message
 from daskgpt.schedulers import machine
 from daskgpt.training.job import Job
@@ -34,7 +34,7 @@ class WorkerTime:
     rest: float
 
     @classmethod
-    def of(cls, steps: Steps, count: int) -> WorkerTime:
+    def of(cls, steps: TimedEngine, count: int) -> WorkerTime:
         """Of some further steps on a cluster, which are recorded."""
         timeline = steps.timeline(count)
         whole = len(timeline.lanes) * sum(window.end - window.start for window in timeline.windows)
@@ -123,7 +123,7 @@ class Programs:
         return "\n".join(lines)
 
 
-class OnWorkers(Steps):
+class OnWorkers(TimedEngine):
     """Steps on a cluster, of whose memory that of its workers counts."""
 
     def peak(self) -> int:

@@ -16,8 +16,8 @@ from daskgpt.graph.calls import Origin, is_pick
 from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Graph, Key
 from daskgpt.graph.program import calls_of
+from daskgpt.model.step import CompiledStep, Dials, compile_step
 from daskgpt.profiling.timeline import color_of
-from daskgpt.training.step import StepOptions, TrainingStep
 from drawing.svg import FAINT, FRAME, INK, Picture
 
 BATCH = (4, 64)
@@ -44,9 +44,7 @@ def block_grains(config: ModelConfig | None = None, block: int = 1) -> str:
     config = config or preset("tiny", blocks=3)
     steps = {}
     for grain, chunk in PANELS:
-        steps[grain, chunk] = TrainingStep(
-            config, BATCH, chunk, OptimizerConfig(), options=StepOptions(grain=grain, in_place=True)
-        )
+        steps[grain, chunk] = compile_step(config, BATCH, OptimizerConfig(), Dials(chunk, grain, in_place=True))
     rows = _rows(next(iter(steps.values())), block)  # tokens are cut there: it has all layers
     picture = Picture("One transformer block's forward pass at each grain")
     _labels(picture, rows, block)
@@ -57,12 +55,12 @@ def block_grains(config: ModelConfig | None = None, block: int = 1) -> str:
     return picture.text()
 
 
-def _cells(step: TrainingStep) -> dict[Key, Cell]:
+def _cells(step: CompiledStep) -> dict[Key, Cell]:
     """The kernel calls of the forward pass in the blocks."""
-    graph, tokens = step.recorded.unmerged, step.batch_shape[1] // step.chunk[1]
+    graph, tokens = step.kernels.graph, step.batch_shape[1] // step.dials.chunk[1]
     found = {}
     for key in graph:
-        origin: Origin | None = step.recorded.origin(key)
+        origin: Origin | None = step.kernels.origin(key)
         if origin is None or origin.phase != "forward" or origin.block is None or is_pick(graph[key]):
             continue
         b, t = chunk_of(graph, key, whole=False) or (0, 0)
@@ -71,11 +69,11 @@ def _cells(step: TrainingStep) -> dict[Key, Cell]:
     return found
 
 
-def _rows(step: TrainingStep, block: int) -> dict[str, int]:
+def _rows(step: CompiledStep, block: int) -> dict[str, int]:
     """Stage -> its row: all of a block, the last of the one before and the first of the one behind."""
     cells, needs = _cells(step), dict[str, set[str]]()
     for key, cell in cells.items():
-        read = {cells[source].stage for source in _read(step.recorded.unmerged, key) if source in cells}
+        read = {cells[source].stage for source in _read(step.kernels.graph, key) if source in cells}
         needs.setdefault(cell.stage, set()).update(read)
     blocks = {cell.stage: cell.origin.block for cell in cells.values()}
     ordered = list(TopologicalSorter(needs).static_order())
@@ -97,21 +95,19 @@ def _labels(picture: Picture, rows: Mapping[str, int], block: int) -> None:
 
 
 def _panel(
-    picture: Picture, x: float, step: TrainingStep, rows: Mapping[str, int], chunk: tuple[int, int], block: int
+    picture: Picture, x: float, step: CompiledStep, rows: Mapping[str, int], chunk: tuple[int, int], block: int
 ) -> float:
     """Draw one grain from x on; where it ends."""
-    cells, graph, grain = _cells(step), step.recorded.unmerged, step.grain
+    cells, graph, grain = _cells(step), step.kernels.graph, step.dials.grain
     count = 1 + max(column for cell in cells.values() for column in cell.columns)
     tokens = step.batch_shape[1] // chunk[1]
     picture.words(x, 16, f"grain {grain}", size=13, bold=True)
     picture.words(x, 32, f"{count} chunks of {chunk[0]} x {chunk[1]}", size=10)
-    picture.words(x, 46, f"{step.runnable.tasks} tasks a step", size=10)
+    picture.words(x, 46, f"{step.tasks} tasks a step", size=10)
     for column in range(count):
         name = f"b{column // tokens}" + (f" t{column % tokens}" if tokens > 1 else "")
         picture.words(x + column * COLUMN + CELL[0] / 2, 66, name, size=9, anchor="middle", fill=FAINT)
-    together = [
-        [cells[call.key] for call in calls_of(task) if call.key in cells] for task in step.runnable.graph.values()
-    ]
+    together = [[cells[call.key] for call in calls_of(task) if call.key in cells] for task in step.graph.values()]
     tasks = [own for own in together if own and grain != "kernel"]
     for own in sorted(tasks, key=lambda own: (own[0].columns, [rows.get(cell.stage, -1) for cell in own])):
         _frame(picture, x, own, rows, block)

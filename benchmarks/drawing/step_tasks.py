@@ -13,7 +13,7 @@ from daskgpt.graph.calls import Origin
 from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Graph, Key, is_leaf
 from daskgpt.graph.program import calls_of
-from daskgpt.training.step import StepOptions, TrainingStep
+from daskgpt.model.step import CompiledStep, Dials, compile_step
 from drawing.svg import INK, Picture
 
 BATCH, CHUNK = (4, 64), (2, 64)
@@ -23,14 +23,10 @@ FILLS = {"forward": "#dbe5fb", "backward": "#fbdcd6", "head": "#ece0f8", "update
 
 def step_tasks(config: ModelConfig | None = None, grain: str = "block") -> str:
     """The picture, as SVG; config: None for the preset tiny with two blocks."""
-    step = TrainingStep(
-        config or preset("tiny", blocks=2),
-        BATCH,
-        CHUNK,
-        OptimizerConfig(),
-        options=StepOptions(grain=grain, in_place=True),
+    step = compile_step(
+        config or preset("tiny", blocks=2), BATCH, OptimizerConfig(), Dials(CHUNK, grain, in_place=True)
     )
-    graph = {key: node for key, node in step.runnable.graph.items() if not is_leaf(node)}
+    graph = {key: node for key, node in step.graph.items() if not is_leaf(node)}
     picture = Picture(f"The tasks of a step, grain {grain}")
     for column, name in enumerate(("chunk 0", "sums and updates", "chunk 1")):
         picture.words(10 + column * COLUMN, 18, name, size=12, bold=True)
@@ -40,10 +36,10 @@ def step_tasks(config: ModelConfig | None = None, grain: str = "block") -> str:
             _edge(picture, places[source], places[key])
     for key in sorted(graph, key=places.__getitem__):
         x, y = places[key]
-        origins = [step.recorded.origin(call.key) for call in calls_of(graph[key])]
+        origins = [step.kernels.origin(call.key) for call in calls_of(graph[key])]
         told = ", ".join(dict.fromkeys(f"{origin.kind} {origin.where}" for origin in origins))
         picture.box(x, y, *BOX, fill=FILLS[_way(origins)], stroke="#b9bec4", told=told)
-        picture.words(x + 7, y + 14, step.runnable.title(key), size=10.5)
+        picture.words(x + 7, y + 14, step.title(key), size=10.5)
     return picture.text()
 
 
@@ -55,10 +51,10 @@ def _way(origins: list[Origin]) -> str:
     return passes.pop() if len(passes) == 1 else "head"
 
 
-def _column(step: TrainingStep, key: Key) -> int:
+def _column(step: CompiledStep, key: Key) -> int:
     """Left or right for the two chunks, the middle for sums and updates."""
-    first = calls_of(step.runnable.graph[key])[0].key
-    chunk = chunk_of(step.recorded.unmerged, first, whole=True)
+    first = calls_of(step.graph[key])[0].key
+    chunk = chunk_of(step.kernels.graph, first, whole=True)
     return 1 if chunk is None else 2 * int(chunk[0])
 
 
@@ -76,11 +72,11 @@ def _rows(graph: Graph) -> dict[Key, int]:
     return rows
 
 
-def _places(step: TrainingStep, graph: Graph) -> dict[Key, tuple[float, float]]:
+def _places(step: CompiledStep, graph: Graph) -> dict[Key, tuple[float, float]]:
     """Left and top of each task's box: a column's tasks one below the other, all columns of one height."""
     rows = _rows(graph)
     columns: dict[int, list[Key]] = defaultdict(list)
-    for key in sorted(graph, key=lambda key: (rows[key], step.runnable.title(key), key[1:])):
+    for key in sorted(graph, key=lambda key: (rows[key], step.title(key), key[1:])):
         columns[_column(step, key)].append(key)
     most, places = max(map(len, columns.values())), dict[Key, tuple[float, float]]()
     for column, keys in columns.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from daskgpt.graph.accumulate import MicroBatches
 from daskgpt.graph.calls import KernelCall, RowSum, origin_of, wait
@@ -14,10 +14,10 @@ LOOKAHEAD = 2  # number of blocks, and with up to two threads of chunks in the h
 THREADS_OF_BLOCK = 8  # more threads leave each other behind, and may be in a block more for each so many
 
 
-def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, tokens: bool) -> Graph:
+def with_barriers(graph: Graph, stages: Mapping[Key, str], *, name: str, tokens: bool) -> Graph:
     """Return the graph with a barrier after each stage: no task of a stage starts before the stages before it end.
 
-    stage_of   task -> its stage
+    stages     of the tasks
     name       begins the keys of the barriers
     tokens     whether a barrier waits for a token of each task instead of its result, since a cluster sends a task's
                arguments to its worker
@@ -27,16 +27,16 @@ def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, to
     members: dict[str, list[Key]] = defaultdict(list)
     for key, node in graph.items():
         if not is_leaf(node):
-            members[stage_of(key)].append(key)
+            members[stages[key]].append(key)
     needs: dict[str, set[str]] = {}
     for stage, keys in members.items():
         read = {needed for key in keys for needed in graph[key].dependencies if needed in graph}
-        needs[stage] = {stage_of(needed) for needed in read if not is_leaf(graph[needed])} - {stage}
+        needs[stage] = {stages[needed] for needed in read if not is_leaf(graph[needed])} - {stage}
     # Among several possible orders it is that with the earliest tasks.
-    stages = one_by_one(needs, "with_barriers", "stages must not wait for each other in a cycle")
+    ordered = one_by_one(needs, "with_barriers", "stages must not wait for each other in a cycle")
     new = {key: node for key, node in graph.items() if is_leaf(node)}
     before: list[Key] = []
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate(ordered):
         for key in members[stage]:
             new[key] = waiting_for(graph[key], before)
         if tokens:
@@ -50,17 +50,17 @@ def with_barriers(graph: Graph, stage_of: Callable[[Key], str], *, name: str, to
     return new
 
 
-def stage_of(graph: Graph, barrier: str, micro_batches: MicroBatches) -> Callable[[Key], str]:
-    """Return the stage of a task between two barriers: a layer's forward or backward (fork-join), or a phase, for each
-    micro-batch.
+def stages_of(graph: Graph, barrier: str, micro_batches: MicroBatches) -> dict[Key, str]:
+    """Return the stage of each task between two barriers: a layer's forward or backward (fork-join), or a phase, for
+    each micro-batch.
     """
-
-    def stage(key: Key) -> str:
-        origin, micro = origin_of(graph[key]), micro_batches.of_task(graph, key)
-        own = origin.stage if barrier == "layer" else origin.phase
-        return own if micro is None else f"{own} {micro}"
-
-    return stage
+    stages = {}
+    for key, node in graph.items():
+        if not is_leaf(node):
+            origin, micro = origin_of(node), micro_batches.of_task(graph, key)
+            stage = origin.stage if barrier == "layer" else origin.phase
+            stages[key] = stage if micro is None else f"{stage} {micro}"
+    return stages
 
 
 def memory_waits(

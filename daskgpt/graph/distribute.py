@@ -209,7 +209,7 @@ class Distribution:
             # If all readers of the weight except its update multiply by it, rounded rows suffice.
             readers = self.dependents[only_key(self.graph[update].args[0])] - {update}
             rounded = all(self.graph[key].func.kernel in self.access.rounding for key in readers)
-            for number, bands in enumerate(shares(call, self.rules.rule_of(own.origin), self.rules.elements)):
+            for number, bands in enumerate(shares(call, self.rules.rules[own.origin.parameter], self.rules.elements)):
                 every.append(Shard(update, own.origin.parameter, number, tuple(bands), 0, columns, rounded))
         for bucket in _buckets(every, self.rank.count):
             for shard in sorted(bucket, key=lambda shard: -shard.bytes):
@@ -374,7 +374,7 @@ class Distribution:
                 weight, _, *moments, hyper = self.graph[shard.update].args
                 key = done[shard.update, shard.number] = (shard.update[0], shard.number)
                 totals, call = self.totals[self.last[shard.update], shard.number], self.graph[shard.update].func
-                rule = self.rules.rule_of(call.origin)
+                rule = self.rules.rules[call.origin.parameter]
                 rows = RowUpdate(call, rule, shard.bands, base=shard.rows.start, tree=totals.tree)
                 self._add(key, rows, [weight, *moments, hyper, *totals.keys], ("update", number))
             if own:

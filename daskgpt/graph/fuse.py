@@ -21,7 +21,7 @@ There is no such proof for groups of sums and updates: `fuse` checks for cycles 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple, TypeVar
@@ -38,7 +38,7 @@ GRAINS = ("kernel", "segment", "block", "chunk")
 OUTSIDE = "outside"  # of the blocks
 FEW_THREADS = 2  # up to so many threads, chunks are as good as evenly shared whatever their number
 Chunk = tuple[Any, ...]
-GroupOf = Callable[[Key], Hashable]
+Groups = Mapping[Key, Hashable]
 Node = TypeVar("Node", bound=Hashable)
 
 
@@ -62,11 +62,12 @@ class Fusion:
     ranked: bool = False
     spread: bool = False
 
-    def groups(self, graph: Graph) -> GroupOf:
-        """Return the group of each task of a graph."""
+    def groups(self, graph: Graph) -> Groups:
+        """Return the group of each task of a graph, None for one that stays separate."""
+        keys = [key for key, node in graph.items() if not is_leaf(node)]
         if self.grain == "step":
-            return lambda key: self.grain
-        chunk_group, single = self._chunk_groups(graph), self.grain == "kernel"
+            return dict.fromkeys(keys, self.grain)
+        chunk_groups, single = self._chunk_groups(graph, keys), self.grain == "kernel"
         buckets = _buckets(graph) if self.ranked and self.grain == "chunk" and not self.apart else {}
         shared = not single and not self.ranked
         squared = self._squares(graph) if shared else {}
@@ -100,15 +101,15 @@ class Fusion:
                     return phase, "update", updated[key], share, stage
                 unit, earlier = squared[key]
                 return phase, "squares", unit, key[1:] if earlier else share, stage
-            group = chunk_group(key)
+            group = chunk_groups[key]
             return group if group is None else (phase, group)
 
-        return group_of
+        return {key: group_of(key) for key in keys}
 
-    def _chunk_groups(self, graph: Graph) -> GroupOf:
-        """Return the groups of tasks that belong to a chunk."""
+    def _chunk_groups(self, graph: Graph, keys: Sequence[Key]) -> Groups:
+        """Return the group of each task among those of its chunk, None for a task without a chunk."""
         if self.grain == "kernel":
-            return lambda key: next(iter(graph[key].dependencies)) if is_pick(graph[key]) else key
+            return {key: next(iter(graph[key].dependencies)) if is_pick(graph[key]) else key for key in keys}
         places = [dict(zip(call_of(node).axes, key[1:])) for key, node in graph.items()]
         whole = self.grain != "segment" and not any(place.get("t") for place in places)
         chunks = {key: chunk_of(graph, key, whole) for key in graph}
@@ -123,7 +124,7 @@ class Fusion:
             block = 0 if origin.block is None and origin.where in self.first else origin.block
             return chunks[key], depths[key], block, block is not None and origin.phase == "backward"
 
-        return group_of
+        return {key: group_of(key) for key in keys}
 
     def _updates(self, graph: Graph, grain: str) -> dict[Key, Hashable]:
         """Return the unit of each task that updates a parameter, of its picks, and of the last sum before it.
@@ -221,13 +222,14 @@ class Surroundings(NamedTuple):
 
 
 def fuse(
-    graph: Graph, group_of: GroupOf, name_of: Callable[[Sequence[Key]], str], around: Surroundings, *, drop: bool
-) -> tuple[Graph, dict[Key, Place]]:
+    graph: Graph, groups: Groups, around: Surroundings, *, token: str, drop: bool
+) -> tuple[Graph, dict[Key, Place], dict[str, tuple[str, str]]]:
     """Make one task of each group; tasks of no group stay on their own, leaves stay as they are.
 
-    Return the graph of these tasks, and the places of the wanted values.
+    Return the graph of these tasks, the places of the wanted values, and for the first part of each task's key its kind
+    and place.
 
-    name_of    returns the name of the task of these members, the first part of its key
+    token      ends the first parts of the keys
     drop       whether a value is dropped after its last reader although other results of its task are still needed,
                which requires that no task runs twice
 
@@ -235,12 +237,15 @@ def fuse(
     """
     wanted, places, carried, after = around
     members: dict[Hashable, list[Key]] = defaultdict(list)
-    own = {key: group_of(key) for key, node in graph.items() if not is_leaf(node)}
-    for key in in_order(_with_waits_inside(graph, own, after)):
-        if key in own:
-            members[("alone", key) if own[key] is None else own[key]].append(key)
+    for key in in_order(_with_waits_inside(graph, groups, after)):
+        if key in groups:
+            members[("alone", key) if groups[key] is None else groups[key]].append(key)
     home = {key: group for group, keys in members.items() for key in keys}
-    names = {group: (name_of(keys), number) for number, (group, keys) in enumerate(members.items())}
+    titles, names = dict[str, tuple[str, str]](), dict[Hashable, Key]()
+    for number, (group, keys) in enumerate(members.items()):
+        kind, place = title([origin_of(graph[key]) for key in keys])
+        name = f"{kind}-{place}_-{token}"
+        titles[name], names[group] = (kind, place), (name, number)
     results = {result for _, result in carried.values()}
     packs = {home[result] for result in results}  # the next run always takes a tuple
     dependents = dependents_of(graph)
@@ -252,27 +257,27 @@ def fuse(
         group: sorted((key for key in keys if readers[key] or key in from_outside), key=lambda key: key not in results)
         for group, keys in members.items()
     }
-    found = dict(places)
+    all_places = dict(places)
     for group, keys in outputs.items():
         for number, key in enumerate(keys):
-            found[key] = Place(names[group], number if len(keys) > 1 or group in packs else None)
+            all_places[key] = Place(names[group], number if len(keys) > 1 or group in packs else None)
     # A wanted value has one reader more, and so is never dropped.
     counts = {key: len(readers[key]) + (key in from_outside) for key in home} if drop else None
     for leaf, (data, result) in carried.items():
-        found[leaf] = Place(data, found[result].number)
-    merged = {key: node for key, node in graph.items() if is_leaf(node) and key not in found}
+        all_places[leaf] = Place(data, all_places[result].number)
+    merged = {key: node for key, node in graph.items() if is_leaf(node) and key not in all_places}
     for group, keys in members.items():
-        program, needed = program_of(graph, keys, outputs[group], found, counts, group in packs)
+        program, needed = program_of(graph, keys, outputs[group], all_places, counts, group in packs)
         before = {names[home[earlier]] for key in keys for earlier in after.get(key, ())}
         # Tasks to wait for come last among the arguments, and the program ignores them.
         needed += sorted(before - {names[group], *needed})
         merged[names[group]] = task(names[group], program, needed)
     needs = {key: node.dependencies & merged.keys() for key, node in merged.items()}
     one_by_one(needs, "fuse", "fused tasks must not wait for each other in a cycle")
-    return merged, {key: found[key] for key in wanted}
+    return merged, {key: all_places[key] for key in wanted}, titles
 
 
-def _with_waits_inside(graph: Graph, group: Mapping[Key, Hashable], after: Mapping[Key, Iterable[Key]]) -> Graph:
+def _with_waits_inside(graph: Graph, group: Groups, after: Mapping[Key, Iterable[Key]]) -> Graph:
     """Return the graph in which a task depends on what must run before it in its group, as in the program."""
     return graph | {
         key: waiting_for(graph[key], [earlier for earlier in before if group[earlier] == group[key] is not None])

@@ -13,7 +13,7 @@ The results equal those of updates into new arrays, bit for bit:
   time. An update that reads more (Muon's) declares it, and gets all rows at once.
 - No task sees a half-written tensor. Tasks that read the old value run before the update: these edges are returned
   beside the graph (`after`). No task of the same run reads the new value; the next run starts when this one is done,
-  or waits for the update where runs overlap (`recording.CompiledStep.window`).
+  or waits for the update where runs overlap (`compiled.CompiledGraph.window`).
 - No other task needs a gradient that is not written. A gradient with other readers than its update (such as its norm)
   is summed by separate tasks, from which the update takes its rows: all of them, or only some if no reader needs all.
 """
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, Origin, RowSum, TaskCall, call_of
+from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, RowSum, TaskCall, call_of
 from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
 
 # Most numbers of a tensor that one task updates on one or two threads: some 20 ms of sums and memory traffic. More
@@ -77,14 +77,14 @@ class UpdateRules:
     """The rules by which a graph's updates are made in place: of tasks whose origin names a parameter, functions
     (weight, gradient, *moments, hyper) -> tuple of the new tensors.
 
-    rule_of   origin of an update -> its rule
+    rules     parameter -> the rule of its update
     summed    number of rows over which each gradient is summed, in all chunks together
     elements  most numbers of a tensor that one task updates
     pieces    of the batch that one task adds where all of them are larger than the gradient
     by_rows   kernels that other readers of a gradient may call on some rows at a time
     """
 
-    rule_of: Callable[[Origin], InPlaceRule]
+    rules: Mapping[str, InPlaceRule]
     summed: int
     elements: int
     pieces: int = 1
@@ -204,7 +204,7 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
     for update in rules.updates(graph):
         weight, gradient, *moments, hyper = graph[update].args
         last, call = only_key(gradient), graph[update].func
-        rule = rules.rule_of(call.origin)
+        rule = rules.rules[call.origin.parameter]
         others = dependents[last] - {update}
         of_rows = rules.readers_by_rows(graph, others)
         # Other tasks read the whole gradient, or it is summed by parts of the batch: it stays unchanged.

@@ -36,11 +36,11 @@ from daskgpt.config.flags import called
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import wait
+from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.program import calls_of
-from daskgpt.graph.recording import GraphRun
 from daskgpt.model.parameters import step_operations, value_count
-from daskgpt.profiling.measure import BatchConfig, Steps, job_of
+from daskgpt.profiling.measure import BatchConfig, TimedEngine, job_of
 from daskgpt.profiling.work import Sizes, features, work_of
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.machine import usable_cores
@@ -287,19 +287,19 @@ def sample(jobs: Sequence[Job], cores: int, turns: int) -> dict[str, Samples]:
     """
     seconds, shared = defaultdict[Any, list[float]](list), dict[str, Any]()
     with ExitStack() as stack:
-        runs = list[tuple[str, Steps]]()
+        runs = list[tuple[str, TimedEngine]]()
         for name, threads in zip(SITUATIONS, (1, cores)):
             if cores > 1 or name == "alone":
                 scheduler = stack.enter_context(open_scheduler("sync" if threads == 1 else "threads", threads))
                 for job in jobs:
-                    steps = Steps(job, scheduler, 0, shared.get(job.precision.name))
-                    shared[job.precision.name] = steps.state
+                    steps = TimedEngine(job, scheduler, 0, shared.get(job.precision.name))
+                    shared[job.precision.name] = steps.engine.state()
                     steps.run(WARMUP)
                     runs.append((name, steps))
         for _, (name, steps) in product(range(turns), runs):
             with steps.scheduler.record() as processes:
                 steps.run(1)
-            graph, precision = steps.steps.recorded.unmerged, steps.job.precision.name
+            graph, precision = steps.engine.kernels.graph, steps.job.precision.name
             for span in (span for process in processes for span in process.spans):
                 if work := work_of(graph, span.key):
                     kind, sizes = f"{precision} {work[0]}", tuple(sorted(work[1].items()))
@@ -333,13 +333,13 @@ def overheads(
             dials: dict[str, Any] = {"sequence_chunk": shape.sequence_length, "grain": grain, "barrier": barrier}
             job = job_of(model, shape, DataflowConfig(batch_chunk=chunk, **dials))
             compile_kernels(job.precision, job.uses)
-            one = Steps(job, alone, 0)
-            other = Steps(job, pooled, 0, one.state)
+            one = TimedEngine(job, alone, 0)
+            other = TimedEngine(job, pooled, 0, one.engine.state())
             one.run(WARMUP)
             other.run(WARMUP)
             rows = [(*_parts(one), other.run(1)[0] - one.run(1)[0]) for _ in range(turns)]
             end, kernels, inside, between, further = np.median(rows, axis=0).tolist()
-            ends.append((len(one.steps.step.runnable.graph), end))
+            ends.append((len(one.engine.step.graph), end))
             calls.append(inside)
             tasks.append((kernels / one.tasks, between, between + max(further, 0.0) / one.tasks))
     nodes, seconds = zip(*ends)
@@ -361,18 +361,18 @@ def _crowd(model: ModelConfig, shape: BatchConfig, cores: int, turns: int) -> fl
     cuts: dict[str, Any] = {"batch_chunk": 3, "sequence_chunk": shape.sequence_length}
     job = job_of(model, shape, DataflowConfig(**cuts, grain="block"))
     with open_scheduler("threads", cores) as few, open_scheduler("threads", 2 * cores) as many:
-        one = Steps(job, few, 0)
-        other = Steps(job, many, 0, one.state)
+        one = TimedEngine(job, few, 0)
+        other = TimedEngine(job, many, 0, one.engine.state())
         one.run(WARMUP)
         other.run(WARMUP)
         return max(1.0, median(other.run(1)[0] / one.run(1)[0] for _ in range(turns)))
 
 
-def _parts(steps: Steps) -> tuple[float, float, float, float]:
+def _parts(steps: TimedEngine) -> tuple[float, float, float, float]:
     """Return the seconds of a step on one thread before its first call and after the last one, those of its calls,
     those between two calls of a task, and those from the last call of a task to the first one of the next.
     """
-    task_of = {call.key: key for key, node in steps.steps.step.runnable.graph.items() for call in calls_of(node)}
+    task_of = {call.key: key for key, node in steps.engine.step.graph.items() for call in calls_of(node)}
     with steps.scheduler.record() as processes:
         (seconds,) = steps.run(1)
     spans = processes[0].spans
@@ -393,7 +393,7 @@ def _slope(work: Callable[[Graph], object]) -> float:
 
 
 def _run(scheduler: Scheduler, graph: Graph) -> None:
-    scheduler.run(GraphRun(graph, {}, list(graph)))
+    scheduler.run(Submission(graph, {}, list(graph)))
 
 
 def _begin(graph: Graph) -> None:

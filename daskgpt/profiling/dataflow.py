@@ -266,18 +266,18 @@ def dataflow(
     """
     job = job_from(config, data=data, dataflow=dataflow)
     step = assumed_step(job)
-    runnable, results = step.runnable, Trial(step).results
-    inside, chunk_of_call = TaskGraph.of(runnable).needs, chunks_of(runnable)
-    calls = {key: [call.key for call in calls_of(runnable.graph[key]) if call.key in chunk_of_call] for key in inside}
+    results = Trial(step).results
+    inside, chunk_of_call = TaskGraph.of(step).needs, chunks_of(step)
+    calls = {key: [call.key for call in calls_of(step.graph[key]) if call.key in chunk_of_call] for key in inside}
     chunks = {key: next((c for call in keys if (c := chunk_of_call[call])), None) for key, keys in calls.items()}
-    names = _distinct({key: _name(runnable.title(key), chunk) for key, chunk in chunks.items()})
+    names = _distinct({key: _name(step.title(key), chunk) for key, chunk in chunks.items()})
     needs = {names[key]: frozenset(names[need] for need in keys) for key, keys in inside.items()}
     tasks = {}
     for key in TopologicalSorter(inside).static_order():
-        origins = tuple(map(runnable.recorded.origin, calls[key]))
+        origins = tuple(map(step.kernels.origin, calls[key]))
         tasks[names[key]] = DataflowTask(names[key], chunks[key], origins, results.get(key, 0))
-    size, chunk = (" x ".join(map(str, shape)) for shape in (job.batch_shape, step.chunk))
-    flow = Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.grain}", tasks, needs, predict(job).peak)
+    size, chunk = (" x ".join(map(str, shape)) for shape in (job.batch_shape, step.dials.chunk))
+    flow = Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.dials.grain}", tasks, needs, predict(job).peak)
     depths = flow.depths()
     return replace(flow, tasks={name: tasks[name] for name in sorted(tasks, key=lambda name: (depths[name], name))})
 

@@ -32,7 +32,7 @@ from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.job import facts as job_facts
 from daskgpt.training.start import configurations
-from daskgpt.training.trainer import steps_of
+from daskgpt.training.trainer import engine_of
 
 PACKAGES = ("numpy", "numba", "dask", "distributed")
 # Of a processor's instruction sets those that decide how fast products are here.
@@ -170,23 +170,24 @@ def random_batch(job: Job, seed: int, step: int) -> tuple[np.ndarray, np.ndarray
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
-class Steps:
-    """Training steps of a job on random tokens, ready to be run and timed."""
+class TimedEngine:
+    """The engine of a job on random tokens, whose steps are timed."""
 
     def __init__(self, job: Job, scheduler: Scheduler, seed: int, state: Any = None) -> None:
         """state   that others use as well, for steps that write over it; None for an own one"""
         self.job, self.scheduler, self.seed = job, scheduler, seed
-        self.steps: Any = steps_of(job, scheduler, lambda line: None)
-        self.ranks = self.steps.ranks  # whether workers share a batch
-        self.state = state or self.steps.initial(RandomParameters(job.config, seed))
+        self.engine: Any = engine_of(job, scheduler, lambda line: None)
+        self.ranks = self.engine.ranks  # whether workers share a batch
+        self.engine.resume(state or self.engine.initial(RandomParameters(job.config, seed)))
         self.losses: list[float] = []
+        self.length = job.horizon().steps
 
     @property
     def settings(self) -> dict[str, Any]:
         """Return what runs, for a record of measurements."""
         names = ("batch_size", "sequence_length", "groups", "batch_chunk", "sequence_chunk", "scheduler", "precision")
         job = self.job
-        values = (*job.batch_shape, job.groups, *self.steps.chunk, job.scheduler, job.precision.name)
+        values = (*job.batch_shape, job.groups, *self.engine.chunk, job.scheduler, job.precision.name)
         return dict(zip(names, values))
 
     def run(self, count: int) -> list[float]:
@@ -202,18 +203,18 @@ class Steps:
             size = min(self.window, end - done) if self.ranks else self.window
             batches = [random_batch(self.job, self.seed, done + number) for number in range(size)]
             start = perf_counter()
-            outcomes, self.state = self.steps.run(self.state, batches)
+            outcomes = self.engine.run(batches, self.length)
             seconds.append((perf_counter() - start) / len(outcomes))
             self.losses += [outcome.loss for outcome in outcomes]
         if seconds and not self.scheduler.in_place and not self.ranks:
             start = perf_counter()
-            self.scheduler.settle(self.state.packs)
+            self.scheduler.settle(list(self.engine.state().packs))
             seconds[0] += (perf_counter() - start) / self.window
         return seconds
 
     def timeline(self, count: int) -> Timeline:
         """Return the timeline of so many further steps, or some more where the last window has more."""
-        recorder, size, done = recorder_of(self.steps, self.scheduler), self.window, len(self.losses)
+        recorder, size, done = recorder_of(self.engine), self.window, len(self.losses)
         for first in range(done, done + count, size):
             with recorder.window(range(first, first + size)):
                 self.run(size)
@@ -245,15 +246,15 @@ class Steps:
     @property
     def tasks(self) -> int:
         """Return the number of tasks of a step."""
-        return int(self.steps.tasks if self.ranks else self.steps.step.runnable.tasks)
+        return int(self.engine.tasks)
 
     @property
     def grain(self) -> str:
         """Return the grain of the steps so far."""
-        return str(self.steps.used_grain if self.ranks else self.steps.step.grain)
+        return str(self.engine.used_grain)
 
 
-def measure_steps(steps: Steps, warmup: int, timed: int, recorded: int) -> Measurement:
+def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) -> Measurement:
     """Run and time some steps; those in which kernels are recorded are others, so that recording slows no timed one."""
     job, scheduler, threads = steps.job, steps.scheduler, steps.scheduler.threads
     steps.run(warmup)
@@ -273,7 +274,7 @@ def measure_steps(steps: Steps, warmup: int, timed: int, recorded: int) -> Measu
     facts = {
         "model": f"{parameter_count(job.config):,} parameters",
         "batch": job_facts(job)["batch"],
-        "chunks": steps.steps.described_chunks,
+        "chunks": steps.engine.described_chunks,
         "tasks": f"{steps.tasks:,} a step (grain {steps.grain}), {job.scheduler}, "
         f"{threads} thread{'s' * (threads != 1)}, {job.precision.name}",
         "machine": machine.processor(),
@@ -416,10 +417,10 @@ def measure(
         compile_kernels(job.precision)
     others = machine.busy_cores()
     with ExitStack() as stack:
-        runs: dict[str, Steps] = {}
+        runs: dict[str, TimedEngine] = {}
         for name, job in jobs.items():
             scheduler = stack.enter_context(open_scheduler(job.dataflow.scheduler, job.dataflow.threads))
-            runs[name] = Steps(job, scheduler, seed)
+            runs[name] = TimedEngine(job, scheduler, seed)
             runs[name].run(WARMUP)
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         cold = max(1 if own.ranks else own.window for own in runs.values())  # alike, as the losses are compared

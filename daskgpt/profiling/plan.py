@@ -17,6 +17,7 @@ from daskgpt.config.rich import html_text, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig
 from daskgpt.config.settings import count, duration
 from daskgpt.graph.distribute import Rank
+from daskgpt.model.step import CompiledStep, compile_step
 from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.simulate import Forecast, forecast
 from daskgpt.schedulers import machine
@@ -24,9 +25,8 @@ from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import active_client
 from daskgpt.training.autotune import CLASSES, ChunkChoice, GrainChoice, Trial, described, rounded
+from daskgpt.training.engine import LocalEngine, dials_of
 from daskgpt.training.job import Job, facts
-from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.step import TrainingStep, training_step
 
 ASSUMED = "block"  # the grain, while only a measured step can tell
 KINDS = ("totals", "weights", "rows")
@@ -187,18 +187,17 @@ def predict(
     if workers:
         job = replace(job, dataflow=replace(job.dataflow, scheduler="local", threads=workers))
     ranks = min(workers, job.groups)
-    grain = step.grain if found else known_grain(job)[0]
+    grain = step.dials.grain if found else known_grain(job)[0]
     if found:
         pass
     elif ranks > 1:
         nobody: Any = None  # sends anything
         rank = Rank(0, ranks, nobody, job.groups, *job.batch_shape)
-        step = JobSteps(job, local_scheduler("sync", 1), lambda line: None, rank).step
-        step.set_grain(grain)
+        step = LocalEngine(job, local_scheduler("sync", 1), lambda line: None, rank).step.with_dials(grain=grain)
     else:
         step = assumed_step(job)
     trial = Trial(step)
-    together = Trial(step, job.dataflow.window) if job.dataflow.barrier == "none" and step.in_place else trial
+    together = Trial(step, job.dataflow.window) if job.dataflow.barrier == "none" and step.dials.in_place else trial
     largest = max(trial.results, key=lambda key: trial.results[key])
     return Plan(
         job=job,
@@ -206,19 +205,20 @@ def predict(
         tasks=len(trial.results),
         made=trial.account.made,
         at_peak=together.account.at_peak,
-        largest_task=step.runnable.title(largest),
+        largest_task=step.title(largest),
         largest_bytes=trial.results[largest],
         loads=loads(step) if ranks > 1 else (),
-        chunks=step.chunk,
+        chunks=step.dials.chunk,
         forecast=found,
         unknown=unknown,
     )
 
 
-def assumed_step(job: Job) -> TrainingStep:
+def assumed_step(job: Job) -> CompiledStep:
     """Return a step with the chunks and the grain that a plan counts with."""
     chunk, grain = known_chunks(job)[0], known_grain(job)[0]
-    return training_step(job, chunk, grain, in_place_of(job), threads=threads_of(job))
+    dials = dials_of(job, chunk, grain, in_place_of(job), job.data.accumulate, threads_of(job))
+    return compile_step(job.config, job.batch_shape, job.optimizer, dials)
 
 
 def check_plan(asked: Mapping[str, Any], *, plan: bool) -> None:
@@ -259,7 +259,7 @@ def threads_of(job: Job) -> int:
 def known_grain(job: Job) -> tuple[str, str]:
     """Return the grain that a plan counts with, and a description: only a measured step can settle auto."""
     barrier, choice = job.dataflow.barrier, GrainChoice(job.dataflow.grain, job.dataflow.barrier, in_place_of(job))
-    if choice.open:
+    if choice.undecided:
         return ASSUMED, f"{ASSUMED} is assumed (auto: a run settles it in its first step, from measured kernel times)"
     if job.dataflow.grain != "auto":
         return choice.first, choice.first
@@ -298,7 +298,7 @@ def _mb(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def loads(step: TrainingStep) -> list[Load]:
+def loads(step: CompiledStep) -> list[Load]:
     """Return the part of each worker, from the step that one of them has recorded.
 
     Not counted are the squares that make the norm of a gradient, and Dask's messages.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from daskgpt.config.errors import require
 from daskgpt.config.files import check_writable
 from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.model.step import CompiledStep
 from daskgpt.profiling.timeline import (
     Event,
     Lane,
@@ -25,8 +26,8 @@ from daskgpt.profiling.timeline import (
     with_endings,
 )
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
+from daskgpt.training.engine import Engine
 from daskgpt.training.job import Job
-from daskgpt.training.step import TrainingStep
 
 
 class ProcessEvents(NamedTuple):
@@ -44,7 +45,7 @@ class StepRecorder:
     out steps between windows.
     """
 
-    def __init__(self, step: TrainingStep, scheduler: Scheduler) -> None:
+    def __init__(self, step: CompiledStep, scheduler: Scheduler) -> None:
         self.step, self.scheduler = step, scheduler
         self.windows: list[Window] = []
         self.steps: dict[int, int] = {}  # number of a run -> step
@@ -64,42 +65,40 @@ class StepRecorder:
     def finish(self) -> Timeline:
         """Return the timeline. On a cluster, call this once the updates of the last step are done."""
         self._recording.close()
-        runnable, start, parts = self.step.runnable, self.windows[0].start, []
+        step, start, parts = self.step, self.windows[0].start, list[ProcessEvents]()
         for process in self._processes:
             spans = [(self.steps[span.run], span) for span in process.spans if span.run in self.steps]
-            parts.append(
-                ProcessEvents(process.name, process.threads, events_of(runnable, spans, start - process.offset))
-            )
-        tokens = self.step.recorded.inputs["tokens"]
+            parts.append(ProcessEvents(process.name, process.threads, events_of(step, spans, start - process.offset)))
+        tokens = step.kernels.inputs["tokens"]
         size, chunk = (" x ".join(map(str, shape)) for shape in (tokens.shape, tokens.chunksize))
         title = (
-            f"barrier {self.step.barrier}, grain {self.step.grain}, {size} tokens in chunks of {chunk}, "
+            f"barrier {step.dials.barrier}, grain {step.dials.grain}, {size} tokens in chunks of {chunk}, "
             f"{self.scheduler.description}"
         )
-        return joined(title, self.windows, parts, TaskGraph.of(runnable))
+        return joined(title, self.windows, parts, TaskGraph.of(step))
 
 
 class RankRecorder:
     """Records the kernel calls of all ranks, on a cluster whose workers share each batch."""
 
-    def __init__(self, steps: Any) -> None:
-        """steps   a `RankSteps`"""
-        self.steps, self.windows = steps, list[Window]()
+    def __init__(self, engine: Any) -> None:
+        """engine   a `RankEngine`"""
+        self.engine, self.windows = engine, list[Window]()
 
     @contextmanager
     def window(self, steps: Sequence[int]) -> Iterator[None]:
         """Record steps that are one window of the ranks."""
-        start, self.steps.kept = time(), True
+        start, self.engine.kept = time(), True
         try:
             yield
         finally:
-            self.steps.kept = False
+            self.engine.kept = False
         self.windows.append(Window(tuple(steps), start, time()))
 
     def finish(self) -> Timeline:
         """Return the timeline, without dependencies between tasks of different ranks."""
-        job, scheduler, addresses = self.steps.job, self.steps.scheduler, self.steps.addresses
-        answers = scheduler.client.run(rank_events, self.steps.run_name, self.windows[0].start, workers=addresses)
+        job, scheduler, addresses = self.engine.job, self.engine.scheduler, self.engine.addresses
+        answers = scheduler.client.run(rank_events, self.engine.run_name, self.windows[0].start, workers=addresses)
         recordings = [answer for answer in answers.values() if answer is not None]
         size = " x ".join(map(str, job.batch_shape))
         title = (
@@ -116,9 +115,9 @@ def rank_events(run: str, start: float, dask_worker: Any) -> tuple[ProcessEvents
     program = ranks_of(dask_worker).programs.get(run)
     if program is None:
         return None
-    runnable, spans, program.kept = program.steps.step.runnable, program.kept, []
-    events = events_of(runnable, [(program.first + span.run, span) for span in spans], start - clock_offset())
-    return ProcessEvents(f"worker {dask_worker.name}", dask_worker.state.nthreads, events), TaskGraph.of(runnable)
+    step, spans, program.kept = program.engine.step, program.kept, []
+    events = events_of(step, [(program.first + span.run, span) for span in spans], start - clock_offset())
+    return ProcessEvents(f"worker {dask_worker.name}", dask_worker.state.nthreads, events), TaskGraph.of(step)
 
 
 def joined(title: str, windows: Sequence[Window], parts: Sequence[ProcessEvents], tasks: TaskGraph) -> Timeline:
@@ -142,9 +141,9 @@ def joined(title: str, windows: Sequence[Window], parts: Sequence[ProcessEvents]
     )
 
 
-def recorder_of(steps: Any, scheduler: Scheduler) -> StepRecorder | RankRecorder:
-    """Return a recorder of the steps of a run."""
-    return RankRecorder(steps) if steps.ranks else StepRecorder(steps.step, scheduler)
+def recorder_of(engine: Any) -> StepRecorder | RankRecorder:
+    """Return a recorder of the steps of an engine."""
+    return RankRecorder(engine) if engine.ranks else StepRecorder(engine.step, engine.scheduler)
 
 
 def is_bare(path: str) -> bool:
@@ -188,11 +187,11 @@ class TimelineCallback:
         self.config = config or TimelineConfig()
         self.timeline: Timeline | None = None
 
-    def begin(self, job: Job, steps: Any, scheduler: Scheduler) -> int:
+    def begin(self, job: Job, engine: Engine, steps: int) -> int:
         require_shared_steps(job)
-        self.recorder = recorder_of(steps, scheduler)
+        self.recorder = recorder_of(engine)
         self.path = Path(job.run.out if is_bare(self.config.timeline) else "") / self.config.timeline
-        return max(job.steps - self.config.timeline_steps, 0)
+        return max(steps - self.config.timeline_steps, 0)
 
     def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
         return self.recorder.window(steps)
@@ -239,9 +238,10 @@ class DaskReportCallback:
         rule, advice = "Dask reports on clusters only", "Add --scheduler local, or take --timeline."
         require(job.scheduler not in ("sync", "threads"), "train", rule, {"scheduler": job.scheduler}, advice)
 
-    def begin(self, job: Job, steps: Any, scheduler: Any) -> int:
+    def begin(self, job: Job, engine: Engine, steps: int) -> int:
         from distributed import performance_report
 
+        scheduler: Any = engine.scheduler
         (self.path,) = with_endings(Path(job.run.out if is_bare(self.name) else "") / self.name, ".html")
         self.stack = ExitStack()
         with scheduler.client.as_current():

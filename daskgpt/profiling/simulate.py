@@ -33,14 +33,14 @@ from daskgpt.graph.distribute import Rank
 from daskgpt.graph.nodes import Graph, Key, is_leaf, renamed, with_leaves
 from daskgpt.graph.program import Span, calls_of
 from daskgpt.graph.update_in_place import RowUpdate
+from daskgpt.model.step import CompiledStep
 from daskgpt.profiling.calibrate import Calibration, load, of_job
 from daskgpt.profiling.timeline import longest_chain
 from daskgpt.profiling.work import work_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
+from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job
-from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.step import TrainingStep
 
 Kind = tuple[str, str]  # layer and phase
 Seconds = dict[Kind, float]
@@ -113,9 +113,9 @@ def added(parts: Iterable[Seconds]) -> Seconds:
     return dict(found)
 
 
-def call_demands(step: TrainingStep, calibration: Calibration) -> dict[Key, Demand]:
+def call_demands(step: CompiledStep, calibration: Calibration) -> dict[Key, Demand]:
     """Return what each call of a step needs, before calls are fused."""
-    graph, found = step.recorded.unmerged, dict[Key, Demand]()
+    graph, found = step.kernels.graph, dict[Key, Demand]()
     for key, node in graph.items():
         call: Any = call_of(node)
         if is_leaf(node) or call.origin is None:
@@ -131,7 +131,7 @@ def call_demands(step: TrainingStep, calibration: Calibration) -> dict[Key, Dema
             rows = call.rows.stop - call.rows.start
             copied = (len(node.args) - call.tensors) * rows * prod(call.columns) * call.dtype.itemsize
         if work := work_of(graph, key):
-            seconds = calibration.seconds(f"{step.precision.name} {work[0]}", work[1])
+            seconds = calibration.seconds(f"{step.dials.precision.name} {work[0]}", work[1])
         kind = call.origin.layer, call.origin.phase
         alone, beside = ({kind: each + 2 * copied / calibration.copy} for each in seconds)
         found[key] = replace(own, alone=alone, beside=beside)
@@ -157,17 +157,17 @@ class Process:
 
     @classmethod
     def of_step(
-        cls, step: TrainingStep, window: int, demands: Mapping[Key, Demand], threads: int, pooled: bool
+        cls, step: CompiledStep, window: int, demands: Mapping[Key, Demand], threads: int, pooled: bool
     ) -> Process:
         """Return the process that runs a recorded step, or several that overlap, as a window."""
-        values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.recorded.inputs.items()}
-        packs = [None] * len(step.runnable.layout.packs)
-        run = step.runnable.submission(values, packs)
+        values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.kernels.inputs.items()}
+        packs = [None] * len(step.layout.packs)
+        run = step.submission(values, packs)
         if window > 1:
-            run = step.runnable.window_submission([values] * window, packs)
+            run = step.window_submission([values] * window, packs)
         graph = with_leaves(run.graph, run.leaves)
         # Dask breaks ties by names and by hashes, which differ from run to run; those of numbers do not.
-        names = sorted(graph, key=lambda key: str(key).replace(step.recorded.token, ""))
+        names = sorted(graph, key=lambda key: str(key).replace(step.kernels.token, ""))
         new: dict[Key, Key] = {key: (TASKS + number,) for number, key in enumerate(names)}
         graph, wanted = renamed(graph, new), [new[key] for key in run.keys]
         own = {key: Demand.of([demands[call.key] for call in calls_of(node)]) for key, node in graph.items()}
@@ -517,7 +517,7 @@ def forecast(
     explain: bool = False,
     cores: int = 0,
     costs: Calibration | None = None,
-) -> tuple[Forecast, TrainingStep]:
+) -> tuple[Forecast, CompiledStep]:
     """Return the predicted time of a job's steps, and the step that was recorded, of the first worker.
 
     Auto chunks and grain are settled by predicted times of kernels, as a run settles them by measured ones. Without a
@@ -538,15 +538,15 @@ def forecast(
     pooled = pooled or threads > 1
     scheduler = local_scheduler("threads" if pooled else "sync", threads)
     memory = math.inf if bandwidth or threads > usable_cores() else None  # of a machine that is not this one
-    steps = [JobSteps(job, scheduler, lambda line: None, rank, memory) for rank in _ranks(job, ranks, threads)]
-    costs = costs or _calibration(job, steps[0].step, notes)
-    for own in steps:
-        while own.open:
-            demands = call_demands(own.step, costs)
+    engines = [LocalEngine(job, scheduler, lambda line: None, rank, memory) for rank in _ranks(job, ranks, threads)]
+    costs = costs or _calibration(job, engines[0].step, notes)
+    for engine in engines:
+        while engine.undecided:
+            demands = call_demands(engine.step, costs)
             spans = [Span(key, 0, 0.0, demand.seconds[threads > 1]) for key, demand in demands.items()]
-            own.settle(spans, job.steps)
+            engine.tune(spans, job.horizon().steps)
     processes = [
-        Process.of_step(own.step, own.together(0), call_demands(own.step, costs), threads, pooled) for own in steps
+        Process.of_step(one.step, one.together(), call_demands(one.step, costs), threads, pooled) for one in engines
     ]
     apart = bool(bandwidth) or ranks == 1
     place = Platform(cores or (max(threads, usable_cores()) if apart else usable_cores()), bandwidth, latency)
@@ -575,7 +575,7 @@ def forecast(
         gains=dict(sorted(gains.items(), key=lambda gain: -gain[1])),
         notes=notes,
     )
-    return told, steps[0].step
+    return told, engines[0].step
 
 
 def _ranks(job: Job, count: int, threads: int) -> list[Rank | None]:
@@ -585,17 +585,17 @@ def _ranks(job: Job, count: int, threads: int) -> list[Rank | None]:
     return [Rank(own, *given) if count > 1 else None for own in range(count)]
 
 
-def _calibration(job: Job, step: TrainingStep, notes: list[str]) -> Calibration:
+def _calibration(job: Job, step: CompiledStep, notes: list[str]) -> Calibration:
     """Return the stored calibration, or one that is made now from steps like this one.
 
     Errors   MemoryError if those steps might not fit
     """
-    graph, known, advice = step.recorded.unmerged, load(), f"better: {called('bench')} --calibrate"
+    graph, known, advice = step.kernels.graph, load(), f"better: {called('bench')} --calibrate"
     works = [work for key in graph if (work := work_of(graph, key))]
-    if known and all(known.knows(f"{step.precision.name} {kind}") for kind, _ in works):
+    if known and all(known.knows(f"{step.dials.precision.name} {kind}") for kind, _ in works):
         return known
     start = perf_counter()
-    found = of_job(job, step.chunk, known)
+    found = of_job(job, step.dials.chunk, known)
     seconds = perf_counter() - start
     notes.append(f"kernels timed for {seconds:.1f} s just now, in steps of this model with few blocks ({advice})")
     return found

@@ -33,7 +33,7 @@ from daskgpt.config.settings import documented, setting
 from daskgpt.graph.calls import PHASES
 from daskgpt.model.parameters import parameter_count
 from daskgpt.profiling import calibrate
-from daskgpt.profiling.measure import BatchConfig, Spread, Steps, job_of, origin, rounded, significant
+from daskgpt.profiling.measure import BatchConfig, Spread, TimedEngine, job_of, origin, rounded, significant
 from daskgpt.profiling.simulate import forecast
 from daskgpt.profiling.timeline import Timeline, describe_summary, summarise
 from daskgpt.schedulers import machine
@@ -297,14 +297,14 @@ def run(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> Row:
     compile_kernels(job.precision)  # else the first step, by whose times auto chooses, loads them
     others = machine.busy_cores()
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
-        steps = Steps(job, scheduler, study.seed)
+        steps = TimedEngine(job, scheduler, study.seed)
         number = max(study.steps, math.ceil(study.seconds / min(steps.run(study.warmup))))
         steps.reset_peak()
         bare = steps.run(-(-number // 2))
         timeline = steps.timeline(number)
         bare += steps.run(-(-number // 2))
         peak = steps.peak()
-    summary, chunk = summarise(timeline), steps.steps.chunk
+    summary, chunk = summarise(timeline), steps.engine.chunk
     seconds = Spread.of([(window.end - window.start) / len(window.steps) for window in timeline.windows])
     _, step, _ = quartiles = [1e3 * value for value in seconds.quartiles]
     total = sum(summary.phases.values())
@@ -341,7 +341,7 @@ def write_timelines(model: ModelConfig, study: StudyConfig, folder: Path) -> Non
     for barrier, label in BARRIERS.items():
         job = job_of(model, study, runnable(replace(base, barrier=barrier)))
         with open_scheduler("threads", base.threads) as scheduler:
-            steps = Steps(job, scheduler, study.seed)
+            steps = TimedEngine(job, scheduler, study.seed)
             steps.run(max(study.warmup, study.window))
             recordings = [steps.timeline(study.window) for _ in range(study.repetitions)]
         shortest = timelines[f"barrier {label}"] = min(recordings, key=lambda timeline: summarise(timeline).wall)

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 from daskgpt.config.errors import require
 from daskgpt.config.rich import html_text, svg, text_table
 from daskgpt.graph.calls import PHASES, Origin, is_pick
+from daskgpt.graph.compiled import CompiledGraph
 from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Key, is_leaf
 from daskgpt.graph.program import Span, calls_of
-from daskgpt.graph.recording import CompiledStep
 
 K = TypeVar("K")
 Task = tuple[int, Key]
@@ -138,11 +138,11 @@ class TaskGraph:
     awaited: frozenset[Key]
 
     @classmethod
-    def of(cls, runnable: CompiledStep) -> TaskGraph:
+    def of(cls, runnable: CompiledGraph) -> TaskGraph:
         """Return the tasks of a step. On a cluster, updates may still run while the next step starts."""
         tasks = {key: node for key, node in runnable.graph.items() if not is_leaf(node)}
         needs = {key: set(node.dependencies) & tasks.keys() for key, node in tasks.items()}
-        awaited = tasks.keys() if runnable.recorded.in_place else runnable.output_keys
+        awaited = tasks.keys() if runnable.kernels.in_place else runnable.output_keys
         return cls(needs, runnable.needs_of_last_run(), frozenset(awaited))
 
     @classmethod
@@ -202,17 +202,17 @@ class Timeline:
         return drawing + html_text(repr(self))
 
 
-def chunks_of(runnable: CompiledStep) -> dict[Key, tuple[int | None, int | None] | None]:
+def chunks_of(runnable: CompiledGraph) -> dict[Key, tuple[int | None, int | None] | None]:
     """Return the chunk of each kernel call of a step; None for a call that belongs to no chunk.
 
     A pick, which takes one of a kernel's results out of a tuple, has no work of its own, and is left out.
     """
-    graph = runnable.recorded.unmerged
+    graph = runnable.kernels.graph
     keys = (call.key for node in runnable.graph.values() for call in calls_of(node))
     return {key: chunk_of(graph, key, whole=False) for key in keys if not is_pick(graph[key])}
 
 
-def events_of(runnable: CompiledStep, spans: Iterable[tuple[int, Span]], start: float) -> list[Event]:
+def events_of(runnable: CompiledGraph, spans: Iterable[tuple[int, Span]], start: float) -> list[Event]:
     """Return the events of one process from the (step, span) of its kernel calls.
 
     Lanes are numbers of threads, in the order in which these ran their first calls.
@@ -224,7 +224,7 @@ def events_of(runnable: CompiledStep, spans: Iterable[tuple[int, Span]], start: 
     for step, span in sorted(spans, key=lambda pair: pair[1].start):
         lane = lanes.setdefault(span.thread, len(lanes))
         if span.key in chunks:
-            origin, task = astuple(runnable.recorded.origin(span.key)), tasks[span.key]
+            origin, task = astuple(runnable.kernels.origin(span.key)), tasks[span.key]
             when = step, chunks[span.key], lane, span.start - start, span.end - start
             fields = [*origin, *when, span.bytes, (step, task), runnable.title(task), span.key]
             events.append(Event(*fields))

@@ -14,9 +14,9 @@ import dask
 import numpy as np
 from distributed import Future, span, wait
 
+from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Key, in_one_layer, pinned, renamed, with_leaves
 from daskgpt.graph.program import in_run
-from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.dask_internals import LOOKING, awaited, holders
 from daskgpt.schedulers.failures import (
     LeftOut,
@@ -67,7 +67,7 @@ class ClusterScheduler(Scheduler):
         with losses_as_errors(self.client):
             return sum(self.client.nthreads().values())
 
-    def run(self, submission: GraphRun) -> list[Any]:
+    def run(self, submission: Submission) -> list[Any]:
         graph, leaves, keys, runs, _ = submission
         number, self.runs = self.runs, self.runs + runs
         new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph.keys() | leaves.keys()}

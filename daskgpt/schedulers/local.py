@@ -17,9 +17,9 @@ import dask.local
 import dask.threaded
 from threadpoolctl import threadpool_limits
 
+from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Graph, Key, task, with_leaves
 from daskgpt.graph.program import Span
-from daskgpt.graph.recording import GraphRun
 from daskgpt.schedulers.machine import quota_note, usable_cores
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 
@@ -87,7 +87,7 @@ class LocalScheduler(Scheduler):
         self.get, self.description, self.threads = get, description, threads
         self.spans: list[Span] | None = None
 
-    def run(self, submission: GraphRun) -> list[Any]:
+    def run(self, submission: Submission) -> list[Any]:
         number, self.runs = self.runs, self.runs + submission.runs
         if recorder := submission.recorder:
             recorder.spans, recorder.first_run = self.spans, number

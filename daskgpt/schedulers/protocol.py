@@ -11,8 +11,8 @@ from time import perf_counter, time
 from typing import Any
 
 from daskgpt.config.errors import refusal
+from daskgpt.graph.compiled import Submission
 from daskgpt.graph.program import Span
-from daskgpt.graph.recording import GraphRun
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Scheduler(ABC):
     runs = 0
 
     @abstractmethod
-    def run(self, submission: GraphRun) -> list[Any]:
+    def run(self, submission: Submission) -> list[Any]:
         """Submit a graph; return handles of its results, which stay where they are made."""
 
     @abstractmethod

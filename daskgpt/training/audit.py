@@ -29,11 +29,12 @@ from daskgpt.formats.safetensors import TensorFiles, tensor_path
 from daskgpt.formats.stored_model import read_json
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, digest
+from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chain import CHAIN, LINK, Entry, is_entry, read_chain
 from daskgpt.training.checkpoint import OPTIMIZER, STATE, DamagedCheckpoint, checked_state, checkpoints, read_checkpoint
-from daskgpt.training.job import Arrays, Job, require_memory
+from daskgpt.training.job import Horizon, Job, require_memory
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.metrics import Diverged
 from daskgpt.training.run_folder import RunFolder
@@ -41,7 +42,7 @@ from daskgpt.training.start import (
     CHUNKS,
     PACKAGES,
     SEEDED,
-    ResumeState,
+    Start,
     WarmStart,
     arithmetic,
     configurations,
@@ -213,17 +214,14 @@ class Audit:
 
         Errors   ValueError where the data, or the arithmetic of this machine, are not the run's
         """
-        c, end = configurations("audit", entry["configuration"]), entry["step"]
+        c = configurations("audit", entry["configuration"])
         # Where a library multiplies, bits depend on the chunks.
         kept = ("precision", *(() if one_order(np.dtype(np.float32)) else CHUNKS))
         dataflow = DataflowConfig(**{name: getattr(c["dataflow"], name) for name in kept} | dict(self.dials))
         data = replace(c["data"], data=self.data)
         dataset = data_of_run("audit", data, entry, self.open_dataset)
-        run = RunConfig(steps=end, seed=entry["seed"], validate_every=0, validation_batches=1, keep_best=0)
+        run = RunConfig(steps=entry["step"], seed=entry["seed"], validate_every=0, validation_batches=1, keep_best=0)
         job = Job(c["model"], data, c["optimizer"], dataflow, run, dataset)
-        # The learning rate depends on the length of the run; the steps end here.
-        known = entry.get("horizon", {}).get("changes", ())
-        job.horizon.changes = [(first, steps) for first, steps in known if first < end] + [(end, end)]
         then, here = (f"{own.get('precision')} by {own.get('unit')}" for own in (entry["arithmetic"], arithmetic(job)))
         rule, advice = "this machine must compute with the run's arithmetic", "Audit it where that is the same."
         require(then == here, "audit", rule, {"run": f"{self.run} ({then})", "here": here}, advice)
@@ -253,10 +251,11 @@ class Audit:
                     shutil.rmtree(at)
             out, first = folder / f"to-{entry['step']}", state["step"]
             known, outliers = [nan] * first, state.get("outliers", ())
-            initial = ResumeState(
-                RunFolder(str(out)), parameters, moments, first, known, outliers=outliers, entry=state
+            horizon = _horizon(job, entry)
+            start = Start(
+                RunFolder(str(out)), horizon, parameters, moments, first, known, outliers=outliers, entry=state
             )
-            losses, at = _made(job, scheduler, initial)
+            losses, at = _made(job, scheduler, start)
             steps = range(first, entry["step"])
             both = zip_longest(steps, map(self.losses.get, steps), losses)
             verdict.losses += [found for found in both if found[1] != found[2]]
@@ -287,11 +286,19 @@ class Audit:
         return {}, "a program gave its parameters"
 
 
-def _made(job: Job, scheduler: Scheduler, initial: ResumeState) -> tuple[list[float], Path | None]:
+def _horizon(job: Job, entry: Entry) -> Horizon:
+    """Return the length of a run as its steps knew it: the learning rate depends on it. It ends with an entry."""
+    horizon, end = job.horizon(), entry["step"]
+    changes = entry.get("horizon", {}).get("changes", ())
+    horizon.changes = [(first, steps) for first, steps in changes if first < end] + [(end, end)]
+    return horizon
+
+
+def _made(job: Job, scheduler: Scheduler, start: Start) -> tuple[list[float], Path | None]:
     """Make the steps of a job; return their losses, and the checkpoint at the end, None if a number is not finite."""
     losses = list[float]()
     try:
-        result = run_job(job, scheduler, initial, Observers(lambda _, own: losses.append(own["loss"]), quiet=True))
+        result = run_job(job, scheduler, start, Observers(lambda _, own: losses.append(own["loss"]), quiet=True))
     except Diverged:
         return losses, None
     if result.stopped:  # by Ctrl-C

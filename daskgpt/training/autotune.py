@@ -21,16 +21,17 @@ import numpy as np
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import KernelCall, call_of
+from daskgpt.graph.compiled import KernelGraph, Submission
 from daskgpt.graph.fuse import FEW_THREADS, GRAINS, chunk_of
 from daskgpt.graph.nodes import Key, is_leaf, task
 from daskgpt.graph.program import Call, Program, Span, Values
-from daskgpt.graph.recording import GraphRun, StepGraph
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.layers import ATTENTION
+from daskgpt.model.optimizer import optimizer_of
 from daskgpt.model.parameters import parameter_count, tensors
 from daskgpt.model.precision import Precision
+from daskgpt.model.step import CompiledStep
 from daskgpt.schedulers.local import LocalScheduler
-from daskgpt.training.step import TrainingStep
 
 Chunk = tuple[int, int]
 
@@ -67,13 +68,13 @@ class Work:
         return cls(4 * parameter_count(config, multiplied=True) * count / RATE, attention * count / RATE)
 
     @classmethod
-    def measured(cls, recorded: StepGraph, spans: Iterable[Span]) -> Work:
+    def measured(cls, kernels: KernelGraph, spans: Iterable[Span]) -> Work:
         """Return the work by the kernel calls of one step."""
         seconds: dict[str, float] = defaultdict(float)  # by layer
         for span in spans:
-            if span.key in recorded.unmerged and chunk_of(recorded.unmerged, span.key, whole=False) is not None:
-                own = recorded.origin(span.key)
-                seconds[own.layer if own else ""] += span.end - span.start
+            if span.key in kernels.graph and chunk_of(kernels.graph, span.key, whole=False) is not None:
+                origin = kernels.origin(span.key)
+                seconds[origin.layer if origin else ""] += span.end - span.start
         attention = seconds.pop(ATTENTION.name, 0.0)
         return cls(sum(seconds.values()), attention)
 
@@ -135,9 +136,9 @@ TRIED = 4
 class ChunkChoice:
     """The choice of a run's chunks.
 
-    first   the chunks of the first step
-    reason  of the choice, for people; empty if chunks were given
-    open    whether kernel times of the first step may change it; no step overlaps with that one
+    first      the chunks of the first step
+    reason     of the choice, for people; empty if chunks were given
+    undecided  whether kernel times of the first step may change it; no step overlaps with that one
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class ChunkChoice:
         self.candidates = candidates(config, batch_shape, dataflow, threads)
         self.first = self.candidates[0].chunk
         self.free = one_order(precision.dtype)
-        self.open = self.free and len(self.candidates) > 1
+        self.undecided = self.free and len(self.candidates) > 1
         self.reason = ""
         if not (dataflow.batch_chunk and dataflow.sequence_chunk):
             self.reason = f"auto, for {threads} thread{'s' * (threads != 1)}"
@@ -156,52 +157,50 @@ class ChunkChoice:
                 # With measured times or free memory, two runs of one command could differ in bits.
                 self.reason += "; with this matrix product, other chunks change bits"
 
-    def fit(self, step: TrainingStep, window: int, available: float) -> str:
-        """Change the chunks of a recorded step that needs more memory than there is; return a warning if that fails.
+    def fit(self, step: CompiledStep, window: int, available: float) -> tuple[CompiledStep, str]:
+        """Return a step that needs no more memory than there is, with other chunks if need be; a warning if none does.
 
         window      how many steps overlap
         available   bytes
         """
         if window * most_bytes(step) <= available:
-            return ""  # fits in any order of its tasks
-        peaks: dict[Chunk, int] = {}
-        smaller = [own.chunk for own in self.candidates if own.count >= self.candidates[0].count]
+            return step, ""  # fits in any order of its tasks
+        peaks, steps = dict[Chunk, int](), {step.dials.chunk: step}
+        smaller = [one.chunk for one in self.candidates if one.count >= self.candidates[0].count]
         for chunk in smaller[: TRIED if self.free else 1]:
-            if chunk != step.chunk:
-                step.set_chunk(chunk)
-            peaks[chunk] = Trial(step, window).peak
+            if chunk not in steps:
+                steps[chunk] = step.with_dials(chunk=chunk)
+            peaks[chunk] = Trial(steps[chunk], window).peak
             if peaks[chunk] <= available:
                 break
         least = min(peaks, key=lambda chunk: peaks[chunk])
-        if step.chunk != least:
-            step.set_chunk(least)
         if least != self.first:
             first, size = described(self.batch_shape, self.first), rounded(peaks[self.first])
             self.reason += f"; {first} would take {size} of the {rounded(available)} that are free"
-        self.open = False  # kernel times do not depend on memory
+        self.undecided = False  # kernel times do not depend on memory
         if peaks[least] <= available:
-            return ""
-        return (
+            return steps[least], ""
+        return steps[least], (
             f"a step takes {rounded(peaks[least])}, and {rounded(available)} are free: the system may swap, or end "
             "this process. Try a smaller --batch-size or --sequence-length."
         )
 
-    def settle(self, step: TrainingStep, spans: Sequence[Span], steps: int) -> str:
-        """Change the chunks where kernel times show that this pays; return a line on the change, if there is one.
+    def choose(self, step: CompiledStep, spans: Sequence[Span], steps: int) -> tuple[CompiledStep, str]:
+        """Return the step with other chunks where kernel times show that this pays, and a line on it, else "".
 
         spans   of the kernel calls of one step
         steps   how many steps remain
         """
-        self.open = False
-        work = Work.measured(step.recorded, spans)
-        found = candidates(self.config, self.batch_shape, self.dataflow, self.threads, work)
-        best, now = found[0], next((own for own in found if own.chunk == step.chunk), found[0])
+        self.undecided = False
+        work = Work.measured(step.kernels, spans)
+        sizes = candidates(self.config, self.batch_shape, self.dataflow, self.threads, work)
+        best, now = sizes[0], next((one for one in sizes if one.chunk == step.dials.chunk), sizes[0])
         saved = now.seconds - best.seconds
         if saved < WORTH_SHARE * now.seconds or saved * steps < WORTH_SECONDS:
-            return ""
-        step.set_chunk(best.chunk)
+            return step, ""
         size, new, old = described(self.batch_shape, best.chunk), best.seconds * 1e3, now.seconds * 1e3
-        return f"{size} from now on (by measured kernel times, {new:.0f} instead of {old:.0f} ms)"
+        line = f"{size} from now on (by measured kernel times, {new:.0f} instead of {old:.0f} ms)"
+        return step.with_dials(chunk=best.chunk), line
 
     def described(self, chunk: Chunk) -> str:
         """Return number and size of chunks, and the reason of the choice, for people."""
@@ -228,20 +227,22 @@ SCHEDULED = "block"
 class GrainChoice:
     """The choice of a run's grain.
 
-    first   the grain of the first step
-    open    whether that step is still to be measured; no step overlaps with it then
+    first      the grain of the first step
+    undecided  whether that step is still to be measured; no step overlaps with it then
     """
 
     def __init__(self, grain: str, barrier: str, in_place: bool) -> None:
-        self.first, self.open = grain, False
+        self.first, self.undecided = grain, False
         if grain == "auto" and barrier == "layer":
             self.first = "kernel"  # fork-join waits after each layer, which a task of several layers would hide
         elif grain == "auto":
             # Out of place the packs of the state follow the grain, which must be known from the start.
-            self.first, self.open = (MERGED_GRAINS[0], True) if in_place else (SCHEDULED, False)
+            self.first, self.undecided = (MERGED_GRAINS[0], True) if in_place else (SCHEDULED, False)
 
-    def settle(self, step: TrainingStep, spans: Iterable[Span], threads: int, available: float) -> str:
-        """Give the step the finest merged grain whose tasks last long enough; return a line on it.
+    def choose(
+        self, step: CompiledStep, spans: Iterable[Span], threads: int, available: float
+    ) -> tuple[CompiledStep, str]:
+        """Return the step with the finest merged grain whose tasks last long enough, and a line on it.
 
         spans      of the kernel calls of one step
         available  bytes
@@ -250,22 +251,22 @@ class GrainChoice:
         threads that all have as many chunks wait least if each chunk is one task, where the memory suffices; but not on
         ranks, whose sums would be few tasks.
         """
-        self.open = False
+        self.undecided = False
         seconds: dict[Key, float] = defaultdict(float)
         for span in spans:
             seconds[span.key] += span.end - span.start
         means: dict[str, float] = {}
         whole = step.chunks >= threads and not (step.rank and threads > FEW_THREADS)
         for grain in MERGED_GRAINS if whole else MERGED_GRAINS[:-1]:
-            group_of = step.fusion(grain).groups(step.recorded.unmerged)
-            means[grain] = sum(seconds.values(), 0.0) / len({group_of(key) or key for key in seconds})
-        found = next((grain for grain, mean in means.items() if mean >= LONG_ENOUGH), list(means)[-1])
+            groups = replace(step.dials, grain=grain).fusion(step.rank is not None).groups(step.kernels.graph)
+            means[grain] = sum(seconds.values(), 0.0) / len({groups.get(key) or key for key in seconds})
+        long_enough = next((grain for grain, mean in means.items() if mean >= LONG_ENOUGH), list(means)[-1])
         alike = threads > FEW_THREADS and whole and step.chunks % threads == 0
-        step.set_grain(MERGED_GRAINS[-1] if alike else found)
-        if alike and step.in_place and most_bytes(step) > available and Trial(step).peak > available:
-            step.set_grain(found)
-        others = ", ".join(f"{grain} {mean * 1e3:.1f}" for grain, mean in means.items())
-        return f"{step.grain}, tasks of {means[step.grain] * 1e3:.1f} ms ({others})"
+        chosen = step.with_dials(grain=MERGED_GRAINS[-1] if alike else long_enough)
+        if alike and most_bytes(chosen) > available and Trial(chosen).peak > available:
+            chosen = step.with_dials(grain=long_enough)
+        grain, others = chosen.dials.grain, ", ".join(f"{grain} {mean * 1e3:.1f}" for grain, mean in means.items())
+        return chosen, f"{grain}, tasks of {means[grain] * 1e3:.1f} ms ({others})"
 
 
 CLASSES = ("parameters", "gradients", "optimizer", "activations")
@@ -302,7 +303,7 @@ class Message:
 
 
 class Trial(LocalScheduler):
-    """A recorded step that is run without data: each kernel call returns arrays with only a size, stand-ins.
+    """A compiled step that is run without data: each kernel call returns arrays with only a size, stand-ins.
 
     Dask runs the step's own tasks one by one. The stand-ins are counted while they live, and Dask and the tasks drop
     them when they would drop the real arrays. Each call knows the sizes of its results, so a new layer needs nothing
@@ -312,26 +313,26 @@ class Trial(LocalScheduler):
     results   bytes of what each task returned
     """
 
-    def __init__(self, step: TrainingStep, window: int = 1) -> None:
+    def __init__(self, step: CompiledStep, window: int = 1) -> None:
         """Try one step, or several that overlap."""
         super().__init__(dask.local.get_sync, "nothing is run")
-        self.step, self.precision, self.tensors = step, step.precision, tensors(step.config)
-        self.moments = step.row.state(self.tensors)
+        self.step, self.precision, self.tensors = step, step.dials.precision, tensors(step.config)
+        self.moments = step.moments
         self.account = Account()
         self.results: dict[Key, int] = {}
-        values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.recorded.inputs.items()}
-        packs = step.runnable.layout.pack({name: self._state(name) for name in step.recorded.state})
+        values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.kernels.inputs.items()}
+        packs = step.layout.pack({name: self._state(name) for name in step.kernels.state})
         if window > 1:
-            self.run(step.runnable.window_submission([values] * window, packs))
+            self.run(step.window_submission([values] * window, packs))
         else:
-            self.run(step.runnable.submission(values, packs))
+            self.run(step.submission(values, packs))
 
     @property
     def peak(self) -> int:
         """The peak of the bytes of all arrays."""
         return self.account.at_peak.total()
 
-    def run(self, submission: GraphRun) -> list[Any]:
+    def run(self, submission: Submission) -> list[Any]:
         without_data = {
             key: node if is_leaf(node) else task(key, self._without_data(key, node.func), node.args)
             for key, node in submission.graph.items()
@@ -371,7 +372,8 @@ class Trial(LocalScheduler):
 
     def updated(self, parameter: str) -> list[Any]:
         """See `graph.calls.Memory`."""
-        kinds = ["weight", *self.step.row.of(self.tensors[parameter]).moments]
+        row = optimizer_of(self.step.optimizer.optimizer).of(self.tensors[parameter])
+        kinds = ["weight", *row.moments]
         return [self._state(f"{kind}.{parameter}") for kind in kinds]
 
     def message(self) -> Any:
@@ -379,13 +381,13 @@ class Trial(LocalScheduler):
         return Message()
 
 
-def most_bytes(step: TrainingStep) -> int:
+def most_bytes(step: CompiledStep) -> int:
     """Return the bytes of everything that a step holds or makes, as if nothing were dropped: a quick upper bound."""
-    known = tensors(step.config)
-    numbers = sum(math.prod(tensor.shape) for tensor in (*known.values(), *step.row.state(known).values()))
+    table, precision = tensors(step.config), step.dials.precision
+    numbers = sum(math.prod(tensor.shape) for tensor in (*table.values(), *step.moments.values()))
     # In place no call returns a gradient, but if it is summed separately, it is made nevertheless.
-    size = numbers * step.precision.dtype.itemsize + sum(step.precision.held_bytes(tensor) for tensor in known.values())
-    for key, node in step.recorded.unmerged.items():
+    size = numbers * precision.dtype.itemsize + sum(precision.held_bytes(tensor) for tensor in table.values())
+    for key, node in step.kernels.graph.items():
         if isinstance(call := call_of(node), KernelCall):
             size += sum(map(math.prod, call.shapes(key))) * call.dtype.itemsize
     return size

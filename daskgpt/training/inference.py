@@ -15,19 +15,21 @@ from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.dataset import validation_batches
 from daskgpt.data.tokenizer import get_encoding, sizes_of
+from daskgpt.graph.compiled import KernelGraph, Layout, compile_graph
 from daskgpt.graph.fuse import Fusion
-from daskgpt.graph.nodes import from_numpy
-from daskgpt.graph.recording import Layout, StepGraph
+from daskgpt.graph.nodes import from_numpy, graph_of
+from daskgpt.graph.update_in_place import Rewritten
 from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss
 from daskgpt.model.precision import FLOAT32, Precision
+from daskgpt.model.step import Lazy, gradients_of, input_leaves, input_values, state_leaves
 from daskgpt.model.tape import Tape
 from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.engine import Engine, State
 from daskgpt.training.job import Job
-from daskgpt.training.step import Lazy, State, gradients_of, input_leaves, input_values, state_leaves
 
 
 class Inference:
-    """The results of a model for a batch, recorded once for states of one layout.
+    """The results of a model for a batch, compiled once for states of one layout.
 
     wanted   any of "loss", "logits" and "gradients" (one a parameter)
     groups   number of groups of sequences by which sums over the batch are made
@@ -53,9 +55,10 @@ class Inference:
             outputs["loss"] = mean_loss(tape, config, weights, inputs)
         if "gradients" in wanted:
             outputs |= gradients_of(tape, weights, outputs["loss"])
-        recorded = StepGraph(tape.token, inputs, outputs, state, {}, layout=layout)
+        rewritten = Rewritten(graph_of(outputs.values()))
+        kernels = KernelGraph(tape.token, rewritten, inputs, outputs, state, {}, layout=layout)
         # A task a chunk: there is work for all threads, and larger tasks only hand on less.
-        self.runnable = recorded.merged(Fusion("chunk").groups(recorded.unmerged))
+        self.compiled = compile_graph(kernels, Fusion("chunk").groups(kernels.graph))
 
     def __call__(
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray | None = None
@@ -68,9 +71,9 @@ class Inference:
     ) -> list[dict[str, np.ndarray]]:
         """Return the same for several batches, which are one graph and overlap."""
         values = [input_values(*batch) for batch in batches]
-        results = scheduler.run(self.runnable.window_submission(values, state.packs))
+        results = scheduler.run(self.compiled.window_submission(values, state.packs))
         fetched = scheduler.fetch(results)
-        return [self.runnable.output(own) for own in self.runnable.split_window(fetched, len(batches))]
+        return [self.compiled.output(own) for own in self.compiled.split_window(fetched, len(batches))]
 
 
 def loss_and_gradients(
@@ -120,13 +123,13 @@ class Validation:
     stop_requested   returns whether the run shall end: a validation is given up then
     """
 
-    def __init__(self, job: Job, scheduler: Scheduler, stop_requested: Callable[[], bool] = lambda: False) -> None:
-        self.job, self.scheduler, self.stop_requested = job, scheduler, stop_requested
+    def __init__(self, job: Job, engine: Engine, stop_requested: Callable[[], bool] = lambda: False) -> None:
+        self.job, self.engine, self.stop_requested = job, engine, stop_requested
         self.inference: Inference | None = None
         self.predicted: tuple[int, int] | None = None  # tokens, and bytes of their text; 0 if these are unknown
 
-    def of(self, state: State, chunk: tuple[int, int]) -> dict[str, Any]:
-        """Return the metrics of a state; none where the run ends before all windows are measured.
+    def measure(self) -> dict[str, Any]:
+        """Return the metrics of the engine's state; none where the run ends before all windows are measured.
 
         validation_loss         [nats a token]
         validation_bits_a_byte  all nats / ln 2 / bytes of predicted text, which compares different encodings;
@@ -134,7 +137,7 @@ class Validation:
         validation_s            duration [s]
         """
         start = time.perf_counter()
-        if (loss := self.loss(state, chunk)) is None:
+        if (loss := self.loss()) is None:
             return {}
         found: dict[str, Any] = {"validation_loss": loss}
         if self.predicted is None:
@@ -150,17 +153,17 @@ class Validation:
             found["validation_bits_a_byte"] = loss * tokens / math.log(2) / count
         return found | {"validation_s": round(time.perf_counter() - start, 3)}
 
-    def loss(self, state: State, chunk: tuple[int, int]) -> float | None:
+    def loss(self) -> float | None:
         """Return the mean over the windows [nats a token]; None if the run ends before all are measured."""
-        job, state = self.job, state.weights
-        if self.inference is None or self.inference.runnable.layout != state.layout:
+        job, engine, weights = self.job, self.engine, self.engine.weights()
+        if self.inference is None or self.inference.compiled.layout != weights.layout:
             wanted = ("loss",), job.precision, job.groups
-            self.inference = Inference(job.config, job.batch_shape, chunk, state.layout, *wanted)
+            self.inference = Inference(job.config, job.batch_shape, engine.chunk, weights.layout, *wanted)
         losses, batches = list[float](), self._batches()
         while together := list(islice(batches, TOGETHER)):
             if self.stop_requested():
                 return None
-            losses += [float(own["loss"]) for own in self.inference.of_all(self.scheduler, state, together)]
+            losses += [float(found["loss"]) for found in self.inference.of_all(engine.scheduler, weights, together)]
         return sum(losses) / len(losses)
 
     def _batches(self) -> Any:

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import ModelConfig
@@ -38,7 +36,6 @@ from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, resolve
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.logs import chosen_sinks
 
-Arrays = Mapping[str, np.ndarray]
 Say = Callable[[str], None]  # prints a line
 HORIZONS = ("steps", "epochs", "tokens", "minutes")
 ESTIMATES = 100  # in the time of a run
@@ -59,20 +56,19 @@ class Horizon:
 
     def __init__(self, run: RunConfig, tokens_a_step: int, epoch: int = 0) -> None:
         """epoch   tokens of an epoch"""
-        one_horizon({"epochs": run.epochs, "tokens": run.tokens, "minutes": run.minutes})
         tokens = run.tokens or math.ceil(run.epochs * epoch)
         steps = -(-tokens // tokens_a_step) if tokens else run.steps
         self.changes = [(0, steps)]
         self.seconds = 60 * run.minutes  # of the run; 0 if it is not limited by time
-        self.known: list[tuple[int, float]] = []  # steps and seconds at each estimate of this process
+        self.estimates: list[tuple[int, float]] = []  # steps and seconds at each estimate of this process
 
     @property
     def steps(self) -> int:
-        """The number of all steps, as known now."""
+        """Number of all steps, as estimated last."""
         return self.changes[-1][1]
 
     def at(self, step: int) -> int:
-        """Return the number of all steps, as known when a step was made."""
+        """Return the number of all steps, as it was estimated when a step was made."""
         return next(steps for first, steps in reversed(self.changes) if first <= step)
 
     def next_change(self, step: int) -> int | None:
@@ -86,15 +82,15 @@ class Horizon:
         """
         if not self.seconds:
             return False
-        if not self.known:  # the time before does not count: chunks and grain were chosen in it
-            self.known.append((done, seconds))
+        if not self.estimates:  # the time before does not count: chunks and grain were chosen in it
+            self.estimates.append((done, seconds))
             return False
-        then, before = self.known[-1]
+        then, before = self.estimates[-1]
         due = seconds >= self.seconds or seconds - before >= self.seconds / ESTIMATES
         if done == then or not due:
             return False
-        first, since = self.known[-RECENT:][0]
-        self.known.append((done, seconds))
+        first, since = self.estimates[-RECENT:][0]
+        self.estimates.append((done, seconds))
         left = (self.seconds - seconds) * (done - first) / (seconds - since)
         steps = done + max(round(left), 1)
         changed = steps != self.steps
@@ -136,7 +132,6 @@ class Job:
     """All settings of a run, checked against each other.
 
     dataset   the tokens to train on; None if they come from elsewhere, as in a benchmark
-    horizon   the number of steps, which is estimated repeatedly if the run's length is given in minutes
     modules   digests of modules from outside of the package whose rows the configuration names
 
     Errors    ValueError if settings do not fit each other
@@ -148,12 +143,10 @@ class Job:
     dataflow: DataflowConfig
     run: RunConfig
     dataset: Dataset | None = None
-    horizon: Horizon = field(init=False, repr=False, compare=False)
     modules: Mapping[str, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        epoch = self.dataset.epoch(self.data.sequence_length) * self.data.sequence_length if self.dataset else 0
-        object.__setattr__(self, "horizon", Horizon(self.run, math.prod(self.batch_shape), epoch))
+        one_horizon({name: getattr(self.run, name) for name in HORIZONS if name != "steps"})
         check_chunks(*self.micro_shape, self.dataflow)
         got = {"sequence_length": self.data.sequence_length, "positions": self.config.positions}
         rule = "a sequence must not be longer than the model's positions"
@@ -185,10 +178,19 @@ class Job:
             raise refusal(RuntimeError, "Job", "training needs a dataset", "dataset=None", "Make the job with one.")
         return self.dataset
 
-    def resolved(self, scheduler: Scheduler, chunk: tuple[int, int], grain: str) -> dict[str, dict[str, Any]]:
+    def horizon(self) -> Horizon:
+        """Return the length of the run as it is known before the first step."""
+        length = self.data.sequence_length
+        epoch = self.dataset.epoch(length) * length if self.dataset else 0
+        return Horizon(self.run, math.prod(self.batch_shape), epoch)
+
+    def resolved(
+        self, scheduler: Scheduler, chunk: tuple[int, int], grain: str, steps: int
+    ) -> dict[str, dict[str, Any]]:
         """Return the fields of every configuration by its name, with no setting left on `auto` and absolute paths.
 
         chunk, grain   of the steps, once they are chosen
+        steps          number of steps of the run
         """
         data, run, encoding = self.data, self.run, self.tokens.encoding_name
         sources = {"data": data.data, "validation_data": data.validation_data}
@@ -200,13 +202,8 @@ class Job:
             "data": asdict(data) | places | {"encoding": encoding, "order": self.order, "groups": self.groups},
             "optimizer": asdict(self.optimizer),
             "dataflow": asdict(self.dataflow) | dials,
-            "run": asdict(run) | {"init": from_root(run.init), "out": from_root(run.out), "steps": self.steps},
+            "run": asdict(run) | {"init": from_root(run.init), "out": from_root(run.out), "steps": steps},
         }
-
-    @property
-    def steps(self) -> int:
-        """Number of steps of the run, as known now."""
-        return self.horizon.steps
 
     @property
     def order(self) -> str:

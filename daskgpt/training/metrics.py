@@ -17,15 +17,16 @@ import psutil
 
 from daskgpt.config.errors import refusal
 from daskgpt.graph.calls import PHASES
-from daskgpt.graph.recording import StepGraph
+from daskgpt.graph.compiled import KernelGraph
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import step_operations
+from daskgpt.model.step import NO_LIMITS, Limits, Outcome
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler
 from daskgpt.schedulers.worker_metrics import WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints
-from daskgpt.training.job import Job
+from daskgpt.training.engine import Engine, State, named_parameters, run_on_packs
+from daskgpt.training.job import Horizon, Job
 from daskgpt.training.logs import METRICS
-from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, named_parameters, run_on_packs
 
 PARTS = ("validation", "logs", "samples", "checkpoints", "recovery points")
 RECORD_EVERY = 10.0  # seconds between two recorded steps: recording a small step costs about 1 % of it
@@ -47,15 +48,15 @@ class StepMetrics:
     timers          seconds that steps have waited for other work, by PARTS; work in the background does not count
     """
 
-    def __init__(self, job: Job, worker_metrics: WorkerMetrics, seconds: Callable[[], float]) -> None:
+    def __init__(self, job: Job, horizon: Horizon, worker_metrics: WorkerMetrics, seconds: Callable[[], float]) -> None:
         """seconds   returns how long the run has trained"""
-        self.job, self.tokens = job, job.data.sequences * job.data.sequence_length
+        self.job, self.horizon, self.tokens = job, horizon, job.data.sequences * job.data.sequence_length
         self.operations = step_operations(job.config, *job.batch_shape)
         self.worker_metrics, self.scheduler, self.seconds = worker_metrics, worker_metrics.scheduler, seconds
         self.timers = dict.fromkeys(PARTS, 0.0)
         self.process = psutil.Process()
         self.recorded_at = -float("inf")
-        self.recorded: StepGraph | None = None
+        self.kernels: KernelGraph | None = None
         self.recordings: list[ProcessSpans] = []
 
     @contextmanager
@@ -68,14 +69,14 @@ class StepMetrics:
             self.timers[part] += time.perf_counter() - start
 
     @contextmanager
-    def record(self, recorded: StepGraph | None) -> Iterator[None]:
+    def record(self, kernels: KernelGraph | None) -> Iterator[None]:
         """Record the kernel calls of the steps inside the `with` statement if a recording is due.
 
-        recorded   the graph of a step; None if steps have none of their own, and nothing is recorded
+        kernels   of a step; None if they run elsewhere, and nothing is recorded
         """
-        self.recorded, self.recordings = recorded, []
+        self.kernels, self.recordings = kernels, []
         due = time.perf_counter() - self.recorded_at >= RECORD_EVERY
-        if recorded is None or not self.scheduler.in_place or not due:
+        if kernels is None or not self.scheduler.in_place or not due:
             yield
             return
         self.recorded_at = time.perf_counter()
@@ -90,10 +91,10 @@ class StepMetrics:
             metrics = {"step": number, "loss": outcome.loss, "tokens": (number + 1) * self.tokens, **shared}
             metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
             metrics |= {} if outcome.made else {"skipped": True}
-            metrics["learning_rate"] = learning_rate(own, number, self.job.horizon.at(number))
+            metrics["learning_rate"] = learning_rate(own, number, self.horizon.at(number))
             records.append(metrics)
-        if self.recorded and self.recordings:
-            records[-1] |= self._of_passes(self.recorded, len(outcomes), seconds)
+        if self.kernels and self.recordings:
+            records[-1] |= self._of_passes(self.kernels, len(outcomes), seconds)
         return records
 
     def _shared(self, seconds: float) -> dict[str, Any]:
@@ -110,11 +111,11 @@ class StepMetrics:
             found["memory_bytes"] = self.process.memory_info().rss
         return found
 
-    def _of_passes(self, recorded: StepGraph, steps: int, seconds: float) -> dict[str, float]:
+    def _of_passes(self, kernels: KernelGraph, steps: int, seconds: float) -> dict[str, float]:
         """Return the metrics of recorded steps by pass; seconds: of all steps."""
         busy, threads = dict.fromkeys(PHASES, 0.0), self.scheduler.threads
         for span in (span for process in self.recordings for span in process.spans):
-            origin = recorded.origin(span.key)
+            origin = kernels.origin(span.key)
             if origin is not None:
                 busy[origin.phase] += span.end - span.start
         shares = {f"{name}_s": round(total / threads / steps, 6) for name, total in busy.items()}
@@ -174,13 +175,13 @@ class Diverged(RuntimeError):
 class Finite:
     """Checks that losses and parameters of a run stay finite, and explains where they do not."""
 
-    def __init__(self, job: Job, losses: Sequence[float], wait: Callable[[], None]) -> None:
+    def __init__(self, job: Job, horizon: Horizon, losses: Sequence[float], wait: Callable[[], None]) -> None:
         """losses   of all steps so far
         wait     waits for the checkpoint that is being written
         """
-        self.job, self.losses, self.wait = job, losses, wait
+        self.job, self.horizon, self.losses, self.wait = job, horizon, losses, wait
 
-    def require(self, scheduler: Scheduler, state: State, metrics: Mapping[str, Any]) -> None:
+    def require(self, engine: Engine, metrics: Mapping[str, Any]) -> None:
         """Check the losses of a step, and with a validation loss every parameter.
 
         A validation reads nearly all parameters, but not positions beyond its sequences.
@@ -192,18 +193,18 @@ class Finite:
             if not math.isfinite(metrics.get(name, 0.0)):
                 raise self._diverged(step, rule, f"{name}={metrics[name]}")
         if "validation_loss" in metrics:
-            self.require_state(scheduler, state, step)
+            self.require_weights(engine, step)
 
-    def require_state(self, scheduler: Scheduler, state: State, step: int) -> None:
+    def require_weights(self, engine: Engine, step: int) -> None:
         """Check every parameter where the scheduler keeps it. Errors   as of `require`"""
-        if names := not_finite(scheduler, state):
+        if names := not_finite(engine.scheduler, engine.weights()):
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise self._diverged(step, "parameters", f"parameter={names[0]}{others}")
 
     def _diverged(self, step: int, rule: str, got: str) -> Diverged:
         self.wait()
         job, out = self.job, Path(self.job.run.out)
-        rate = learning_rate(job.optimizer, step, job.horizon.at(step))
+        rate = learning_rate(job.optimizer, step, self.horizon.at(step))
         before = [loss for loss in self.losses[:step] if math.isfinite(loss)]
         if not before:
             cause = "It began so: either the values that it starts from, or its first update"
@@ -222,10 +223,9 @@ class Finite:
         return refusal(Diverged, "train", f"{rule} must stay finite", got, advice)
 
 
-def not_finite(scheduler: Scheduler, state: State) -> list[str]:
+def not_finite(scheduler: Scheduler, weights: State) -> list[str]:
     """Return the names of the parameters that hold a NaN or an infinity, found where the scheduler keeps them."""
-    state = state.weights
-    calls = [(partial(_not_finite, names), [pack]) for names, pack in zip(state.layout.packs, state.packs)]
+    calls = [(partial(_not_finite, names), [pack]) for names, pack in zip(weights.layout.packs, weights.packs)]
     return list(chain(*scheduler.fetch(run_on_packs(scheduler, "parameters.finite", calls))))
 
 

@@ -18,13 +18,13 @@ from daskgpt.graph.distribute import Rank
 from daskgpt.graph.program import Span
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
+from daskgpt.model.step import Limits, Outcome, as_weights, weights_in
 from daskgpt.schedulers.dask_internals import thread_count
 from daskgpt.schedulers.latest_calls import KEPT, RECEIVE
 from daskgpt.schedulers.links import LEFT, LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
-from daskgpt.training.job import Arrays, Job
-from daskgpt.training.job_steps import JobSteps
-from daskgpt.training.step import Limits, Outcome, State, as_weights, weights_in
+from daskgpt.training.engine import LocalEngine
+from daskgpt.training.job import Job
 
 Rows = list[tuple[int, int]]  # from which row to which
 Owned = dict[str, Rows]  # of each array of a state
@@ -48,7 +48,10 @@ class Window(NamedTuple):
 
 
 class RankProgram:
-    """One rank of a job: its recorded step, the weights, and the moments of the rows that it owns."""
+    """One rank of a job: its engine, whose state has all weights, and the moments of the rows that the rank owns.
+
+    started   whether it has a state
+    """
 
     def __init__(self, job: Job, epoch: str, number: int, addresses: Sequence[str], most_threads: int) -> None:
         """most_threads   of a rank"""
@@ -58,43 +61,35 @@ class RankProgram:
         threads = thread_count(worker)
         self.scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
         self.messages: list[str] = []
-        self.state: State | None = None
         self.last: Window | None = None
         self.busy = Lock()  # held by a window
         self.inherited: dict[int, dict[str, list[np.ndarray]]] = {}  # rows of ranks that have left, by array
         self.first, self.kept = 0, list[Span]()  # step of the first run, and spans for a timeline
         self.recent = deque[list[Span]](maxlen=2)  # spans of the last two windows, for the dashboard
-        self.steps = self._steps(number, most_threads)
-
-    def _steps(self, number: int, most_threads: int) -> Any:
-        rank = Rank(number, self.count, self.link, self.job.groups, *self.job.batch_shape, most_threads)
-        return JobSteps(self.job, self.scheduler, self.messages.append, rank=rank if self.count > 1 else None)
+        rank = Rank(number, self.count, self.link, job.groups, *job.batch_shape, most_threads)
+        self.engine = LocalEngine(job, self.scheduler, self.messages.append, rank if self.count > 1 else None)
+        self.started = False
 
     def owned(self) -> Owned:
         """Return the rows of each array that are updated here."""
-        found: Owned = {}
+        owned: Owned = {}
         for name, tensor in self.job.state.items():
-            rows = self.steps.step.owned_rows(tensor.name)
-            found[name] = [own.indices(tensor.shape[0])[:2] for own in rows]
-        return {name: rows for name, rows in found.items() if rows}
+            rows = self.engine.step.owned_rows(tensor.name)
+            owned[name] = [part.indices(tensor.shape[0])[:2] for part in rows]
+        return {name: rows for name, rows in owned.items() if rows}
 
     def load(self, step: int, names: Sequence[Sequence[str]] | int, *packs: Sequence[Any]) -> None:
         """Begin with a state: packs of arrays with these names; `names` is a seed for random weights."""
         if isinstance(names, int):
             values = as_weights(RandomParameters(self.job.config, names))
         else:
-            values = {name: value for own, pack in zip(names, packs) for name, value in zip(own, pack)}
-        self.state = self._state(values, step)
-
-    def _state(self, values: Arrays, step: int) -> State:
-        """Return the state of this rank from all weights, and the owned moments, or none for zeros."""
-        weights = {name: np.array(value) for name, value in weights_in(values).items()}
-        state: State = self.steps.initial(weights, None, step)
-        held = state.layout.unpack(state.packs)
+            values = {name: value for members, pack in zip(names, packs) for name, value in zip(members, pack)}
+        self.engine.start({name: np.array(value) for name, value in weights_in(values).items()}, step=step)
+        held = self._held()
         for name, tensor in self.job.moments.items():
-            for rows in self.steps.step.owned_rows(tensor.name) if name in values else ():
+            for rows in self.engine.step.owned_rows(tensor.name) if name in values else ():
                 held[name][rows] = values[name][rows]
-        return state
+        self.started = True
 
     def window(self, first: int, length: int, parts: Sequence[np.ndarray], limits: Limits, kept: bool) -> Window:
         """Make some steps, one a batch.
@@ -106,13 +101,13 @@ class RankProgram:
         tokens, targets, *others = parts
         batches = list(zip(tokens.astype(np.int32), targets.astype(np.int32), *others))
         with self.busy:
-            start, self.job.horizon.changes = time.perf_counter(), [(0, length)]
+            start = time.perf_counter()
             with self.scheduler.record():
                 spans = self.scheduler.spans
                 assert spans is not None
                 self.recent.append(spans)
                 try:
-                    outcomes = self._run(first, batches, limits)
+                    outcomes = self._run(first, batches, length, limits)
                 except BaseException:
                     self.link.fail("a rank has failed")
                     raise
@@ -122,46 +117,43 @@ class RankProgram:
             kernels = (span for span in spans if not str(span.key[0]).startswith(RECEIVE))
             done["busy"] += sum(span.end - span.start for span in kernels) - seconds
             del spans[:-KEPT]
-            step = self.steps.step
-            done["tasks"] += len(batches) * step.runnable.tasks
-            self.last = Window(outcomes, seconds, messages, step.runnable.tasks, step.grain)
+            step = self.engine.step
+            done["tasks"] += len(batches) * step.tasks
+            self.last = Window(outcomes, seconds, messages, step.tasks, step.dials.grain)
             return self.last
 
-    def _run(self, first: int, batches: Sequence[Batch], limits: Limits) -> Any:
-        """Make a step a batch; return their outcomes."""
-        state = self.state_after(first)
+    def _run(self, first: int, batches: Sequence[Batch], length: int, limits: Limits) -> list[Outcome]:
+        """Run one step per batch; return their outcomes."""
+        self.require_state(first)
         self.first = first - self.scheduler.runs
         outcomes: list[Outcome] = []
         while len(outcomes) < len(batches):
-            together = min(self.steps.together(state.step), len(batches) - len(outcomes))
-            some = batches[len(outcomes) : len(outcomes) + together]
-            more, state = self.steps.run(state, some, limits)
-            outcomes += more
-        self.state = state
+            together = batches[len(outcomes) : len(outcomes) + self.engine.together()]
+            outcomes += self.engine.run(together, length, limits)
         return outcomes
 
     def copy(self, step: int, names: Sequence[str], rows: Sequence[Rows], rank: int) -> list[list[np.ndarray]]:
         """Return copies of the rows of a rank of the state after some steps: of this one, or one that has left."""
-        held = self._held(self.state_after(step))
+        self.require_state(step)
         if rank in self.inherited:
             return [self.inherited[rank].get(name, []) for name in names]
+        held = self._held()
         values = [values_of(held[name]) for name in names]
-        return [[array[slice(*own)].copy() for own in places] for array, places in zip(values, rows)]
+        return [[array[slice(*ends)].copy() for ends in places] for array, places in zip(values, rows)]
 
-    def _held(self, state: State) -> dict[str, Any]:
-        """Return the arrays of a state by name, as this rank holds them."""
-        packs = [(own, pack) for own, pack in zip(state.layout.packs, state.packs) if pack is not None]
-        return {name: value for own, pack in packs for name, value in zip(own, pack)}
+    def _held(self) -> dict[str, Any]:
+        """Return the arrays of the state by name, as this rank holds them."""
+        state = self.engine.state()
+        return state.layout.unpack(state.packs)
 
     def leave(self) -> None:
         """Leave the own rows and the result of the last window to another rank; a window under way ends first."""
         self.link.announce()
         with self.busy:
-            if self.state is None or self.link.lost:
+            if not self.started or self.link.lost:
                 return
-            held = self._held(self.state)
-            owned = {name: rows for name, rows in self.owned().items() if name in held}
-            rows = self.copy(self.state.step, list(owned), list(owned.values()), self.link.number)
+            owned = self.owned()
+            rows = self.copy(self.engine.made, list(owned), list(owned.values()), self.link.number)
         self.link.hand_over((dict(zip(owned, rows)), self.last))
 
     def inherit(self, rank: int) -> Window | None:
@@ -171,11 +163,10 @@ class RankProgram:
         self.inherited[rank], window = left
         return cast(Window | None, window)
 
-    def state_after(self, step: int) -> State:
-        """Return the state, which must be the one after this number of steps."""
-        if self.state is None or self.state.step != step or self.link.lost:
+    def require_state(self, step: int) -> None:
+        """Errors   LostRank if this rank has not the state after so many steps"""
+        if not self.started or self.engine.made != step or self.link.lost:
             raise LostRank(self.link.lost or f"the state after {step} steps is gone")
-        return self.state
 
 
 def call(run: str, epoch: str, method: str, *arguments: Any) -> Any:

@@ -7,15 +7,16 @@ import math
 import time
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
+from daskgpt.graph.compiled import Layout
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
 from daskgpt.training.checkpoint import newest_good, read_checkpoint
-from daskgpt.training.job import Job, Say
-from daskgpt.training.rank_steps import LiveState, RankSteps
-from daskgpt.training.start import ResumeState
-from daskgpt.training.step import State
+from daskgpt.training.engine import State
+from daskgpt.training.job import Say
+from daskgpt.training.rank_engine import RankEngine
+from daskgpt.training.start import Start
 
 SHARE = 0.01  # of the run's time that copying may take
 LEAST_COST = 1e-3  # seconds
@@ -29,14 +30,14 @@ class Point:
     places  handles of each pack: of two copies on different workers; or the pack itself, where it was fetched
     """
 
-    def __init__(self, state: State, places: list[list[Any]]) -> None:
-        self.layout, self.step, self.places = state.layout, state.step, places
+    def __init__(self, layout: Layout, step: int, places: list[list[Any]]) -> None:
+        self.layout, self.step, self.places = layout, step, places
 
     def whole(self, scheduler: ClusterScheduler) -> State | None:
         """Return the state, each pack from a place where it still is; None if a pack is lost."""
         there = iter(scheduler.present(list(chain(*self.places))))
-        found = [[place for place in own if next(there)] for own in self.places]
-        return State(self.layout, [own[0] for own in found], self.step) if all(found) else None
+        left = [[place for place in places if next(there)] for places in self.places]
+        return State(self.layout, [places[0] for places in left], self.step) if all(left) else None
 
 
 class RecoveryPoints:
@@ -49,25 +50,25 @@ class RecoveryPoints:
     alone  whether there is only one worker
     """
 
-    def __init__(self, job: Job, scheduler: ClusterScheduler, say: Say) -> None:
-        self.job, self.scheduler, self.say = job, scheduler, say
-        self.every = job.run.snapshot_every
+    def __init__(self, engine: RankEngine, say: Say) -> None:
+        self.engine, self.job, self.scheduler, self.say = engine, engine.job, engine.scheduler, say
+        self.every = self.job.run.snapshot_every
         self.kept: Point | None = None
         self.making: Point | None = None
         self.soon, self.alone = True, False
         self.cost, self.since, self.reported = math.inf, 0.0, set[str]()
         self.begin, self.losses = time.monotonic(), 0
 
-    def after(self, state: LiveState) -> None:
-        """Make recovery points; called after each step.
+    def make(self) -> None:
+        """Make recovery points; called after each window.
 
         A loss costs the point that is being made. Whether the run itself has lost something, its next step shows.
         """
         if not self.every:
             return
         try:
-            if self.making is None and self._due(state.step):
-                self._copy(state)
+            if self.making is None and self._due(self.engine.made):
+                self._copy()
             if self.making is not None and self.scheduler.settled([own[-1] for own in self.making.places]):
                 self.kept, self.making = self.making, None
         except WorkerLost:
@@ -107,17 +108,17 @@ class RecoveryPoints:
         between = (time.monotonic() - self.begin) / self.losses
         return min(self.cost / SHARE, math.sqrt(2 * self.cost * between))
 
-    def _copy(self, state: LiveState) -> None:
-        """Begin to copy a state to other workers; to this process where there is one worker, and the state is small."""
+    def _copy(self) -> None:
+        """Begin to copy the state to other workers; to this process if there is one worker, and the state is small."""
         self.since, start = time.monotonic(), time.perf_counter()
         alone, small = len(self.scheduler.addresses()) < 2, self._bytes() <= HERE_BYTES
-        places = state.copied_apart() if small or not alone else []
+        places = self.engine.copied_apart() if small or not alone else []
         if self.alone != alone:  # the cost of copying differs from now on
             self.alone, self.soon, self.cost = alone, True, math.inf
         if alone:
             places = [[pack] for pack in self.scheduler.fetch([copy for copy, *_ in places])]
         if places:
-            self.making = Point(state, places)
+            self.making = Point(self.engine.layout, self.engine.made, places)
         if self.soon:
             self.scheduler.settle([] if alone else [own[-1] for own in places])
             cost = max(time.perf_counter() - start, LEAST_COST)
@@ -157,9 +158,8 @@ class Recovery:
     again           how many steps are to be repeated
     """
 
-    job: Job
-    steps: RankSteps
-    initial: ResumeState
+    engine: RankEngine
+    start: Start
     say: Say
     known: set[str] = field(default_factory=set)
     gone: list[str] = field(default_factory=list)
@@ -171,16 +171,16 @@ class Recovery:
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.scheduler = self.steps.scheduler
-        self.points = RecoveryPoints(self.job, self.scheduler, self.say)
+        self.scheduler = self.engine.scheduler
+        self.points = RecoveryPoints(self.engine, self.say)
 
-    def after(self, state: State) -> None:
-        """Make recovery points and look at the workers; called after each step."""
-        if self.again and state.step >= self.reached[0]:
+    def after_window(self) -> None:
+        """Make recovery points and look at the workers."""
+        if self.again and self.engine.made >= self.reached[0]:
             self.metrics = {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
             self.again = 0
-        self.points.after(cast(LiveState, state))
-        self.steps.pace = self.points.interval
+        self.points.make()
+        self.engine.pace = self.points.interval
         if time.monotonic() - self.looked > LOOKING:
             self._look()
 
@@ -224,13 +224,14 @@ class Recovery:
         """Return the newest state that is left, and its origin in words."""
         if (state := self.points.newest_whole()) is not None:
             return state, "a recovery point"
-        folder = self.initial.folder
+        folder = self.start.folder
         found = newest_good(folder.path, self.say) if folder else None
         if found is not None:
-            own = read_checkpoint(*found, self.job.moments)
-            return self.steps.initial(own.model.parameters, own.moments, own.step), "the last checkpoint"
-        first = self.initial
-        return self.steps.initial(first.parameters, first.moments, first.step), "the beginning"
+            checkpoint = read_checkpoint(*found, self.engine.job.moments)
+            beginning = checkpoint.model.parameters, checkpoint.moments, checkpoint.step
+            return self.engine.initial(*beginning), "the last checkpoint"
+        first = self.start
+        return self.engine.initial(first.parameters, first.moments, first.step), "the beginning"
 
     def _named(self, gone: list[str]) -> list[str]:
         """Return the addresses of workers that are gone, and why, if that is known."""
@@ -245,7 +246,7 @@ class Recovery:
         now = self.scheduler.addresses() | (before & there)  # a worker that is paused is not gone
         come, gone, self.known = sorted(now - before), sorted(before - now), now
         self.gone = gone  # those of the look before are reported: steps have been made without them
-        self.steps.look(len(now))
+        self.engine.look(len(now))
         if before and (come or gone):
             self.points.changed(gone=bool(gone))
             parts = ("gone:", self._named(gone)), ("new:", come)

@@ -24,6 +24,7 @@ from daskgpt.config.stopping import CanGoOn
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
+from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chain import CHAIN, LINK, Chain
@@ -38,9 +39,9 @@ from daskgpt.training.checkpoint import (
     tidy,
     write_checkpoint,
 )
-from daskgpt.training.job import Arrays, Job, Say
+from daskgpt.training.engine import State
+from daskgpt.training.job import Job, Say
 from daskgpt.training.logs import ALWAYS, METRICS, Logs
-from daskgpt.training.step import State
 
 CONFIG, LOCK = "config.toml", ".lock"
 OWN = (CONFIG, CHAIN, LOCK)

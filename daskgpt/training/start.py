@@ -23,6 +23,7 @@ from daskgpt.formats.stored_model import short
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters, digest
+from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, require_scheduler
 from daskgpt.training.chain import CHAIN, read_chain
@@ -35,7 +36,7 @@ from daskgpt.training.checkpoint import (
     open_with_state,
     read_checkpoint,
 )
-from daskgpt.training.job import HORIZONS, Arrays, Job, from_root, one_horizon, require_memory, require_room
+from daskgpt.training.job import HORIZONS, Horizon, Job, from_root, one_horizon, require_memory, require_room
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.run_folder import CONFIG, RunFolder
 
@@ -97,10 +98,11 @@ def require_one_model(where: str, configuration: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class ResumeState:
-    """The state that a run begins with.
+class Start:
+    """What a run starts with.
 
     folder      where it is written; None for nowhere
+    horizon     its length
     moments     "MOMENT.NAME"; None for zeros
     step        how many steps earlier processes have made
     losses      their losses
@@ -113,6 +115,7 @@ class ResumeState:
     """
 
     folder: RunFolder | None
+    horizon: Horizon
     parameters: Arrays
     moments: Arrays | None = None
     step: int = 0
@@ -216,8 +219,8 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     return dataset
 
 
-def first_state(job: Job, start: WarmStart | None = None, parameters: Arrays | None = None) -> ResumeState:
-    """Return the state that a new run begins with: the given parameters, those of a model, or random ones.
+def first_start(job: Job, origin: WarmStart | None = None, parameters: Arrays | None = None) -> Start:
+    """Return what a new run starts with: the given parameters, those of a model, or random ones.
 
     parameters   checked
 
@@ -225,11 +228,11 @@ def first_state(job: Job, start: WarmStart | None = None, parameters: Arrays | N
     """
     if parameters is not None:
         parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
-    elif start:
-        parameters = start.model.loaded().parameters
+    elif origin:
+        parameters = origin.model.loaded().parameters
     else:
         parameters = RandomParameters(job.config, job.run.seed)
-    return ResumeState(RunFolder(job.run.out) if job.run.out else None, parameters)
+    return Start(RunFolder(job.run.out) if job.run.out else None, job.horizon(), parameters)
 
 
 def check_beginning(job: Job, *, connects: bool = True) -> None:
@@ -249,10 +252,8 @@ def check_beginning(job: Job, *, connects: bool = True) -> None:
         require_scheduler(job.dataflow.scheduler)
 
 
-def new_run(
-    sections: Mapping[str, Any], parameters: Arrays | None, *, connects: bool = True
-) -> tuple[Job, ResumeState]:
-    """Return the job of a new run from its configurations by name, and the state that it begins with.
+def new_run(sections: Mapping[str, Any], parameters: Arrays | None, *, connects: bool = True) -> tuple[Job, Start]:
+    """Return the job of a new run from its configurations by name, and what it starts with.
 
     connects   whether a scheduler must answer; it has if there is a client
 
@@ -269,7 +270,7 @@ def new_run(
         check_dtypes("fit", parameters, np.float32)
     check_beginning(job, connects=connects)
     job = replace(job, dataset=open_dataset(c["data"], config.vocabulary, origin))
-    return job, first_state(job, origin, parameters)
+    return job, first_start(job, origin, parameters)
 
 
 def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -357,7 +358,7 @@ class Resumed:
 
     folder      locked from here on
     job         its settings with the changes
-    initial     the state of the checkpoint
+    start       from the checkpoint
     """
 
     def __init__(self, path: str, changes: Mapping[str, Mapping[str, Any]]) -> None:
@@ -394,9 +395,9 @@ class Resumed:
         self._require_init(c["run"].init, state["configuration"]["run"]["init"])
         dataset = data_of_run("train", c["data"], state)
         self.job = Job(c.pop("model"), dataset=dataset, **c)
-        horizon, done = state.get("horizon", {}), state["step"]
-        self.job.horizon.resume(horizon, done)
-        steps = self.job.steps
+        estimates, done, horizon = state.get("horizon", {}), state["step"], self.job.horizon()
+        horizon.resume(estimates, done)
+        steps = horizon.steps
         rule, advice = "the run must have steps left", "Give more --steps."
         require(steps > done, "train", rule, {"steps": steps, "resume": f"{self.path} ({done} done)"}, advice)
         checkpoint = read_checkpoint(folder, state, self.job.moments)
@@ -411,11 +412,11 @@ class Resumed:
             self.messages.append(f"metrics    {missing} of {done} steps are missing")
         known = [nan if loss is None else loss for loss in losses]
         validated = [own for record in records.values() if (own := record.get("validation_loss")) is not None]
-        last, seconds = validated[-1] if validated else nan, horizon.get("seconds", 0.0)
+        last, seconds = validated[-1] if validated else nan, estimates.get("seconds", 0.0)
         parameters, moments, messages = checkpoint.model.parameters, checkpoint.moments, tuple(self.messages)
         outliers, best = state.get("outliers", ()), Best.of(self.folder.path, state)
-        self.initial = ResumeState(
-            self.folder, parameters, moments, done, known, last, messages, seconds, outliers, best, state
+        self.start = Start(
+            self.folder, horizon, parameters, moments, done, known, last, messages, seconds, outliers, best, state
         )
 
     def _require_same_run(self, folder: Path, configuration: Mapping[str, Mapping[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -22,19 +22,19 @@ from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
 from daskgpt.model.parameters import check_config, parameter_count, parameter_shapes
+from daskgpt.model.step import Arrays, Outcome
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import ClusterLost, Scheduler, WorkerLost
 from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
+from daskgpt.training.engine import Engine, LocalEngine, State, TaskEngine
 from daskgpt.training.inference import Validation
-from daskgpt.training.job import Arrays, Job, Say, compile_kernels, describe, require_memory
-from daskgpt.training.job_steps import JobSteps, Steps
+from daskgpt.training.job import Job, Say, compile_kernels, describe, require_memory
 from daskgpt.training.logs import chosen_sinks
 from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.run_folder import Saver, reason
-from daskgpt.training.start import Resumed, ResumeState, beginning, checkpoint_facts, new_run
-from daskgpt.training.step import State
+from daskgpt.training.start import Resumed, Start, beginning, checkpoint_facts, new_run
 
 if TYPE_CHECKING:
     from daskgpt.training.recovery import Recovery
@@ -115,10 +115,10 @@ Changes = Mapping[str, Any]  # of a configuration, by the names of its fields
 class Callback(Protocol):
     """An instrument that observes some steps of a run."""
 
-    def begin(self, job: Job, steps: Steps, scheduler: Scheduler) -> int:
+    def begin(self, job: Job, engine: Engine, steps: int) -> int:
         """Prepare before the first step; return the number of the first step to observe.
 
-        steps   what runs them
+        steps   number of steps of the run
         """
 
     def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
@@ -195,13 +195,13 @@ def fit(
         if client is None and "scheduler" in (changes := _changes(dataflow)):
             require_scheduler(changes["scheduler"])
         resumed = Resumed(os.fspath(resume), {name: _changes(own) for name, own in sections.items()})
-        job, initial = resumed.job, resumed.initial
+        job, start = resumed.job, resumed.start
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
         check_config("fit", config)
-        job, initial = new_run(sections, parameters, connects=client is None)
-    return train(job, initial, Observers(on_step, callbacks, quiet=quiet), client)
+        job, start = new_run(sections, parameters, connects=client is None)
+    return train(job, start, Observers(on_step, callbacks, quiet=quiet), client)
 
 
 def _changes(settings: Any) -> Mapping[str, Any]:
@@ -209,29 +209,29 @@ def _changes(settings: Any) -> Mapping[str, Any]:
     return {} if settings is None else settings if isinstance(settings, Mapping) else asdict(settings)
 
 
-def train(job: Job, initial: ResumeState, observers: Observers = Observers(), client: Any = None) -> Result:
+def train(job: Job, start: Start, observers: Observers = Observers(), client: Any = None) -> Result:
     """Compile kernels, open the scheduler of a job, and train. The run's folder is closed."""
     try:
         compile_kernels(job.precision, job.uses)
         if observers.sampler:
             compile_later(np.float32, {"decoding"})
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads, client) as scheduler:
-            return run_job(job, scheduler, initial, observers)
+            return run_job(job, scheduler, start, observers)
     finally:
-        if initial.folder:
-            initial.folder.close()
+        if start.folder:
+            start.folder.close()
 
 
-def run_job(job: Job, scheduler: Scheduler, initial: ResumeState, observers: Observers) -> Result:
+def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) -> Result:
     """Train on an open scheduler. Ctrl-C or SIGTERM ends the run after a step, with a checkpoint.
 
     Errors    KeyboardInterrupt at the second Ctrl-C: nothing more is saved
     """
     scheduler.admit(job.precision.packed)
     require_memory(job, scheduler.memory_limits())
-    progress = Progress(job.steps, done=initial.step, quiet=observers.quiet)
+    progress = Progress(start.horizon.steps, done=start.step, quiet=observers.quiet)
     with finishing_first(progress.say, "step") as stop_requested:
-        trainer = _Trainer(job, scheduler, initial, observers, progress, stop_requested)
+        trainer = _Trainer(job, scheduler, start, observers, progress, stop_requested)
         try:
             return trainer.run()
         except Exception as error:
@@ -243,18 +243,31 @@ def run_job(job: Job, scheduler: Scheduler, initial: ResumeState, observers: Obs
             trainer.close()
 
 
-def steps_of(job: Job, scheduler: Scheduler, say: Say = print) -> Steps:
-    """Return what runs the steps of a job: in this process, or on the ranks of a cluster."""
-    if scheduler.in_place or job.dataflow.engine != "ranks":
-        return JobSteps(job, scheduler, say)
-    from daskgpt.training.rank_steps import RankSteps
+def engine_of(job: Job, scheduler: Scheduler, say: Say = print) -> Engine:
+    """Return the engine that runs a job's steps: in this process, task by task or on the ranks of a cluster."""
+    if scheduler.in_place:
+        return LocalEngine(job, scheduler, say)
+    if job.dataflow.engine == "tasks":
+        return TaskEngine(job, scheduler)
+    from daskgpt.training.rank_engine import RankEngine
 
-    return RankSteps(job, cast(Any, scheduler), say)
+    return RankEngine(job, cast(Any, scheduler), say)
+
+
+class Window(NamedTuple):
+    """Steps that ran together, and their metrics.
+
+    first_time   whether the last of them was made for the first time, and not again after a loss
+    """
+
+    steps: range
+    records: list[dict[str, Any]]
+    first_time: bool
 
 
 @dataclass(eq=False, repr=False)
 class _Trainer:
-    """One run, from the state that it begins with to its result.
+    """One run, from what it starts with to its result.
 
     validated   validation losses of this process, by the number of steps made
     enough      whether `on_step` has ended the run
@@ -262,60 +275,48 @@ class _Trainer:
 
     job: Job
     scheduler: Scheduler
-    initial: ResumeState
+    start: Start
     observers: Observers
     progress: Progress
     stop_requested: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        job, scheduler, initial, progress = self.job, self.scheduler, self.initial, self.progress
-        self.folder = folder = initial.folder
-        self.losses = list(initial.losses)
+        job, scheduler, start, say = self.job, self.scheduler, self.start, self.progress.say
+        self.horizon, self.folder, self.losses = start.horizon, start.folder, list(start.losses)
         self.validated: dict[int, float] = {}
-        self.enough = False
-        self.start = time.perf_counter()
-        self.steps = steps_of(job, scheduler, progress.say)
+        self.enough, self.began = False, time.perf_counter()
+        self.engine = engine_of(job, scheduler, say)
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
-        self.outliers = Outliers(job.optimizer.skip_outliers, initial.outliers)
-        self.finite = Finite(job, self.losses, self.wait)
+        self.outliers = Outliers(job.optimizer.skip_outliers, start.outliers)
+        self.finite = Finite(job, self.horizon, self.losses, self.wait)
         self.worker_metrics, self.events = WorkerMetrics(scheduler), Events(scheduler)
-        self.metrics = StepMetrics(job, self.worker_metrics, lambda: self.seconds)
+        self.metrics = StepMetrics(job, self.horizon, self.worker_metrics, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
-        self.result = Result(job.config, dict, self.losses, initial.validation, 0.0, first=initial.step, timers=timers)
-        say, newest, best = progress.say, initial.step, initial.best
-        self.saver = Saver(job, folder, scheduler, say, newest, best, self.losses) if folder else None
+        self.result = Result(job.config, dict, self.losses, start.validation, 0.0, first=start.step, timers=timers)
+        self.validation = Validation(job, self.engine, self.stop_requested)
+        self.saver: Saver | None = None
+        if self.folder:
+            self.saver = Saver(job, self.folder, scheduler, say, start.step, start.best, self.losses)
         self.recovery: Recovery | None = None
-        if self.steps.ranks:
+        if self.engine.ranks:
             from daskgpt.training.recovery import Recovery
 
-            self.recovery = Recovery(job, cast(Any, self.steps), initial, progress.say)
+            self.recovery = Recovery(cast(Any, self.engine), start, say)
+        # What happens after each window, and what happens between two.
+        self.after: list[Callable[[Window], None]] = [self._validate, self._report]
+        self.between: list[Callable[[Window], None]] = [self._keep_recoverable, self._sample_if_due, self._save_if_due]
 
     def run(self) -> Result:
         """Train, save the model, and let the instruments write what they observed."""
-        job, progress, steps = self.job, self.progress, self.steps
-        if self.saver:
-            resolved, initial = self._resolved(), self.initial
-            entry = initial.entry or beginning(job, resolved, initial.parameters)
-            self.saver.folder.begin(resolved, entry, chosen_sinks(job.run.log, job.run.out))
-            self.saver.begin()
-        progress.say("\n".join([describe(job, self.scheduler, steps.described_chunks), *self.initial.messages]))
-        run = job.run
-        self.scheduler.attend(progress.say, self.stop_requested, run.worker_seconds, run.worker_minutes)
-        if steps.described_tasks:  # otherwise it is printed when it is known
-            progress.say(f"grain      {steps.described_tasks}")
-        callbacks = self.observers.callbacks
-        self.callbacks = [(callback.begin(job, steps, self.scheduler), callback) for callback in callbacks]
-        self.worker_metrics.begin(products=bool(self.folder or self.observers.on_step))
-        self.start = time.perf_counter()
-        progress.begin()
+        self._begin()
         result, lost = None, None
         while result is None:
             try:
-                # No name refers to the first state here: it would stay on the workers until the end of the run.
-                state, stopped = self._train(self._first_state(lost))
-                result = self._finished(state, stopped)
+                self._start_engine(lost)
+                stopped = self._train()
+                result = self._finished(stopped)
                 if not stopped:  # whoever stops a run does not want to wait
-                    self._sample_last(state)
+                    self._sample_last()
             except ClusterLost:
                 self._save_what_is_left()
                 raise
@@ -324,93 +325,113 @@ class _Trainer:
                     raise
                 lost = error.with_traceback(None)  # its frames hold what is lost
                 self.wait()
-        for callback in callbacks:  # their files may not get written: the model is saved by now
+        for callback in self.observers.callbacks:  # their files may not get written: the model is saved by now
             callback.end()
         return result
 
-    def _first_state(self, lost: WorkerLost | None) -> State:
-        """Return the state that the run begins with, or the one that it continues from after a loss."""
-        if lost and self.recovery:
-            return self.recovery.back(lost, len(self.losses))
-        return self.steps.initial(self.initial.parameters, self.initial.moments, self.initial.step)
-
-    def _train(self, state: State) -> tuple[State, bool]:
-        """Make all steps, or those until a stop is requested; return the state, and whether a stop was requested.
+    def _train(self) -> bool:
+        """Run all steps, or those until a stop is requested; return whether one was.
 
         Steps run together, as a window, where nothing is due between them. Those that are made again after a loss are
         not recorded, validated or reported a second time.
         """
-        job, steps = self.job, self.steps
-        validation = Validation(job, self.scheduler, self.stop_requested)
-        if job.run.init and not self.losses:
-            self._sample(state)  # of the model to start from
-        while state.step < job.steps:
-            window = range(state.step, state.step + self._together(state.step))
-            first_time, undecided = window[-1] >= len(self.losses), steps.open
-            start = time.perf_counter()
-            batches = self.loader.take(window)
-            with self._observed(window):
-                outcomes, state = steps.run(state, batches, self.outliers.limits(window.start))
-            seconds = time.perf_counter() - start
+        engine, horizon = self.engine, self.horizon
+        if self.job.run.init and not self.losses:
+            self._sample()  # of the model to start from
+        while engine.made < horizon.steps:
+            steps = range(engine.made, engine.made + self._together())
+            batches, length = self.loader.take(steps), horizon.at(steps.start)
+            undecided, begin = engine.undecided, time.perf_counter()
+            with self._observed(steps):
+                outcomes = engine.run(batches, length, self.outliers.limits(steps.start))
+            window = self._window(steps, outcomes, time.perf_counter() - begin)
             if self.folder and undecided:  # chunks and grain may have been chosen with this step
                 self.folder.configure(self._resolved())
-
-            with self.timed("logs"):
-                for number, outcome in zip(window, outcomes):
-                    self.outliers.note(number, outcome)
-                records = self.metrics.of_window(window, outcomes, seconds)
-            if first_time and state.step == self._next_validation(window[-1]):
-                with self.timed("validation"):
-                    records[-1] |= validation.of(state, steps.chunk)
-            for record in records[max(len(self.losses) - window.start, 0) :]:
-                self._report(record)
-                with self.timed("validation" if "validation_loss" in record else "logs"):
-                    self.finite.require(self.scheduler, state, record)
-            if state.step == job.steps:
-                break
-
-            if first_time and not steps.open and job.horizon.passed(state.step, self.seconds):
-                self.progress.steps = job.steps
+            for hook in self.after:
+                hook(window)
+            if engine.made == horizon.steps:
+                return False
+            if window.first_time and not engine.undecided and horizon.passed(engine.made, self.seconds):
+                self.progress.steps = horizon.steps
             if self.enough or self.stop_requested():
-                self.progress.say(f"stopped after {state.step} of {job.steps} steps")
-                return state, True
-            if self.recovery:
-                with self.timed("recovery points"):
-                    self.recovery.after(state)
-            if first_time and job.run.sample_every and state.step % job.run.sample_every == 0:
-                self._sample(state)
-            self._save(state, checked="validation_loss" in records[-1])
-        return state, False
+                self.progress.say(f"stopped after {engine.made} of {horizon.steps} steps")
+                return True
+            for hook in self.between:
+                hook(window)
+        return False
 
-    def _together(self, number: int) -> int:
-        """Return how many steps from this one on run together: until the next one after which something is due."""
-        run = self.job.run
+    def _begin(self) -> None:
+        """Write the folder's first files, print the header, and begin to watch workers and to observe."""
+        job, progress, engine, start = self.job, self.progress, self.engine, self.start
+        if self.saver:
+            resolved = self._resolved()
+            entry = start.entry or beginning(job, resolved, start.parameters)
+            self.saver.folder.begin(resolved, entry, chosen_sinks(job.run.log, job.run.out))
+            self.saver.begin()
+        progress.say("\n".join([describe(job, self.scheduler, engine.described_chunks), *start.messages]))
+        run = job.run
+        self.scheduler.attend(progress.say, self.stop_requested, run.worker_seconds, run.worker_minutes)
+        if engine.described_tasks:  # otherwise it is printed when it is known
+            progress.say(f"grain      {engine.described_tasks}")
+        self.callbacks = [(one.begin(job, engine, self.horizon.steps), one) for one in self.observers.callbacks]
+        self.worker_metrics.begin(products=bool(self.folder or self.observers.on_step))
+        self.began = time.perf_counter()
+        progress.begin()
+
+    def _start_engine(self, lost: WorkerLost | None) -> None:
+        """Let the engine begin with the run's first state, or after a loss with the newest one that is left."""
+        if lost and self.recovery:
+            self.engine.resume(self.recovery.back(lost, len(self.losses)))
+        else:
+            self.engine.start(self.start.parameters, self.start.moments, self.start.step)
+
+    def _together(self) -> int:
+        """Return how many steps from the next one on run together: until the one after which something is due."""
+        run, made = self.job.run, self.engine.made
         every = (run.save_every, run.keep_every) if self.saver else ()
-        ends = [(number // count + 1) * count for count in (*every, run.sample_every) if count]
-        ends += [first for first, _ in self.callbacks if number < first]
-        ends += [end] if (end := self.job.horizon.next_change(number)) else []
-        together: int = min(self.steps.together(number), min([*ends, self._next_validation(number)]) - number)
-        return together
+        ends: list[int] = [(made // count + 1) * count for count in (*every, run.sample_every) if count]
+        ends += [first for first, _ in self.callbacks if made < first]
+        ends += [end] if (end := self.horizon.next_change(made)) else []
+        return min(self.engine.together(), min([*ends, self._next_validation(made)]) - made)
 
-    def _next_validation(self, number: int) -> int:
-        """Return how many steps will have been made at the next validation."""
-        every = self.job.run.validate_every or self.job.steps
-        return min((number // every + 1) * every, self.job.steps)
+    def _next_validation(self, step: int) -> int:
+        """Return how many steps will have been made at the first validation after a step."""
+        every = self.job.run.validate_every or self.horizon.steps
+        return min((step // every + 1) * every, self.horizon.steps)
 
     @contextmanager
-    def _observed(self, window: range) -> Iterator[None]:
+    def _observed(self, steps: range) -> Iterator[None]:
         """Let the instruments observe steps that run together, each from the first step that it wants to see."""
         with ExitStack() as stack:
-            if not self.steps.open:
+            if not self.engine.undecided:
                 for first, callback in self.callbacks:
-                    if window.start >= max(first, len(self.losses)):
-                        stack.enter_context(callback.watch(window))
+                    if steps.start >= max(first, len(self.losses)):
+                        stack.enter_context(callback.watch(steps))
                 if not self.callbacks:
-                    stack.enter_context(self.metrics.record(self.steps.recorded))
+                    stack.enter_context(self.metrics.record(self.engine.kernels))
             yield
 
-    def _report(self, metrics: dict[str, Any]) -> None:
-        """Show, log and publish the metrics of a step."""
+    def _window(self, steps: range, outcomes: Sequence[Outcome], seconds: float) -> Window:
+        """Return steps with their metrics; seconds: that all of them took."""
+        with self.timed("logs"):
+            for number, outcome in zip(steps, outcomes):
+                self.outliers.note(number, outcome)
+            return Window(steps, self.metrics.of_window(steps, outcomes, seconds), steps[-1] >= len(self.losses))
+
+    def _validate(self, window: Window) -> None:
+        """Add the validation loss to the metrics of the last step, if one is due."""
+        if window.first_time and self.engine.made == self._next_validation(window.steps[-1]):
+            with self.timed("validation"):
+                window.records[-1].update(self.validation.measure())
+
+    def _report(self, window: Window) -> None:
+        """Show, log and publish the metrics of the steps that are new, and end the run if a number is not finite."""
+        for record in window.records[max(len(self.losses) - window.steps.start, 0) :]:
+            self._report_step(record)
+            with self.timed("validation" if "validation_loss" in record else "logs"):
+                self.finite.require(self.engine, record)
+
+    def _report_step(self, metrics: dict[str, Any]) -> None:
         with self.timed("logs"):
             self.losses.append(metrics["loss"])
             if "validation_loss" in metrics:
@@ -429,63 +450,73 @@ class _Trainer:
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
 
-    def _sample(self, state: State) -> None:
+    def _keep_recoverable(self, window: Window) -> None:
+        """Make recovery points, and look at the workers."""
+        if self.recovery:
+            with self.timed("recovery points"):
+                self.recovery.after_window()
+
+    def _sample_if_due(self, window: Window) -> None:
+        every = self.job.run.sample_every
+        if window.first_time and every and self.engine.made % every == 0:
+            self._sample()
+
+    def _sample(self) -> None:
         """Print a sample, if there is to be one."""
         if sampler := self.observers.sampler:
             with self.timed("samples"):
-                self.progress.show(sampler(self.scheduler, state))
+                self.progress.show(sampler(self.scheduler, self.engine.weights()))
 
-    def _sample_last(self, state: State) -> None:
+    def _sample_last(self) -> None:
         """Print a sample of the trained model, which is saved by now."""
         try:
             if self.observers.sampler:
-                self.progress.show(f"\n{self.observers.sampler(self.scheduler, state)}")
+                self.progress.show(f"\n{self.observers.sampler(self.scheduler, self.engine.weights())}")
         except WorkerLost as error:
             self.progress.say(f"sample     there is none: {error.rule}; got {error.got}")
 
-    def _save(self, state: State, *, checked: bool) -> None:
-        """Begin to write a checkpoint if one is due; checked: whether the parameters are known to be finite."""
-        if not self.saver:
-            return
-        with self.timed("checkpoints"):
-            loss = self.validated.get(state.step)
-            if self.saver.due(state.step, loss):
-                if not checked:
-                    self.finite.require_state(self.scheduler, state, state.step - 1)
-                self.saver.save(state, self._facts(state), loss)
+    def _save_if_due(self, window: Window) -> None:
+        """Begin to write a checkpoint if one is due."""
+        made = self.engine.made
+        loss = self.validated.get(made)
+        if self.saver and self.saver.due(made, loss):
+            with self.timed("checkpoints"):
+                if "validation_loss" not in window.records[-1]:  # with which the parameters were checked
+                    self.finite.require_weights(self.engine, made - 1)
+                self.saver.save(self.engine.state(), self._facts(made), loss)
 
     def _resolved(self) -> dict[str, Any]:
-        return self.job.resolved(self.scheduler, self.steps.chunk, self.steps.grain)
+        return self.job.resolved(self.scheduler, self.engine.chunk, self.engine.grain, self.horizon.steps)
 
-    def _facts(self, state: State) -> dict[str, Any]:
+    def _facts(self, step: int) -> dict[str, Any]:
         """Return the entries of a checkpoint's state.json."""
-        own = {"horizon": self.job.horizon.facts(self.seconds), "outliers": self.outliers.facts(state.step)}
-        return checkpoint_facts(self.job, self._resolved(), state.step) | own
+        facts = checkpoint_facts(self.job, self._resolved(), step)
+        return facts | {"horizon": self.horizon.facts(self.seconds), "outliers": self.outliers.facts(step)}
 
     def _save_what_is_left(self) -> None:
         """Save the newest recovery point of a run whose cluster is lost, where it can be had without its workers."""
         with suppress(WorkerLost, OSError):
             state = self.recovery.points.newest_whole() if self.recovery else None
             if self.saver and state and state.step > self.saver.saved:
-                self.saver.save(state, self._facts(state), self.validated.get(state.step), last=True)
+                self.saver.save(state, self._facts(state.step), self.validated.get(state.step), last=True)
 
-    def _finished(self, state: State, stopped: bool) -> Result:
+    def _finished(self, stopped: bool) -> Result:
         """Save the last state and return the result of the run."""
         self.events.flush()
-        result = self.result
-        result.seconds, result.stopped = time.perf_counter() - self.start, stopped
-        self.finite.require_state(self.scheduler, state, max(state.step - 1, 0))
-        result.checkpoint = step_folder(self.folder.path, state.step) if self.folder else None
+        result, engine = self.result, self.engine
+        result.seconds, result.stopped = time.perf_counter() - self.began, stopped
+        self.finite.require_weights(engine, max(engine.made - 1, 0))
+        result.checkpoint = step_folder(self.folder.path, engine.made) if self.folder else None
         if result.checkpoint and not self.scheduler.in_place:
             result.read = partial(_parameters_in, result.checkpoint)
         else:
-            result.read = partial(dict, state.parameters(self.scheduler))
+            result.read = partial(dict, engine.weights().parameters(self.scheduler))
         self.progress.close()
         for line in self.worker_metrics.lines():
             self.progress.say(line)
-        del self.losses[state.step :]  # of steps that a loss has taken back
+        del self.losses[engine.made :]  # of steps that a loss has taken back
         if self.saver:
-            self.saver.save(state, self._facts(state), self.validated.get(state.step), last=True)
+            self.saver.save(engine.state(), self._facts(engine.made), self.validated.get(engine.made), last=True)
             if self.job.run.minutes:  # the number of steps is known now
                 self.saver.folder.configure(self._resolved())
             self.saver.folder.logs.sync()
@@ -494,7 +525,7 @@ class _Trainer:
     @property
     def seconds(self) -> float:
         """Seconds that the run has trained, earlier processes included."""
-        return self.initial.seconds + time.perf_counter() - self.start
+        return self.start.seconds + time.perf_counter() - self.began
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written."""
@@ -504,7 +535,7 @@ class _Trainer:
     def close(self) -> None:
         """Release what the run holds, on a cluster its state and the copies of it."""
         self.recovery = None
-        self.steps.close()
+        self.engine.close()
         self.loader.close()
         self.progress.close()
         if self.folder:

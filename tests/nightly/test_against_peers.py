@@ -10,7 +10,7 @@ from records import read_records
 from tolerances import TOLERANCES
 
 from daskgpt.config.run import DataflowConfig
-from daskgpt.profiling.measure import BenchConfig, Steps, job_of
+from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of
 from daskgpt.schedulers.opening import open_scheduler
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'daskgpt[test-peers]'")
@@ -32,7 +32,7 @@ def test_processes_and_threads_train_the_same_model(processes, bf16):
         assert len(torch.cpu()) == processes
         assert torch.peak() > processes * 5e7
     with open_scheduler("threads", 2) as scheduler:
-        steps = Steps(JOB, scheduler, 3)
+        steps = TimedEngine(JOB, scheduler, 3)
         steps.run(10)
     np.testing.assert_allclose(torch.losses, steps.losses, **TOLERANCES["bfloat16 losses" if bf16 else "golden losses"])
 

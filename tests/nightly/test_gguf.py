@@ -15,8 +15,8 @@ import daskgpt
 from daskgpt import convert, train
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.training.checkpoint import open_model_of
+from daskgpt.training.engine import State
 from daskgpt.training.inference import Inference
-from daskgpt.training.step import State
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 TEXT = inspect.getsource(argparse)

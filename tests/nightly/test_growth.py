@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
 from long_run import FLAGS, long_run, table
+from steps import run_window, state_of, step_of
 
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.step import StepOptions, TrainingStep
 
 STATUS = Path("/proc/self/statm")
 PAGE = 4096
@@ -25,16 +25,14 @@ def resident() -> int:
 @pytest.mark.skipif(not STATUS.exists(), reason="resident memory is read from /proc")
 def test_overlapping_steps_leak_no_tasks_or_memory():
     window, random = 4, np.random.default_rng(5)
-    step = TrainingStep(
-        SMALL, (4, 12), (2, 12), OptimizerConfig(), options=StepOptions(grain="chunk", barrier="none", in_place=True)
-    )
-    state = step.initial(random_parameters(SMALL, random))
+    step = step_of(SMALL, (4, 12), (2, 12), OptimizerConfig(), grain="chunk", barrier="none", in_place=True)
+    state = state_of(step, random_parameters(SMALL, random))
     batches = [random_batch(SMALL, random) for _ in range(window)]
     found = []
     with open_scheduler("threads", 2) as scheduler:
         for _ in range(1000 // window):
-            _, state = step.window(scheduler, state, batches, 1000)
-            found.append((len(step.runnable.graph), len(step.runnable.window(window)), resident()))
+            _, state = run_window(scheduler, step, state, batches, 1000)
+            found.append((len(step.graph), len(step.window(window)), resident()))
     assert state.step == 1000
     settled = len(found) // 5
     assert len({own[:2] for own in found}) == 1

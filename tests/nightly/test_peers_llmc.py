@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 from conftest import GOLDEN
 from llmc_samples import write_debug_state
+from steps import run_step, state_of, step_of
 
 import daskgpt
 from daskgpt import convert
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.formats.llmc import DebugState, read_debug_state
+from daskgpt.training.engine import State
 from daskgpt.training.inference import Inference
-from daskgpt.training.step import State, TrainingStep
 
 SOURCE = os.environ.get("LLMC_SOURCE", "")
 pytestmark = pytest.mark.skipif(not (SOURCE and shutil.which("gcc")), reason="needs LLMC_SOURCE and gcc")
@@ -40,11 +41,11 @@ def computed(config, parameters, tokens, targets):
         state = State.of_weights(config, parameters)
         wanted = ("logits", "loss", "gradients")
         found = Inference(config, tokens.shape, tokens.shape, state.layout, wanted)(scheduler, state, tokens, targets)
-        step, losses = TrainingStep(config, tokens.shape, tokens.shape, OPTIMIZER), []
-        state = step.initial({name: values.copy() for name, values in parameters.items()})
+        step, losses = step_of(config, tokens.shape, tokens.shape, OPTIMIZER), []
+        state = state_of(step, {name: values.copy() for name, values in parameters.items()})
         for _ in range(10):
-            loss, state = step(scheduler, state, tokens, targets, 10)
-            losses.append(loss)
+            outcome, state = run_step(scheduler, step, state, (tokens, targets), 10)
+            losses.append(outcome.loss)
     gradients = {name: np.ascontiguousarray(found[name]) for name in parameters}
     logits = np.ascontiguousarray(found["logits"][..., : config.vocabulary])
     return DebugState(tokens, targets, logits, float(found["loss"]), gradients), losses

@@ -21,8 +21,8 @@ from daskgpt import convert, evaluate, generate, train
 from daskgpt.config.model import ModelConfig
 from daskgpt.data import tokenizer as encodings
 from daskgpt.data.dataset import shuffled
+from daskgpt.training.engine import State
 from daskgpt.training.inference import Inference
-from daskgpt.training.step import State
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason="PyTorch is not installed (the extra test-peers)")

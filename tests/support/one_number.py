@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
+from steps import run_step, run_window, state_of, step_of
 
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import OptimizerConfig
@@ -21,8 +22,8 @@ from daskgpt.kernels.float32 import gemm
 from daskgpt.kernels.float32.blas import gemm_address
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
+from daskgpt.model.step import Outcome
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.step import Outcome, StepOptions, TrainingStep
 
 SEED = "DASKGPT_TEST_SEED"
 STEPS = 3
@@ -96,21 +97,19 @@ def outcomes_of_steps(model: Model, precision: str, dials: Dials, steps: int = S
     batches = [(tokens[:, :-1], tokens[:, 1:]) for tokens in text.astype(np.int32)]
     with open_scheduler(dials.scheduler, dials.threads) as scheduler:
         optimizer = OptimizerConfig(optimizer=model.optimizer, dropout=model.dropout, clip=model.clip)
-        own = {name: getattr(dials, name) for name in ("grain", "barrier", "accumulate")} | {"groups": model.groups}
-        own["in_place"] = scheduler.in_place if dials.in_place is None else dials.in_place
-        own["threads"] = scheduler.threads
-        step = TrainingStep(
-            model.config, model.batch, dials.chunk, optimizer, precision_of(precision), StepOptions(**own)
-        )
-        state, told = step.initial(start_values(model.config)), []
-        if dials.barrier == "none" and step.in_place:  # a cluster is given one step after the other, as in training
+        options = {name: getattr(dials, name) for name in ("grain", "barrier", "accumulate")} | {"groups": model.groups}
+        options["in_place"] = scheduler.in_place if dials.in_place is None else dials.in_place
+        options["threads"] = scheduler.threads
+        step = step_of(model.config, model.batch, dials.chunk, optimizer, precision_of(precision), **options)
+        state, told = state_of(step, start_values(model.config)), []
+        if dials.barrier == "none" and step.dials.in_place:  # a cluster gets one step after the other, as in training
             for first in range(0, steps, dials.window):
-                found, state = step.window(scheduler, state, batches[first : first + dials.window], steps)
+                found, state = run_window(scheduler, step, state, batches[first : first + dials.window], steps)
                 told += found
         else:
             for batch in batches:
-                handles, state = step.submit(scheduler, state, batch, steps)
-                told.append(step.outcome(scheduler, handles))
+                outcome, state = run_step(scheduler, step, state, batch, steps)
+                told.append(outcome)
         return told, state.parameters(scheduler)
 
 

@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+from steps import run_step, run_window, state_of, step_of
 
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.distribute import Rank
 from daskgpt.graph.messages import Channel
+from daskgpt.model.step import CompiledStep, Outcome
 from daskgpt.schedulers.local import local_scheduler
-from daskgpt.training.step import Outcome, StepOptions, TrainingStep
 
 LIMIT = 300  # seconds to wait for a message; a rank that compiles kernels takes long on a busy machine
 
@@ -56,7 +57,7 @@ class Trained(NamedTuple):
     outcomes: list[Outcome]
     parameters: dict[str, np.ndarray]
     moments: dict[str, np.ndarray]
-    step: TrainingStep
+    step: CompiledStep
 
 
 def owned(ranks: Sequence[Trained]) -> dict[str, np.ndarray]:
@@ -79,23 +80,23 @@ def train(
 ) -> tuple[list[Trained], Messages]:
     """Train with some ranks; return the result of each, and the messages.
 
-    arguments, options   of `TrainingStep`, `StepOptions`
+    arguments, options   of `steps.step_of`
     threads              of each rank
     """
     messages, shape = Messages(), batches[0][0].shape
 
     def program(number: int) -> Trained:
         rank = Rank(number, count, messages.link(number), options["groups"], *shape, threads)
-        step = TrainingStep(*arguments, StepOptions(**options, in_place=True, threads=threads), rank)
+        step = step_of(*arguments, **options, in_place=True, threads=threads, rank=rank)
         scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
         own = {name: value.copy() for name, value in initial.items()}  # it is written over
-        state, outcomes, rows = step.initial(own), list[Outcome](), step.sequences
+        state, outcomes, rows = state_of(step, own), list[Outcome](), step.sequences
         mine = [(tokens[rows], targets[rows]) for tokens, targets in batches]
         if options.get("barrier") == "none":
-            outcomes, state = step.window(scheduler, state, mine, len(batches))
+            outcomes, state = run_window(scheduler, step, state, mine, len(batches))
         for batch in mine if options.get("barrier") != "none" else ():
-            handles, state = step.submit(scheduler, state, batch, len(batches))
-            outcomes.append(step.outcome(scheduler, handles))
+            outcome, state = run_step(scheduler, step, state, batch, len(batches))
+            outcomes.append(outcome)
         moments = {name: a for name, a in state.layout.unpack(state.packs).items() if not name.startswith("weight.")}
         return Trained(outcomes, state.parameters(scheduler), moments, step)
 

@@ -1,14 +1,14 @@
-"""Build a graph from dask arrays once, and run it repeatedly with new data at its leaves.
+"""Compile a graph of kernel calls into tasks once, and run it repeatedly with new data at its leaves.
 
-`StepGraph` is the graph as it was built and never changes. `StepGraph.merged` makes a `CompiledStep` of it, with tasks
-of the wanted size; a scheduler gets a `GraphRun` for each run. Barriers or another grain make another compiled step.
+`KernelGraph` is what a model's dask arrays say: single kernel calls. `compile_graph` fuses them into the tasks of a
+`CompiledGraph`; a scheduler gets a `Submission` for each run.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import dask.array as da
@@ -16,20 +16,20 @@ import numpy as np
 
 from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
-from daskgpt.graph.fuse import GroupOf, Surroundings, fuse, title
-from daskgpt.graph.nodes import Graph, Key, graph_of, is_leaf, keys_of, pieces, renamed, waiting_for
+from daskgpt.graph.fuse import Surroundings, fuse
+from daskgpt.graph.nodes import Graph, Key, is_leaf, keys_of, pieces, renamed, waiting_for
 from daskgpt.graph.program import Place, Recorder, calls_of, in_run
 from daskgpt.graph.update_in_place import Rewritten
 
 STATE = "state"
 
 
-class GraphRun(NamedTuple):
+class Submission(NamedTuple):
     """A submission to a scheduler.
 
     leaves    data by key: arrays, or packs of the state as the scheduler returned them
     keys      keys of the wanted results
-    runs      number of runs of one recorded graph in it
+    runs      number of runs of one compiled graph in it
     recorder  of its programs
     """
 
@@ -59,7 +59,7 @@ class Layout:
         return {name: Place((STATE, n), i) for n, names in enumerate(self.packs) for i, name in enumerate(names)}
 
 
-class StepGraph:
+class KernelGraph:
     """The graph from named input arrays to named outputs, as single kernel calls.
 
     Building the arrays of a step takes as long as running it, so it is done once. An input is either data of one run
@@ -79,22 +79,21 @@ class StepGraph:
     def __init__(
         self,
         token: str,
+        rewritten: Rewritten,
         inputs: Mapping[str, da.Array],
         outputs: Mapping[str, da.Array],
         state: Mapping[str, da.Array],
         updated: Mapping[str, da.Array],
         *,
         layout: Layout | None = None,
-        rewrite: Callable[[Graph], Rewritten] = Rewritten,
     ) -> None:
-        """inputs    may be more than the graph reads
-        updated   state name -> its new value; empty if a run leaves the state as it is
-        rewrite   a pass over the graph, which may let it overwrite the state's arrays
+        """rewritten   the graph of outputs and updates, in which passes may have made the updates overwrite the state
+        inputs      may be more than the graph reads
+        updated     state name -> its new value; empty if a run leaves the state as it is
         """
-        rewritten = rewrite(graph_of([*outputs.values(), *updated.values()]))
         self.token, self.outputs, self.state = token, outputs, state
-        self.unmerged, self.after, self.in_place = rewritten.graph, rewritten.after, bool(rewritten.updates)
-        self.inputs = {name: array for name, array in inputs.items() if keys_of(array)[0] in self.unmerged}
+        self.graph, self.after, self.in_place = rewritten.graph, rewritten.after, bool(rewritten.updates)
+        self.inputs = {name: array for name, array in inputs.items() if keys_of(array)[0] in self.graph}
         self.leaves = {name: keys_of(array)[0] for name, array in state.items()}
         self.results = {} if self.in_place else {name: keys_of(array)[0] for name, array in updated.items()}
         self.written = rewritten.updates or list(self.results.values())
@@ -103,68 +102,72 @@ class StepGraph:
 
     def origin(self, key: Key) -> Any:
         """Return the origin of the task of this key; None for data."""
-        return origin_of(self.unmerged[key]) if key in self.unmerged else None
-
-    def merged(self, group_of: GroupOf, waits: Mapping[Key, Sequence[Key]] | None = None) -> CompiledStep:
-        """Return the tasks of a run, from groups of the unmerged ones.
-
-        waits   task -> tasks that must have run before it although it does not read their results
-        """
-        packs: dict[Hashable, Key] = {
-            group: (STATE, n) for n, group in enumerate(dict.fromkeys(map(group_of, self.results.values())))
-        }
-        # Out of place, the next run takes a value of the state from a result of this run: the pack of its group, at the
-        # place that merging gives the result.
-        carried = {self.leaves[name]: (packs[group_of(result)], result) for name, result in self.results.items()}
-        given = self.layout.places() if self.layout else {}
-        places = {self.leaves[name]: place for name, place in given.items() if name in self.leaves}
-        keys = {name: keys_of(array) for name, array in self.outputs.items()}
-        wanted = [*(key for own in keys.values() for key in own), *self.written]
-        waits = waits or {}
-        after = {key: [*self.after.get(key, ()), *waits.get(key, ())] for key in {**self.after, **waits}}
-        titles: dict[str, tuple[str, str]] = {}
-
-        def name_of(members: Sequence[Key]) -> str:
-            kind, place = title([self.origin(key) for key in members])
-            name = f"{kind}-{place}_-{self.token}"
-            titles[name] = kind, place
-            return name
-
-        around = Surroundings(wanted, places, carried, after)
-        graph, fused = fuse(self.unmerged, group_of, name_of, around, drop=self.in_place)
-        for node in graph.values():
-            if calls_of(node):
-                node.func.recorder = self.recorder
-        layout = self.layout or _layout({name: fused[key] for name, key in self.results.items()})
-        updates = list(dict.fromkeys(fused[key].key for key in self.written))
-        if self.results:  # in the order of the packs
-            updates = [fused[self.results[names[0]]].key for names in layout.packs]
-        return CompiledStep(
-            recorded=self,
-            graph=graph,
-            places={name: [fused[key] for key in own] for name, own in keys.items()},
-            layout=layout,
-            updates=updates,
-            titles=titles,
-        )
+        return origin_of(self.graph[key]) if key in self.graph else None
 
 
-@dataclass(frozen=True)
-class CompiledStep:
-    """A recorded graph in tasks of some size.
+def compile_graph(
+    kernels: KernelGraph,
+    groups: Mapping[Key, Hashable],
+    waits: Mapping[Key, Sequence[Key]] | None = None,
+    stages: Mapping[Key, str] | None = None,
+) -> CompiledGraph:
+    """Return the tasks of a run, each made of the kernel calls of one group.
+
+    groups  of the kernel calls; None for one that stays a task of its own
+    waits   kernel call -> those that must have run before it although it does not read their results
+    stages  of the kernel calls, with a barrier after each; None for no barrier
+    """
+    packs: dict[Hashable, Key] = {
+        group: (STATE, n) for n, group in enumerate(dict.fromkeys(groups[key] for key in kernels.results.values()))
+    }
+    # Out of place, the next run takes a value of the state from a result of this run: the pack of its group, at the
+    # place that fusing gives the result.
+    carried = {kernels.leaves[name]: (packs[groups[result]], result) for name, result in kernels.results.items()}
+    given = kernels.layout.places() if kernels.layout else {}
+    places = {kernels.leaves[name]: place for name, place in given.items() if name in kernels.leaves}
+    output_keys = {name: keys_of(array) for name, array in kernels.outputs.items()}
+    wanted = [*(key for keys in output_keys.values() for key in keys), *kernels.written]
+    waits = waits or {}
+    after = {key: [*kernels.after.get(key, ()), *waits.get(key, ())] for key in {**kernels.after, **waits}}
+    around = Surroundings(wanted, places, carried, after)
+    graph, fused, titles = fuse(kernels.graph, groups, around, token=kernels.token, drop=kernels.in_place)
+    for node in graph.values():
+        if calls_of(node):
+            node.func.recorder = kernels.recorder
+    layout = kernels.layout or _layout({name: fused[key] for name, key in kernels.results.items()})
+    updates = list(dict.fromkeys(fused[key].key for key in kernels.written))
+    if kernels.results:  # in the order of the packs
+        updates = [fused[kernels.results[names[0]]].key for names in layout.packs]
+    if stages is not None:
+        of_tasks = {key: stages[calls_of(node)[0].key] for key, node in graph.items() if not is_leaf(node)}
+        graph = with_barriers(graph, of_tasks, name=f"barrier-{kernels.token}", tokens=not kernels.in_place)
+    return CompiledGraph(
+        kernels=kernels,
+        graph=graph,
+        places={name: [fused[key] for key in keys] for name, keys in output_keys.items()},
+        layout=layout,
+        updates=updates,
+        titles=titles,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledGraph:
+    """A graph of kernel calls in tasks of some size.
 
     places   output -> the places of its chunks
     updates  the tasks that make the new state, out of place in the order of its packs
     titles   first part of a task's key -> its kind and place, for display
+    windows  the graph of several runs, by their number: the last one that was made
     """
 
-    recorded: StepGraph
+    kernels: KernelGraph
     graph: Graph
     places: Mapping[str, list[Place]]
     layout: Layout
     updates: list[Key]
     titles: Mapping[str, tuple[str, str]]
-    _windows: dict[int, Graph] = field(default_factory=dict)  # the last one that was made
+    windows: dict[int, Graph] = field(default_factory=dict, repr=False)
 
     @property
     def tasks(self) -> int:
@@ -180,37 +183,28 @@ class CompiledStep:
         """Return the name of a task: `linear.forward-h.0.attn.c_attn`."""
         return "-".join(self.titles.get(key[0], (key[0].partition("-")[0],)))
 
-    def with_barriers(self, stage_of: Callable[[Key], str], *, tokens: bool) -> CompiledStep:
-        """Return the same step with a barrier after each stage of the unmerged tasks that its tasks begin with."""
-
-        def stage(key: Key) -> str:
-            return stage_of(calls_of(self.graph[key])[0].key)
-
-        graph = with_barriers(self.graph, stage, name=f"barrier-{self.recorded.token}", tokens=tokens)
-        return replace(self, graph=graph, _windows={})
-
-    def submission(self, values: Mapping[str, np.ndarray], packs: Sequence[Any]) -> GraphRun:
+    def submission(self, values: Mapping[str, np.ndarray], packs: Sequence[Any]) -> Submission:
         """Return one run on this data and state."""
         leaves = self._data(values) | _state(packs)
-        return GraphRun(self.graph, leaves, self.output_keys + self.updates, recorder=self.recorded.recorder)
+        return Submission(self.graph, leaves, self.output_keys + self.updates, recorder=self.kernels.recorder)
 
     def split(self, results: list[Any], packs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return handles of the outputs and the packs of the new state from the results of a run."""
         count = len(self.output_keys)
-        return results[:count], results[count:] if self.recorded.results else list(packs)
+        return results[:count], results[count:] if self.kernels.results else list(packs)
 
-    def window_submission(self, values: Sequence[Mapping[str, np.ndarray]], packs: Sequence[Any]) -> GraphRun:
+    def window_submission(self, values: Sequence[Mapping[str, np.ndarray]], packs: Sequence[Any]) -> Submission:
         """Return several runs as one graph without a barrier between them, where the state is updated in place.
 
         A task waits only for what it needs: one that reads a tensor of the state for the update of that tensor in the
         run before, and an update for the readers of its own run.
         """
         leaves = _state(packs)
-        for run, own in enumerate(values):
-            leaves |= {_in_run(key, run): value for key, value in self._data(own).items()}
+        for run, inputs in enumerate(values):
+            leaves |= {_in_run(key, run): value for key, value in self._data(inputs).items()}
         keys = [_in_run(key, run) for run in range(len(values)) for key in self.output_keys]
         keys += [_in_run(key, len(values) - 1) for key in self.updates]
-        return GraphRun(self.window(len(values)), leaves, keys, len(values), self.recorded.recorder)
+        return Submission(self.window(len(values)), leaves, keys, len(values), self.kernels.recorder)
 
     def split_window(self, results: list[Any], runs: int) -> list[list[Any]]:
         """Return the handles of each run's outputs from the results of several."""
@@ -224,29 +218,29 @@ class CompiledStep:
         reader must see the value that the run before wrote, so it waits for that update. An update of the next run then
         waits for the update before it through its own readers; every tensor has at least one.
         """
-        if runs not in self._windows:
+        if runs not in self.windows:
             updates = self.needs_of_last_run()
-            own = self.graph.keys() | {key for array in self.recorded.inputs.values() for key in keys_of(array)}
+            keys = self.graph.keys() | {key for array in self.kernels.inputs.values() for key in keys_of(array)}
             graph: Graph = {}
             for run in range(runs):
-                copy = renamed(self.graph, {key: _in_run(key, run) for key in own})
+                copy = renamed(self.graph, {key: _in_run(key, run) for key in keys})
                 copy = {key: in_run(node, run) for key, node in copy.items()}
                 for key in updates if run else ():
                     earlier = sorted(_in_run(update, run - 1) for update in updates[key])
                     copy[_in_run(key, run)] = waiting_for(copy[_in_run(key, run)], earlier)
                 graph |= copy
-            self._windows.clear()
-            self._windows[runs] = graph
-        return self._windows[runs]
+            self.windows.clear()
+            self.windows[runs] = graph
+        return self.windows[runs]
 
     def needs_of_last_run(self) -> dict[Key, set[Key]]:
         """Return for each task the tasks of the previous run that it must wait for if runs overlap."""
         needs: dict[Key, set[Key]] = defaultdict(set)
         home = {call.key: key for key, node in self.graph.items() for call in calls_of(node)}
-        for update, readers in self.recorded.after.items():
+        for update, readers in self.kernels.after.items():
             for reader in readers:
                 needs[home[reader]].add(home[update])
-        for key, node in self.graph.items() if self.recorded.results else ():
+        for key, node in self.graph.items() if self.kernels.results else ():
             needs[key] |= {self.updates[d[1]] for d in node.dependencies if d[0] == STATE}
         return {key: tasks for key, tasks in needs.items() if tasks}
 
@@ -255,14 +249,14 @@ class CompiledStep:
         results = dict(zip(self.output_keys, fetched))
         arrays = {}
         for name, places in self.places.items():
-            array = self.recorded.outputs[name]
+            array = self.kernels.outputs[name]
             arrays[name] = np.empty(array.shape, array.dtype)
             for piece, place in zip(pieces(array, arrays[name]).values(), places):
                 piece[...] = results[place.key] if place.number is None else results[place.key][place.number]
         return arrays
 
     def _data(self, values: Mapping[str, np.ndarray]) -> dict[Key, Any]:
-        inputs = self.recorded.inputs
+        inputs = self.kernels.inputs
         return {key: part for name, array in inputs.items() for key, part in pieces(array, values[name]).items()}
 
 

@@ -1,4 +1,4 @@
-"""Steps of a job on a cluster whose workers share each batch: windows of steps, one task a worker."""
+"""The engine of a cluster whose workers share each batch: windows of steps, one task a worker."""
 
 from __future__ import annotations
 
@@ -10,76 +10,37 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import numpy as np
 
 from daskgpt.config.groups import share_of_rank
 from daskgpt.data.dataset import Batch
-from daskgpt.graph.recording import Layout
+from daskgpt.graph.compiled import Layout
 from daskgpt.model.parameters import RandomParameters, tensors
+from daskgpt.model.step import NO_LIMITS, Arrays, Limits, Outcome
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.failures import loss, losses_as_errors, places_apart
 from daskgpt.schedulers.links import end_programs, leave, leaving
 from daskgpt.schedulers.protocol import WorkerLost
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
-from daskgpt.training.job import Arrays, Job, Say
-from daskgpt.training.job_steps import Steps
-from daskgpt.training.step import NO_LIMITS, Limits, Outcome, State, run_on_packs
+from daskgpt.training.engine import Engine, State, holds_weights, run_on_packs
+from daskgpt.training.job import Job, Say
 
 PAUSE, NOTICE = 0.05, 5.0  # seconds between two looks at a worker that leaves, and until it has announced that
 WINDOW_SECONDS = 3.0  # of a window, about: many times what it costs to begin one
 PACK_BYTES = 1 << 25  # of small arrays that are copied, sent and kept together
 
 
-class LiveState(State):
-    """The state on the ranks after some steps; its packs are copies, made on request before the next step."""
-
-    def __init__(self, steps: RankSteps, step: int) -> None:
-        self.steps, self.step = steps, step
-        self.layout = steps.layout
-        self.copies: dict[int, Any] = {}
-        self.held: list[Any] = []
-
-    @property
-    def packs(self) -> list[Any]:  # type: ignore[override]
-        """Futures of copies of all arrays."""
-        return self._copied(range(len(self.layout.packs)))
-
-    @property
-    def weights(self) -> State:
-        """Copies of the parameters, as a step holds them."""
-        numbers = [n for n, names in enumerate(self.layout.packs) if names[0].startswith("weight.")]
-        layout, copies = Layout(tuple(self.layout.packs[number] for number in numbers)), self._copied(numbers)
-        if not self.steps.job.precision.packed:
-            return State(layout, copies, self.step)
-        if not self.held:
-            hold = partial(rank_program.hold_pack, self.steps.sent_job)
-            calls = [(partial(hold, names), [copy]) for names, copy in zip(layout.packs, copies)]
-            self.held = run_on_packs(self.steps.scheduler, "state.hold", calls)
-        return State(layout, self.held, self.step)
-
-    def copied_apart(self) -> list[list[Any]]:
-        """Return futures of two copies of each pack on different workers, where there are several.
-
-        No other task may read them: of the replicas that this leaves, Dask's memory manager keeps one, perhaps that on
-        the worker with the other copy.
-        """
-        return self.steps.copied(self, self.layout.packs, apart=True)
-
-    def _copied(self, numbers: Sequence[int]) -> list[Any]:
-        missing = [number for number in numbers if number not in self.copies]
-        if missing:
-            made = self.steps.copied(self, [self.layout.packs[number] for number in missing])
-            self.copies |= {number: copy for number, (copy,) in zip(missing, made)}
-        return [self.copies[number] for number in numbers]
-
-
-class RankSteps(Steps):
+class RankEngine(Engine):
     """Runs a job's steps on the workers of a cluster; chunks and grain are chosen, and kernel calls recorded, there.
 
+    made    number of steps before the state
+    given   the state that ranks are to begin with; None while they hold one
+    copies  of the ranks' state, by pack, made on request and dropped with the next step
+    held    the copies of the parameters, as a step holds them
     epoch   identifies the ranks that have the state; a new one begins with each change of workers and each loss
     owned   rows of each array that each rank updates
     heirs   for each rank that has left, the rank that has its rows
@@ -87,8 +48,10 @@ class RankSteps(Steps):
     pace    seconds between two copies of the state; a window is not longer
     """
 
+    scheduler: ClusterScheduler
     ranks = True
     described_tasks = f"some steps of a worker, about {WINDOW_SECONDS:g} s, are a task"
+    made, tasks = 0, 0  # tasks: of all ranks, in the last steps
 
     def __init__(self, job: Job, scheduler: ClusterScheduler, say: Say = print) -> None:
         self.job, self.scheduler, self.say = job, scheduler, say
@@ -101,8 +64,9 @@ class RankSteps(Steps):
         self.addresses: list[str] = []
         self.owned: list[rank_program.Owned] = []
         self.heirs: dict[int, int] = {}
-        self.live: LiveState | None = None
-        self.tasks, self.used_grain = 0, self.grain  # of the last steps: tasks of all ranks, and the grain of the first
+        self.given: State | None = None
+        self.copies, self.held = dict[int, Any](), list[Any]()
+        self.grain_of_rank = job.dataflow.grain  # of the first rank, in the last steps
         self.kept = False  # whether kernel calls are kept for a timeline
         self.seconds = WINDOW_SECONDS  # of one step; until the first one is made
         self.pace = math.inf
@@ -114,19 +78,26 @@ class RankSteps(Steps):
         return self.chunks.first
 
     @property
+    def grain(self) -> str:
+        return self.job.dataflow.grain
+
+    @property
+    def used_grain(self) -> str:
+        return self.grain_of_rank
+
+    @property
     def described_chunks(self) -> str:
         """Description of the chunks; each rank chooses its own."""
         idle = self.parts < self.workers
         groups = f" ({self.parts} of {self.workers} have one: --groups decides how many)" if idle else ""
         return f"chosen by each worker for its share of the batch{groups}"
 
-    def together(self, number: int) -> int:
-        """Return how many steps from this one on are a window."""
+    def together(self) -> int:
         most = max(1, round(min(WINDOW_SECONDS, self.pace) / max(self.seconds, 1e-6)))
         every = self.job.run.snapshot_every
         if self.job.optimizer.skip_outliers:
             most = 1
-        return min(most, every - number % every) if every > 0 else most
+        return min(most, every - self.made % every) if every > 0 else most
 
     def look(self, workers: int) -> None:
         """Note the number of workers, every few seconds; new ranks begin once it is the same twice."""
@@ -135,45 +106,80 @@ class RankSteps(Steps):
         self.seen = workers
 
     def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
-        """Return a state that ranks can begin with, its packs on workers; random weights need none."""
+        """Return a state whose packs are on workers; random weights need none."""
         if isinstance(parameters, RandomParameters) and not moments:
             return State(Layout(()), [], step)
-        known = moments or {}
-        layout = Layout(tuple(own for own in self.layout.packs if own[0].startswith("weight.") or own[0] in known))
+        moments = moments or {}
+        layout = Layout(tuple(names for names in self.layout.packs if holds_weights(names) or names[0] in moments))
         packs = []
         for names in layout.packs:  # one at a time: they may come from a file
-            own = (known[name] if name in known else parameters[name.removeprefix("weight.")] for name in names)
-            packs.append(self.scheduler.held(tuple(own)))
+            arrays = (moments[name] if name in moments else parameters[name.removeprefix("weight.")] for name in names)
+            packs.append(self.scheduler.held(tuple(arrays)))
         return State(layout, packs, step)
 
-    def run(self, state: State, batches: Sequence[Batch], limits: Limits = NO_LIMITS) -> tuple[list[Outcome], State]:
-        """Make a step a batch; return their outcomes and the state after them."""
-        if state is self.live:
+    def resume(self, state: State) -> None:
+        self.given, self.made, self.copies, self.held = state, state.step, {}, []
+
+    def state(self) -> State:
+        """Return the state; where ranks hold it, its packs are futures of copies."""
+        if self.given is not None:
+            return self.given
+        return State(self.layout, self._copied(range(len(self.layout.packs))), self.made)
+
+    def weights(self) -> State:
+        if self.given is not None:
+            return self.given.weights
+        numbers = [number for number, names in enumerate(self.layout.packs) if holds_weights(names)]
+        layout, packs = Layout(tuple(self.layout.packs[number] for number in numbers)), self._copied(numbers)
+        if not self.job.precision.packed:
+            return State(layout, packs, self.made)
+        if not self.held:
+            hold = partial(rank_program.hold_pack, self.sent_job)
+            calls = [(partial(hold, names), [pack]) for names, pack in zip(layout.packs, packs)]
+            self.held = run_on_packs(self.scheduler, "state.hold", calls)
+        return State(layout, self.held, self.made)
+
+    def copied_apart(self) -> list[list[Any]]:
+        """Return futures of two copies of each pack on different workers, where there are several.
+
+        No other task may read them: of the copies that this leaves, Dask's memory manager keeps one, perhaps that on
+        the worker with the other copy.
+        """
+        return self._copies_of(self.layout.packs, apart=True)
+
+    def _copied(self, numbers: Sequence[int]) -> list[Any]:
+        missing = [number for number in numbers if number not in self.copies]
+        if missing:
+            made = self._copies_of([self.layout.packs[number] for number in missing])
+            self.copies |= {number: copy for number, (copy,) in zip(missing, made)}
+        return [self.copies[number] for number in numbers]
+
+    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+        if self.given is None:
             self._wait_for_ranks()
         changed = self.workers != len(self.addresses) and self._ranks() != self.addresses
-        if state is not self.live or self.heirs or changed:
-            self._begin(state)
-        first, length = state.step, self.job.horizon.at(state.step)
+        if self.given is not None or self.heirs or changed:
+            self._begin(self.state())
+            self.given = None
         ids = np.min_scalar_type(self.job.config.padded_vocabulary)
         tokens, targets, *others = (np.stack(part) for part in zip(*batches))
         parts = [tokens.astype(ids), targets.astype(ids), *others]
         arguments = []
         for rank in range(len(self.addresses)):
             mine = [np.ascontiguousarray(part[:, self._sequences(rank)]) for part in parts]
-            arguments.append((first, length, mine, limits, self.kept))
+            arguments.append((self.made, steps, mine, limits, self.kept))
         ended = self._windows(arguments)
         self.seconds = max(window.seconds for window in ended) / len(batches)
         for line in ended[0].messages:
             self.say(f"rank 0     {line}")
-        self.tasks, self.used_grain = sum(window.tasks for window in ended), ended[0].grain
-        self.live = LiveState(self, first + len(batches))
-        return ended[0].outcomes, self.live
+        self.tasks, self.grain_of_rank = sum(window.tasks for window in ended), ended[0].grain
+        self.made, self.copies, self.held = self.made + len(batches), {}, []
+        return cast(list[Outcome], ended[0].outcomes)
 
     def close(self) -> None:
         """Remove the state and its copies from the workers."""
         self.scheduler.needed = set()
-        if self.live:
-            self.live.copies, self.live.held, self.live = {}, [], None
+        self.given, self.copies, self.held = None, {}, []
         with suppress(OSError, RuntimeError, ValueError):  # the cluster is gone
             self.scheduler.call_on(end_programs, self.run_name)
 
@@ -194,7 +200,8 @@ class RankSteps(Steps):
         """
         start = time.perf_counter()
         packs, layout = list(state.packs), state.layout
-        self.live, self.epoch, self.scheduler.needed = None, uuid4().hex[:8], set()
+        self.copies, self.held = {}, []
+        self.epoch, self.scheduler.needed = uuid4().hex[:8], set()
         self.scheduler.await_worker()
         before, self.addresses = self.addresses, self._ranks()
         while not self.scheduler.without_unreached(self.addresses):
@@ -228,27 +235,26 @@ class RankSteps(Steps):
         """Return whether a rank needs some of these arrays: all weights, and what it owns."""
         return names[0].startswith("weight.") or not self.owned[rank].keys().isdisjoint(names)
 
-    def copied(self, state: LiveState, packs: Sequence[Sequence[str]], apart: bool = False) -> list[list[Any]]:
-        """Return futures of copies of arrays: for each pack one, or two as of `LiveState.copied_apart`.
+    def _copies_of(self, packs: Sequence[Sequence[str]], apart: bool = False) -> list[list[Any]]:
+        """Return futures of copies of the ranks' arrays: for each pack one, or two as of `copied_apart`.
 
         The rows are copied when this returns, the second copies perhaps not made yet.
         """
-        assert state is self.live, "the state of a step before"
         try:
-            return self._copies(state, packs, apart)
+            return self._submitted_copies(packs, apart)
         except WorkerLost:
             if not self._left():
                 raise
-            return self._copies(state, packs, apart)
+            return self._submitted_copies(packs, apart)
 
-    def _copies(self, state: LiveState, packs: Sequence[Sequence[str]], apart: bool) -> list[list[Any]]:
+    def _submitted_copies(self, packs: Sequence[Sequence[str]], apart: bool) -> list[list[Any]]:
         joined, places = list[tuple[Any, ...]](), list[str]()
         for names in packs:
             rows, calls, size = list[list[rank_program.Rows]](), list[Any](), Counter[str]()
             for rank, owned in enumerate(self.owned):
                 own = [owned.get(name, []) for name in names]
                 if any(own):
-                    address, wanted = self.addresses[self.heirs.get(rank, rank)], (state.step, names, own, rank)
+                    address, wanted = self.addresses[self.heirs.get(rank, rank)], (self.made, names, own, rank)
                     call = rank_program.rows_of, self.run_name, self.epoch, *wanted
                     calls.append(self.scheduler.submit_to(address, "state.rows", *call))
                     rows.append(own)
@@ -341,7 +347,7 @@ class RankSteps(Steps):
         try:
             yield
         except BaseException:
-            self.live = None
+            self.given, self.copies, self.held = None, {}, []
             self.scheduler.client.run(rank_program.abort, self.run_name, self.epoch, wait=False, on_error="ignore")
             raise
 

@@ -1,0 +1,386 @@
+"""Engines, which run the compiled steps of a job and hold the state that the steps change.
+
+`LocalEngine` runs on the threads of this process, `TaskEngine` gives each task of a step to Dask's scheduler on a
+cluster, and `RankEngine` (`training/rank_engine.py`) lets the workers of a cluster share each batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import numpy as np
+
+from daskgpt.config.model import ModelConfig
+from daskgpt.data.dataset import Batch
+from daskgpt.graph.compiled import KernelGraph, Layout, Submission
+from daskgpt.graph.distribute import Rank
+from daskgpt.graph.nodes import Graph, Key, task
+from daskgpt.graph.program import Span
+from daskgpt.model.parameters import tensors
+from daskgpt.model.precision import FLOAT32, Precision, values_of
+from daskgpt.model.step import (
+    NO_LIMITS,
+    Arrays,
+    CompiledStep,
+    Dials,
+    Limits,
+    Outcome,
+    as_weights,
+    compile_step,
+    weights_in,
+)
+from daskgpt.schedulers.machine import available_memory
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.autotune import ChunkChoice, GrainChoice
+from daskgpt.training.job import Job, Say
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class State:
+    """Parameters and moments by name, packed by `layout`, where a scheduler holds them.
+
+    Names are "weight.NAME" and "MOMENT.NAME" (m and v, say); a state for inference has weights only.
+
+    packs   arrays of this process, or handles of results on a cluster
+    step    number of steps before it
+    """
+
+    layout: Layout
+    packs: Sequence[Any]
+    step: int = 0
+
+    @classmethod
+    def of_weights(cls, config: ModelConfig, parameters: Arrays, precision: Precision = FLOAT32) -> State:
+        """Return a state of parameters alone, for inference."""
+        weights = as_weights(
+            {name: precision.hold(tensor, parameters[name]) for name, tensor in tensors(config).items()}
+        )
+        layout = Layout((tuple(weights),))
+        return cls(layout, layout.pack(weights))
+
+    @property
+    def weights(self) -> State:
+        """The packs that hold parameters."""
+        chosen = [(names, pack) for names, pack in zip(self.layout.packs, self.packs) if holds_weights(names)]
+        return State(Layout(tuple(names for names, _ in chosen)), [pack for _, pack in chosen], self.step)
+
+    def parameters(self, scheduler: Scheduler) -> dict[str, np.ndarray]:
+        """Return the parameters as arrays of this process."""
+        weights = self.weights
+        return named_parameters(weights.layout.unpack(scheduler.fetch(list(weights.packs))))
+
+
+def holds_weights(names: Sequence[str]) -> bool:
+    """Return whether a pack of these names holds parameters."""
+    return any(name.startswith("weight.") for name in names)
+
+
+def named_parameters(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the parameters among a state's arrays."""
+    return {name: values_of(value) for name, value in weights_in(values).items()}
+
+
+Calls = Iterable[tuple[Callable[..., Any], Sequence[Any]]]  # functions, each with packs of a state for its arguments
+
+
+def run_on_packs(scheduler: Scheduler, name: str, calls: Calls) -> list[Any]:
+    """Call functions of packs where the scheduler holds these; return handles of the results."""
+    token = uuid4().hex[:8]  # another client of the cluster may run the same tasks
+    graph, leaves = Graph(), dict[Key, Any]()
+    for number, (function, packs) in enumerate(calls):
+        key: Key = (f"{name}-{number}_-{token}",)
+        arguments: dict[Key, Any] = {(f"{name}.of-{number}_-{token}", place): pack for place, pack in enumerate(packs)}
+        graph[key] = task(key, function, arguments)
+        leaves |= arguments
+    return scheduler.run(Submission(graph, leaves, list(graph)))
+
+
+def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Answer]) -> Answer:
+    """Return the result of a function of a state's parameters.
+
+    On a cluster the function runs in a task on a worker, so that parameters need not fit into this process.
+
+    function   of the parameters by name; a cluster pickles it and its result
+
+    Errors     those of the function; schedulers.failures.WorkerLost if a parameter is lost
+    """
+    if scheduler.in_place:
+        return function(state.parameters(scheduler))
+    weights = state.weights
+    call = partial(_call, function, weights.layout), weights.packs
+    results: list[Answer] = scheduler.fetch(run_on_packs(scheduler, "model.call", [call]))
+    return results[0]
+
+
+def _call(function: Callable[[dict[str, np.ndarray]], Answer], layout: Layout, *packs: Any) -> Answer:
+    return function(named_parameters(layout.unpack(packs)))
+
+
+class Engine(ABC):
+    """Runs the steps of a job and holds the state that they change.
+
+    made        number of steps before the state
+    undecided   whether the next step is measured to choose chunks or grain, and must run alone
+    kernels     the kernel calls of a step; None if they are recorded elsewhere
+    ranks       whether the workers of a cluster share each batch
+    """
+
+    job: Job
+    scheduler: Scheduler
+    ranks = False
+    undecided = False
+    kernels: KernelGraph | None = None
+
+    def start(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> None:
+        """Begin with a state, see `initial`."""
+        self.resume(self.initial(parameters, moments, step))
+
+    @abstractmethod
+    def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
+        """Return a state to begin with. In place it is overwritten: keep a copy of the given arrays if you need them.
+
+        moments   "MOMENT.NAME" of every tensor that has it; None = zeros
+        step      number of steps before it
+        """
+
+    @abstractmethod
+    def resume(self, state: State) -> None:
+        """Continue from a state that the scheduler holds."""
+
+    @abstractmethod
+    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+        """Run one step per batch; return their outcomes.
+
+        steps    number of steps of the run, on which the learning rate depends
+        limits   of a step that runs alone
+        """
+
+    @abstractmethod
+    def state(self) -> State:
+        """Return the state after the last step. In place, the next step overwrites it."""
+
+    def weights(self) -> State:
+        """Return the parameters of the state, as steps hold them."""
+        return self.state().weights
+
+    @property
+    @abstractmethod
+    def made(self) -> int: ...
+
+    @abstractmethod
+    def together(self) -> int:
+        """Return how many of the next steps may run together, as a window."""
+
+    @property
+    @abstractmethod
+    def chunk(self) -> tuple[int, int]:
+        """Sequences and tokens in a chunk of the coming steps."""
+
+    @property
+    @abstractmethod
+    def grain(self) -> str:
+        """The grain of the coming steps, or `auto` while it is undecided."""
+
+    @property
+    @abstractmethod
+    def tasks(self) -> int:
+        """Number of tasks of a step."""
+
+    @property
+    def used_grain(self) -> str:
+        """The grain of the last steps."""
+        return self.grain
+
+    @property
+    @abstractmethod
+    def described_chunks(self) -> str:
+        """Number and size of the chunks, and why, for people."""
+
+    @property
+    @abstractmethod
+    def described_tasks(self) -> str:
+        """What a task is, for people; empty while it is undecided."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release what the engine holds outside of this process."""
+
+
+class _OneStep(Engine):
+    """An engine with one compiled step, which computes all sequences that are computed here."""
+
+    step: CompiledStep
+    current: State
+
+    def _compile(self, rank: Rank | None = None) -> None:
+        """Choose first chunks and grain, and compile the step with them."""
+        job, scheduler, dataflow, shape = self.job, self.scheduler, self.job.dataflow, self.job.micro_shape
+        parts = micro_batches_of(job, rank)
+        if rank:
+            first, last = rank.sequences_of(rank.number)
+            shape = (last - first) // parts, shape[1]
+            # The given number is of the whole batch.
+            dataflow = replace(dataflow, batch_chunk=gcd(dataflow.batch_chunk, shape[0]) if dataflow.batch_chunk else 0)
+        self.chunks = ChunkChoice(job.config, shape, dataflow, job.precision, scheduler.threads)
+        self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
+        dials = dials_of(job, self.chunks.first, self.choice.first, scheduler.in_place, parts, scheduler.threads)
+        self.step = compile_step(job.config, job.batch_shape, job.optimizer, dials, rank)
+
+    def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
+        return State(self.step.layout, self.step.state(parameters, moments), step)
+
+    def resume(self, state: State) -> None:
+        self.current = state
+
+    def state(self) -> State:
+        return self.current
+
+    @property
+    def made(self) -> int:
+        return self.current.step
+
+    @property
+    def kernels(self) -> KernelGraph:  # type: ignore[override]
+        return self.step.kernels
+
+    @property
+    def chunk(self) -> tuple[int, int]:
+        return self.step.dials.chunk
+
+    @property
+    def grain(self) -> str:
+        return self.step.dials.grain
+
+    @property
+    def tasks(self) -> int:
+        return self.step.tasks
+
+    @property
+    def used_grain(self) -> str:
+        return self.step.dials.grain
+
+    @property
+    def described_chunks(self) -> str:
+        return self.chunks.described(self.chunk)
+
+    def inputs(self, batches: Sequence[Batch], steps: int, limits: Limits) -> list[Arrays]:
+        """Return the inputs of the next steps."""
+        seed = self.job.run.seed
+        return [self.step.inputs(batch, number, steps, limits, seed) for number, batch in enumerate(batches, self.made)]
+
+
+class LocalEngine(_OneStep):
+    """Runs steps in this process, which write over the state; chunks and grain are chosen with the first ones."""
+
+    def __init__(
+        self, job: Job, scheduler: Scheduler, say: Say = print, rank: Rank | None = None, memory: float | None = None
+    ) -> None:
+        """say     prints a line on what was chosen
+        rank    this process among several that share the batch; None if it is alone
+        memory  bytes that a step may take; None for what is available
+        """
+        self.job, self.scheduler, self.say, self.memory = job, scheduler, say, memory
+        self._compile(rank)
+        window = job.dataflow.window if job.dataflow.barrier == "none" else 1
+        self.step, warning = self.chunks.fit(self.step, window, self.available)
+        if warning:
+            say(f"memory     {warning}")
+
+    @property
+    def available(self) -> float:
+        """Bytes that a step may take."""
+        return available_memory() if self.memory is None else self.memory
+
+    @property
+    def undecided(self) -> bool:  # type: ignore[override]
+        return self.chunks.undecided or self.choice.undecided
+
+    @property
+    def grain(self) -> str:
+        return "auto" if self.choice.undecided else self.step.dials.grain
+
+    @property
+    def described_tasks(self) -> str:
+        return "" if self.choice.undecided else f"{self.grain}, {self.tasks} tasks a step"
+
+    def together(self) -> int:
+        alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers or self.undecided
+        return 1 if alone else self.job.dataflow.window
+
+    def tune(self, spans: Sequence[Span], steps: int) -> None:
+        """Choose chunks or grain by the kernel calls of a step; steps: how many remain."""
+        if self.chunks.undecided:
+            self.step, line = self.chunks.choose(self.step, spans, steps)
+            if line:  # other chunks take another step to measure
+                return self.say(f"chunks     {line}")
+        if self.choice.undecided:
+            self.step, line = self.choice.choose(self.step, spans, self.scheduler.threads, self.available)
+            self.say(f"grain      {line}")
+
+    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+        if not self.undecided:
+            return self._window(batches, steps, limits)
+        with self.scheduler.record() as processes:
+            outcomes = self._window(batches[:1], steps, limits)
+        self.tune([span for process in processes for span in process.spans], steps - self.made)
+        return outcomes
+
+    def _window(self, batches: Sequence[Batch], steps: int, limits: Limits) -> list[Outcome]:
+        """Run steps as one graph; return their outcomes."""
+        step, packs, inputs = self.step, self.current.packs, self.inputs(batches, steps, limits)
+        alone = len(inputs) == 1
+        submission = step.submission(inputs[0], packs) if alone else step.window_submission(inputs, packs)
+        results = self.scheduler.fetch(self.scheduler.run(submission))
+        self.current = replace(self.current, step=self.made + len(inputs))
+        return [Outcome.of(step.output(outputs)) for outputs in step.split_window(results, len(inputs))]
+
+
+class TaskEngine(_OneStep):
+    """Runs steps on a cluster whose scheduler places each task; the state is replaced by results of a step."""
+
+    def __init__(self, job: Job, scheduler: Scheduler) -> None:
+        self.job, self.scheduler = job, scheduler
+        self._compile()
+
+    @property
+    def described_tasks(self) -> str:
+        return f"{self.grain}, {self.tasks} tasks a step, each of which costs Dask's scheduler some milliseconds"
+
+    def together(self) -> int:
+        alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers
+        return 1 if alone else self.job.dataflow.window
+
+    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+        submitted = []
+        for inputs in self.inputs(batches, steps, limits):
+            results = self.scheduler.run(self.step.submission(inputs, self.current.packs))
+            handles, packs = self.step.split(results, self.current.packs)
+            submitted.append(handles)
+            self.current = State(self.current.layout, packs, self.made + 1)
+        return [Outcome.of(self.step.output(self.scheduler.fetch(handles))) for handles in submitted]
+
+
+def dials_of(job: Job, chunk: tuple[int, int], grain: str, in_place: bool, parts: int, threads: int) -> Dials:
+    """Return the dials of a job's step.
+
+    parts     number of micro-batches
+    threads   number of tasks that can run at once
+    """
+    return Dials(chunk, grain, job.dataflow.barrier, in_place, parts, threads, job.groups, job.precision)
+
+
+def micro_batches_of(job: Job, rank: Rank | None) -> int:
+    """Return the number of micro-batches of a rank, none larger than the rank's share of one of the job's."""
+    if rank is None:
+        return job.data.accumulate
+    first, last = rank.sequences_of(rank.number)
+    sequences, most = last - first, max(1, job.data.batch_size // rank.count)
+    fitting = (n for n in range(1, sequences + 1) if sequences % n == 0 and sequences // n <= most)
+    return next(fitting, sequences)
