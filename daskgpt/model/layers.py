@@ -1,7 +1,7 @@
 """TABLE 2: the layers of GPT-2 as data: one forward kernel, and one backward kernel per argument, with signatures.
 
 A signature lists the axes of each array, one letter per axis. *Lower case = cut into chunks, upper case = whole*:
-b t (sequences, tokens), T C X O V P H (DESIGN.md, "Names"). Two rules follow from the letters alone:
+b t (sequences, tokens), T C X O V P H (DESIGN.md, "Glossary"). Two rules follow from the letters alone:
 
     an output without b and t    is the sum over the batch, sequence by sequence (weight gradients, the mean loss)
     an output T where inputs     gathers the chunks of t: the kernel gets the list of them
