@@ -56,9 +56,9 @@ def accumulate(graph: Graph, micro_batches: MicroBatches, token: str, *, over: b
         call = graph[key].func
         # The loss, and a sum over one chunk of sequences, stay as they are.
         if call.shape and len(call.order.sequences) > 1 and not (ranked and start is not None):
-            own = _chain(graph, key, micro_batches, begun=key in starts.values(), over=over)
-            new |= own
-            for link, made in own.items():
+            links_of_sum = _chain(graph, key, micro_batches, begun=key in starts.values(), over=over)
+            new |= links_of_sum
+            for link, made in links_of_sum.items():
                 if made.func.micro is not None:
                     links[made.func.micro].append(link)
     for micro, made in links.items():
@@ -84,7 +84,9 @@ def _chain(graph: Graph, key: Key, micro_batches: MicroBatches, *, begun: bool, 
     pieces, *before = call.arrange(key_trees(graph[key]))
     start, new = before, Graph()
     micros = [micro_batches.of_chunk(piece[0][0]) for piece in call.order.pieces]
-    runs = [list(own) for _, own in groupby(range(len(micros)), key=(lambda n: n) if begun else micros.__getitem__)]
+    runs = [
+        list(numbers) for _, numbers in groupby(range(len(micros)), key=(lambda n: n) if begun else micros.__getitem__)
+    ]
     for run in runs:
         link = key if run is runs[-1] else (f"{key[0]}.micro", run[0])
         made = RowSum(call, call.bands(), range(run[0], run[-1] + 1), started=bool(before), over=over)

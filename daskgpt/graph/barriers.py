@@ -107,18 +107,18 @@ def _lowest_blocks(graph: Graph) -> dict[Key, float]:
     lowest: dict[Key, float] = {}
     for key in sources_first(graph):
         origin = origin_of(graph[key])
-        own = float("inf")
+        block = float("inf")
         if origin is not None and origin.phase == "backward" and origin.block is not None:
-            own = origin.block
-        lowest[key] = min([own, *(lowest[dependency] for dependency in graph[key].dependencies)])
+            block = origin.block
+        lowest[key] = min([block, *(lowest[dependency] for dependency in graph[key].dependencies)])
     return lowest
 
 
 def _head_waits(graph: Graph, head: str, ahead: int) -> dict[Key, list[Key]]:
     """Return for the logits of a chunk the sums that the logits of the chunk `ahead` before it have been added to."""
-    own = {key: node.func for key, node in graph.items() if (origin := origin_of(node)) and origin.layer == head}
-    heads = [key for key, call in own.items() if call.origin.phase == "forward" and isinstance(call, KernelCall)]
-    sums = {key: call for key, call in own.items() if call.origin.phase == "backward" and isinstance(call, RowSum)}
+    calls = {key: node.func for key, node in graph.items() if (origin := origin_of(node)) and origin.layer == head}
+    heads = [key for key, call in calls.items() if call.origin.phase == "forward" and isinstance(call, KernelCall)]
+    sums = {key: call for key, call in calls.items() if call.origin.phase == "backward" and isinstance(call, RowSum)}
     order = next((call.call.order for call in sums.values()), None)
     if order is None or any(len(call.pieces) == len(order.pieces) for call in sums.values()):
         return {}  # all chunks are added at once

@@ -236,7 +236,7 @@ class ChunkSum(KernelCall):
         calls: list[tuple[int, Sequence[np.ndarray]]] = []
         for number, piece in enumerate(pieces, first):
             joined = self.order.together and len(piece) > 1
-            parts = [[_joined(own, axes) for own, axes in zip(zip(*piece), self.inputs)]] if joined else piece
+            parts = [[_joined(chunks, axes) for chunks, axes in zip(zip(*piece), self.inputs)]] if joined else piece
             for cut in self.order.cuts(number):
                 calls += [(cut.group, [_sequences(a, axes, cut) for a, axes in zip(p, self.inputs)]) for p in parts]
         return self.order.chains(calls, first + len(pieces))
@@ -306,10 +306,10 @@ class RowSum(TaskCall):
         return (self.bands[-1][1] - self.bands[0][0], *self.call.shape[1:]) if self.call.shape else ()
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        pieces, position, each = [], 0, len(self.call.inputs)
+        pieces, position, inputs = [], 0, len(self.call.inputs)
         for number in self.pieces:
-            ends = range(position, position + len(self.call.order.pieces[number]) * each, each)
-            pieces.append([list(chunks[first : first + each]) for first in ends])
+            ends = range(position, position + len(self.call.order.pieces[number]) * inputs, inputs)
+            pieces.append([list(chunks[first : first + inputs]) for first in ends])
             position = ends.stop
         return [pieces, *chunks[position:]]
 
@@ -399,12 +399,12 @@ def axis_chunks(where: str, arrays: Sequence[da.Array], inputs: Sequence[str]) -
     for array, axes in zip(arrays, inputs, strict=True):
         rule = f"an array must have axes {axes}"
         require(array.ndim == len(axes), where, rule, {"shape": array.shape}, "Reshape it.")
-        for axis, own in zip(axes, array.chunks):
-            whole = not axis.isupper() or len(own) == 1
-            require(whole, where, f"axis {axis} must be one chunk", {"chunks": own}, "Gather it first.")
-            known = chunks.setdefault(axis, own)
+        for axis, sizes in zip(axes, array.chunks):
+            whole = not axis.isupper() or len(sizes) == 1
+            require(whole, where, f"axis {axis} must be one chunk", {"chunks": sizes}, "Gather it first.")
+            first_sizes = chunks.setdefault(axis, sizes)
             rule = f"arrays must share the chunks of axis {axis}"
-            require(known == own, where, rule, f"{known} and {own}", "Rechunk one.")
+            require(first_sizes == sizes, where, rule, f"{first_sizes} and {sizes}", "Rechunk one.")
     return chunks
 
 

@@ -66,8 +66,8 @@ class Rank(Peers):
 
     def sequences_of(self, rank: int) -> tuple[int, int]:
         """Return the first sequence of a rank in the batch, and the one after its last."""
-        own, size = self.groups_of(rank), self.sequences // self.groups
-        return own.first * size, (own.first + own.count) * size
+        groups, size = self.groups_of(rank), self.sequences // self.groups
+        return groups.first * size, (groups.first + groups.count) * size
 
     @property
     def others(self) -> list[int]:
@@ -76,21 +76,23 @@ class Rank(Peers):
 
     def subtrees_of(self, rank: int) -> list[tuple[int, int]]:
         """Return the subtrees that the groups of a rank form, as ranges of groups."""
-        own = self.groups_of(rank)
-        return subtrees(own.first, own.first + own.count)
+        groups = self.groups_of(rank)
+        return subtrees(groups.first, groups.first + groups.count)
 
-    def add(self, place: int, own: Any, *messages: Sequence[Any], rows: slice | EllipsisType = ...) -> np.ndarray:
+    def add(self, place: int, totals: Any, *messages: Sequence[Any], rows: slice | EllipsisType = ...) -> np.ndarray:
         """Return the sum of the batch, or some rows of it, from the totals that each rank has of its subtrees.
 
         place      in the message of each other rank
-        own        totals of this rank
+        totals     of this rank
         messages   of `others`
         """
-        found = {self.number: own} | {other: message[place] for other, message in zip(self.others, messages)}
+        totals_of_rank = {self.number: totals} | {
+            other: message[place] for other, message in zip(self.others, messages)
+        }
         return tree_sum(
             (*ends, total[rows])
             for rank in range(self.count)
-            for ends, total in zip(self.subtrees_of(rank), several(found[rank]), strict=True)
+            for ends, total in zip(self.subtrees_of(rank), several(totals_of_rank[rank]), strict=True)
         )
 
 
@@ -201,22 +203,26 @@ class Distribution:
 
     def _shards(self) -> dict[Key, list[Shard]]:
         """Return the shards of each update: in each bucket the largest goes to the rank that owns the least so far."""
-        held, found = [0] * self.rank.count, dict[Key, list[Shard]]()
+        held, shards_of = [0] * self.rank.count, dict[Key, list[Shard]]()
         every = []
         for update in self.updates:
-            call, own = self.graph[self.last[update]].func, self.graph[update].func
+            call, update_call = self.graph[self.last[update]].func, self.graph[update].func
             columns = prod(call.shape[1:])
             # If all readers of the weight except its update multiply by it, rounded rows suffice.
             readers = self.dependents[only_key(self.graph[update].args[0])] - {update}
             rounded = all(self.graph[key].func.kernel in self.access.rounding for key in readers)
-            for number, bands in enumerate(shares(call, self.rules.rules[own.origin.parameter], self.rules.elements)):
-                every.append(Shard(update, own.origin.parameter, number, tuple(bands), 0, columns, rounded))
+            for number, bands in enumerate(
+                shares(call, self.rules.rules[update_call.origin.parameter], self.rules.elements)
+            ):
+                every.append(Shard(update, update_call.origin.parameter, number, tuple(bands), 0, columns, rounded))
         for bucket in _buckets(every, self.rank.count):
             for shard in sorted(bucket, key=lambda shard: -shard.bytes):
                 owner = held.index(min(held))
                 held[owner] += shard.bytes // 4 + SHARD_COST
-                found.setdefault(shard.update, []).append(replace(shard, owner=owner))
-        return {update: sorted(own, key=lambda shard: shard.number) for update, own in found.items()}
+                shards_of.setdefault(shard.update, []).append(replace(shard, owner=owner))
+        return {
+            update: sorted(update_call, key=lambda shard: shard.number) for update, update_call in shards_of.items()
+        }
 
     def _owned(self, update: Key) -> list[Shard]:
         return [shard for shard in self.shards[update] if shard.owner == self.rank.number]
@@ -250,14 +256,14 @@ class Distribution:
             key = (f"posted-{number}_-{self.token}",)
             posted.append(self._add(key, Exchange(wait, _origin("posted", "backward", number)), done, ("sent", number)))
         for number, bucket in enumerate(buckets):
-            own = [shard for shard in bucket if shard.owner == self.rank.number]
+            owned = [shard for shard in bucket if shard.owner == self.rank.number]
             after = [posted[min(number + AHEAD, len(posted) - 1)]]
-            if own or number == 0:
+            if owned or number == 0:
                 messages = [self._receive(other, "totals", number, after) for other in self.rank.others]
             if number == 0:
                 whole = Exchange(partial(self.rank.add, 0), _origin("loss", "update", 0), FIRST)
                 self._add(self.loss, whole, [loss, *messages], READER)
-            for place, shard in enumerate(own, start=number == 0):
+            for place, shard in enumerate(owned, start=number == 0):
                 tree = partial(self.rank.add, place)
                 keys = [partial_sums[shard], *messages]
                 self.totals[first[shard.update], shard.number] = _Totals(keys, tree, number)
@@ -266,14 +272,14 @@ class Distribution:
             del self.new[key]
 
     def _partial(self, key: Key, shard: Shard, bucket: Hashable) -> Key:
-        """Return the task that sums some rows over the own chunks."""
+        """Return the task that sums some rows over the chunks of this rank."""
         if isinstance(self.graph[key].func, RowSum):  # the last of the micro-batches
-            own, origin = (f"{key[0]}.of", shard.number), self.graph[key].func.origin
+            part, origin = (f"{key[0]}.of", shard.number), self.graph[key].func.origin
             rows = Exchange(lambda totals: [total[shard.rows] for total in several(totals)], origin, FIRST)
-            return self._add(own, rows, [key])
-        own = row_sum(self.graph, self.new, key, shard.number, shard.bands, self.rules)
-        self.new[own].func.bucket = bucket
-        return own
+            return self._add(part, rows, [key])
+        part = row_sum(self.graph, self.new, key, shard.number, shard.bands, self.rules)
+        self.new[part].func.bucket = bucket
+        return part
 
     def _sum_gathered(self, update: Key) -> None:
         """Make sums that continue from another sum on its owner, from the chunks of all ranks."""
@@ -285,8 +291,8 @@ class Distribution:
             whole = replace(self.graph[key].func, order=order, origin=_origin("gather", "update", 0))
             for shard in self._owned(update):
                 rows = RowSum(whole, shard.bands, range(len(order.pieces)), started=True)
-                start, own = self._whole(before, shard), (f"{key[0]}.rows", shard.number)
-                self.totals[key, shard.number] = _Totals([self._add(own, rows, [*pieces, start], READER)])
+                start, row_key = self._whole(before, shard), (f"{key[0]}.rows", shard.number)
+                self.totals[key, shard.number] = _Totals([self._add(row_key, rows, [*pieces, start], READER)])
             del self.new[key]
 
     def _gathered(self, update: Key, key: Key, place: int) -> list[Key]:
@@ -302,8 +308,8 @@ class Distribution:
         join = Exchange(partial(inputs_in_one, call), _origin("gather", "backward", 0), MESSAGE, size=size)
         self._add(joined, join, self.graph[key].args[:count], ("sent", 0))
         owners = {shard.owner for shard in self.shards[update]}
-        own = ("sent", 0)
-        sent = [self._send(q, "gather", place, [joined], own, size=size) for q in self.rank.others if q in owners]
+        bucket = ("sent", 0)
+        sent = [self._send(q, "gather", place, [joined], bucket, size=size) for q in self.rank.others if q in owners]
         self.posted += [*sent, joined]
         if self.rank.number not in owners:
             return []
@@ -321,17 +327,17 @@ class Distribution:
         totals = self.totals[key, shard.number]
         if totals.tree is None:
             return totals.keys[0]
-        own = (f"{key[0]}.total", shard.number)
-        if own not in self.new:
+        total = (f"{key[0]}.total", shard.number)
+        if total not in self.new:
             size = self.rank.count * shard.bytes
             whole = Exchange(totals.tree, _origin("totals", "update", totals.bucket), FIRST, size=size)
-            self._add(own, whole, totals.keys, READER)
-        return own
+            self._add(total, whole, totals.keys, READER)
+        return total
 
     def _read_by_rows(self) -> None:
         """Let each owner run other readers of a gradient than its update, by rows, and send the results to all."""
         readers: dict[Key, list[tuple[Key, int]]] = {}  # -> its arguments and shards
-        found: dict[tuple[Key, int], Key] = {}
+        results: dict[tuple[Key, int], Key] = {}
         of_rank: list[list[tuple[Key, int]]] = [[] for _ in range(self.rank.count)]
         for update in self.updates:
             for reader in self._readers(update):
@@ -339,21 +345,21 @@ class Distribution:
                 for shard in self.shards[update]:
                     of_rank[shard.owner].append((reader, shard.number))
                 for shard in self._owned(update):
-                    rows, own = self._whole(self.last[update], shard), (f"{reader[0]}.rows", shard.number)
-                    found[reader, shard.number] = self._add(own, self.graph[reader].func.on_rows(), [rows])
+                    rows, row_key = self._whole(self.last[update], shard), (f"{reader[0]}.rows", shard.number)
+                    results[reader, shard.number] = self._add(row_key, self.graph[reader].func.on_rows(), [rows])
                     self.totals[self.last[update], shard.number] = _Totals([rows])
                 del self.new[reader]
         if not readers:
             return
-        mine = [found[place] for place in of_rank[self.rank.number]]
+        mine = [results[place] for place in of_rank[self.rank.number]]
         sent = [self._send(other, "squares", 0, mine) for other in self.rank.others]
         for other in self.rank.others:
             message = self._receive(other, "squares", 0, [*sent, *mine, *self.posted])
             for number, place in enumerate(of_rank[other]):
                 taken = item((number,), _origin("squares", "update", other))
-                found[place] = self._add((f"{place[0][0]}.item", place[1]), taken, [message], READER)
+                results[place] = self._add((f"{place[0][0]}.item", place[1]), taken, [message], READER)
         self.posted += [*sent, *mine]
-        parts = {reader: [found[place] for place in places] for reader, places in readers.items()}
+        parts = {reader: [results[place] for place in places] for reader, places in readers.items()}
         read_parts(self.graph, self.new, self.dependents, parts)
 
     def _readers(self, update: Key) -> list[Key]:
@@ -369,20 +375,20 @@ class Distribution:
         every = [shard for update in self.updates for shard in self.shards[update]]
         buckets = _buckets(every, self.rank.count)
         for number, bucket in enumerate(buckets):
-            own = [shard for shard in bucket if shard.owner == self.rank.number]
-            for shard in own:
+            owned = [shard for shard in bucket if shard.owner == self.rank.number]
+            for shard in owned:
                 weight, _, *moments, hyper = self.graph[shard.update].args
                 key = done[shard.update, shard.number] = (shard.update[0], shard.number)
                 totals, call = self.totals[self.last[shard.update], shard.number], self.graph[shard.update].func
                 rule = self.rules.rules[call.origin.parameter]
                 rows = RowUpdate(call, rule, shard.bands, base=shard.rows.start, tree=totals.tree)
                 self._add(key, rows, [weight, *moments, hyper, *totals.keys], ("update", number))
-            if own:
-                given = [only_key(self.graph[shard.update].args[0]) for shard in own]
-                given += [done[shard.update, shard.number] for shard in own]
-                pick = partial(self.access.read_all, own)
+            if owned:
+                given = [only_key(self.graph[shard.update].args[0]) for shard in owned]
+                given += [done[shard.update, shard.number] for shard in owned]
+                pick = partial(self.access.read_all, owned)
                 to = ("update", number)
-                size = sum(shard.sent_bytes for shard in own)
+                size = sum(shard.sent_bytes for shard in owned)
                 sent += [self._send(q, "weights", number, given, to, pick, size) for q in self.rank.others]
         # The loss comes first: if steps overlap, messages on a channel must be received in the order of the steps.
         for number, bucket in enumerate(buckets):
@@ -444,7 +450,7 @@ def inputs_in_one(call: ChunkSum, *inputs: Any) -> list[np.ndarray]:
     """Return the inputs of a sum over the own chunks, each as one array, from Dask's nested lists."""
 
     def in_one(chunks: Any, cut: Sequence[int]) -> np.ndarray:
-        parts = [in_one(each, cut[1:]) for each in chunks] if cut else [chunks]
+        parts = [in_one(part, cut[1:]) for part in chunks] if cut else [chunks]
         return np.concatenate(parts, cut[0]) if len(parts) > 1 else parts[0]
 
     cut_axes = [[number for number, axis in enumerate(axes) if axis in CUT] for axes in call.inputs]

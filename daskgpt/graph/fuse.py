@@ -132,12 +132,12 @@ class Fusion:
         An earlier sum (the unembedding's part of the tied embedding's gradient) stays separate: it is ready long before
         the rest, and its inputs can be dropped. So does the same sum by rows beside an update that makes its own.
         """
-        sums, found = ChunkSum | RowSum if self.apart else ChunkSum, dict[Key, Hashable]()
+        sums, units = ChunkSum | RowSum if self.apart else ChunkSum, dict[Key, Hashable]()
         for key, node in graph.items():
             if (origin := origin_of(node)) and origin.phase == "update" and origin.parameter:
-                own = [each for each in node.dependencies if isinstance(call_of(graph[each]), sums)]
-                found |= dict.fromkeys([key, *own], unit_of(origin, grain))
-        return found
+                last_sums = [needed for needed in node.dependencies if isinstance(call_of(graph[needed]), sums)]
+                units |= dict.fromkeys([key, *last_sums], unit_of(origin, grain))
+        return units
 
     def _squares(self, graph: Graph) -> dict[Key, tuple[Hashable, bool]]:
         """Return for each task that squares a gradient, and for the sums that it reads, the unit of the update, and
@@ -145,18 +145,18 @@ class Fusion:
 
         All updates wait for these sums, so none of them shares a task with an update.
         """
-        found: dict[Key, tuple[Hashable, bool]] = {}
+        units: dict[Key, tuple[Hashable, bool]] = {}
         for key, node in graph.items():
             if not (origin := origin_of(node)) or origin.layer != self.squares:
                 continue
-            unit, sums = unit_of(origin, self.grain), [each for each in node.dependencies if is_sum(graph[each])]
-            found |= dict.fromkeys([key, *sums], (unit, False))
+            unit, sums = unit_of(origin, self.grain), [needed for needed in node.dependencies if is_sum(graph[needed])]
+            units |= dict.fromkeys([key, *sums], (unit, False))
             while sums:
                 later = sums.pop()
                 earlier = [d for d in graph[later].dependencies if d[0] == later[0] and is_sum(graph[d])]
-                found |= dict.fromkeys(earlier, (unit, True))
+                units |= dict.fromkeys(earlier, (unit, True))
                 sums += earlier
-        return found
+        return units
 
 
 def unit_of(origin: Origin, grain: str) -> Hashable:
@@ -171,13 +171,13 @@ def _buckets(graph: Graph) -> dict[Key, Hashable]:
     their messages, and all messages received at the end. A value that only such a task reads belongs to it.
     """
     buckets = {key: node.func.bucket for key, node in graph.items() if not is_leaf(node)}
-    found = {key: bucket for key, bucket in buckets.items() if bucket not in (None, READER)}
+    bucket_of = {key: bucket for key, bucket in buckets.items() if bucket not in (None, READER)}
     readers = dependents_of(graph)
     for key in reversed(in_order(graph)):
-        groups = {found.get(reader) for reader in readers[key]}
+        groups = {bucket_of.get(reader) for reader in readers[key]}
         if buckets.get(key) == READER and len(groups) == 1 and None not in groups:
-            found[key] = groups.pop()
-    return found
+            bucket_of[key] = groups.pop()
+    return bucket_of
 
 
 def title(origins: Sequence[Origin]) -> tuple[str, str]:

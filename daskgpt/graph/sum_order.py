@@ -104,8 +104,8 @@ class SumOrder:
         begin, count = self._begins[b], self.sequences[b]
         if len(self.pieces[piece]) > 1 and not self.together:
             return [Cut(self._group(begin + number), number, number + 1) for number in range(count)]
-        own = self.of_group
-        ends = [0, *range(own - begin % own, count, own), count]
+        length = self.of_group
+        ends = [0, *range(length - begin % length, count, length), count]
         return [Cut(self._group(begin + first), first, last) for first, last in pairwise(ends)]
 
     def chains(self, calls: Iterable[tuple[int, Sequence[Any]]], after: int) -> list[Chain]:
@@ -116,7 +116,9 @@ class SumOrder:
         by_group: dict[int, list[Sequence[Any]]] = {}
         for group, arguments in calls:
             by_group.setdefault(group, []).append(arguments)
-        return [Chain(group, own, group != self.group_of(after)) for group, own in by_group.items()]
+        return [
+            Chain(group, calls_of_group, group != self.group_of(after)) for group, calls_of_group in by_group.items()
+        ]
 
     def group_of(self, piece: int) -> int:
         """Return the group of a piece's first rows; for the piece after the last one, the group that would follow."""

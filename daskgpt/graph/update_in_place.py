@@ -253,8 +253,8 @@ def row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Ban
     together = len(pieces) if rules.summed < call.shape[-1] else rules.pieces
     for first in range(0, len(pieces), together):
         task_key = (f"{key[0]}.rows", number, first)
-        some = range(first, min(first + together, len(pieces)))
-        program = RowSum(call, bands, some, started=before is not None)
+        numbers = range(first, min(first + together, len(pieces)))
+        program = RowSum(call, bands, numbers, started=before is not None)
         new[task_key] = task(task_key, program, [*all_keys(pieces[first : first + together]), *start])
         start = [task_key]
     return task_key

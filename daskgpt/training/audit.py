@@ -101,8 +101,8 @@ class Verdict:
         return f"DIFFER: {'; '.join(told)}"
 
 
-def _others(found: Sequence[Any]) -> str:
-    return f" (the first of {len(found):,})" if len(found) > 1 else ""
+def _others(faults: Sequence[Any]) -> str:
+    return f" (the first of {len(faults):,})" if len(faults) > 1 else ""
 
 
 class Audit:
@@ -140,7 +140,7 @@ class Audit:
         self.uncovered = self._beyond(last)
         for entry in self.entries.values():
             self._check(entry)
-        self.stretches = [self._stretch(own, folder) for own, folder in self.folders.items()]
+        self.stretches = [self._stretch(link, folder) for link, folder in self.folders.items()]
 
     def _checkpoints(self) -> Iterator[tuple[str, Path]]:
         """Yield the good checkpoints by the digests of their entries, and note those that the chain lacks."""
@@ -150,12 +150,12 @@ class Audit:
             except DamagedCheckpoint as error:
                 self.faults.append(f"{folder.name}: {error}")
                 continue
-            own = digest_of(state)
-            if own not in self.entries:
+            link = digest_of(state)
+            if link not in self.entries:
                 self.faults.append(f"{folder.name}: {CHAIN} has another {STATE}, or none")
             if is_entry(state):
-                self.entries.setdefault(own, state)
-                yield own, folder
+                self.entries.setdefault(link, state)
+                yield link, folder
 
     def _beyond(self, last: int) -> str:
         """Return which losses are after the last entry; note those after the end of the run, and lines that count for
@@ -177,8 +177,8 @@ class Audit:
         return steps
 
     def _before(self, entry: Entry) -> Entry | None:
-        found = self.entries.get(str(entry.get(LINK, {}).get("previous")))
-        return found if found and found["step"] < entry["step"] else None
+        before = self.entries.get(str(entry.get(LINK, {}).get("previous")))
+        return before if before and before["step"] < entry["step"] else None
 
     def _check(self, entry: Entry) -> None:
         """Note an entry that follows none, and losses that are not those of the chain."""
@@ -191,8 +191,8 @@ class Audit:
         if digest_of(losses) != entry[LINK].get("losses"):
             self.faults.append(f"{METRICS}: losses of steps {before['step'] + 1:,} to {step:,} are not the chain's")
 
-    def _stretch(self, own: str, end: Path) -> Stretch:
-        entries = [self.entries[own]]
+    def _stretch(self, link: str, end: Path) -> Stretch:
+        entries = [self.entries[link]]
         while before := self._before(entries[0]):
             entries.insert(0, before)
             if begin := self.folders.get(digest_of(before)):
@@ -222,7 +222,9 @@ class Audit:
         dataset = data_of_run("audit", data, entry, self.open_dataset)
         run = RunConfig(steps=entry["step"], seed=entry["seed"], validate_every=0, validation_batches=1, keep_best=0)
         job = Job(c["model"], data, c["optimizer"], dataflow, run, dataset)
-        then, here = (f"{own.get('precision')} by {own.get('unit')}" for own in (entry["arithmetic"], arithmetic(job)))
+        then, here = (
+            f"{facts.get('precision')} by {facts.get('unit')}" for facts in (entry["arithmetic"], arithmetic(job))
+        )
         rule, advice = "this machine must compute with the run's arithmetic", "Audit it where that is the same."
         require(then == here, "audit", rule, {"run": f"{self.run} ({then})", "here": here}, advice)
         require_memory(job)
@@ -250,21 +252,21 @@ class Audit:
                 if at not in (begin, stretch.begin):
                     shutil.rmtree(at)
             out, first = folder / f"to-{entry['step']}", state["step"]
-            known, outliers = [nan] * first, state.get("outliers", ())
+            unknown_losses, outliers = [nan] * first, state.get("outliers", ())
             horizon = _horizon(job, entry)
             start = Start(
-                RunFolder(str(out)), horizon, parameters, moments, first, known, outliers=outliers, entry=state
+                RunFolder(str(out)), horizon, parameters, moments, first, unknown_losses, outliers=outliers, entry=state
             )
             losses, at = _made(job, scheduler, start)
             steps = range(first, entry["step"])
             both = zip_longest(steps, map(self.losses.get, steps), losses)
-            verdict.losses += [found for found in both if found[1] != found[2]]
+            verdict.losses += [loss for loss in both if loss[1] != loss[2]]
             if at is None:
                 verdict.states["no finite model"] = [entry["step"]]
                 break
             state = read_json(at / STATE, "audit", STATE)
-            for name, own in state["files"].items():
-                if entry["files"].get(name) != own:
+            for name, file in state["files"].items():
+                if entry["files"].get(name) != file:
                     verdict.states.setdefault(name.partition(".")[0], []).append(entry["step"])
         verdict.folder = at
         return verdict
@@ -298,7 +300,9 @@ def _made(job: Job, scheduler: Scheduler, start: Start) -> tuple[list[float], Pa
     """Make the steps of a job; return their losses, and the checkpoint at the end, None if a number is not finite."""
     losses = list[float]()
     try:
-        result = run_job(job, scheduler, start, Observers(lambda _, own: losses.append(own["loss"]), quiet=True))
+        result = run_job(
+            job, scheduler, start, Observers(lambda _, metrics: losses.append(metrics["loss"]), quiet=True)
+        )
     except Diverged:
         return losses, None
     if result.stopped:  # by Ctrl-C
@@ -317,8 +321,8 @@ def differing_tensors(one: Path, other: Path) -> list[tuple[str, int, int]]:
         files = TensorFiles(tensor_path(folder, OPTIMIZER), "audit")
         yield from ((name, files[name].read()) for name in files)
 
-    found = []
+    differing = []
     for (name, x), (_, y) in zip(values(one), values(other)):
         count = np.count_nonzero(np.ascontiguousarray(x).view(np.uint32) != np.ascontiguousarray(y).view(np.uint32))
-        found += [(name, int(count), x.size)] if count else []
-    return found
+        differing += [(name, int(count), x.size)] if count else []
+    return differing

@@ -105,7 +105,7 @@ def candidates(
         for whole, given in zip(batch_shape, (dataflow.batch_chunk, dataflow.sequence_chunk))
     ]
     threads = max(threads, LEAST_CHUNKS if math.prod(batch_shape) > FEW else 1)
-    found = []
+    sizes_of_chunks = []
     for chunk in product(*sizes):
         sequences, tokens = (whole // part for whole, part in zip(batch_shape, chunk))
         count = sequences * tokens
@@ -113,8 +113,8 @@ def candidates(
         # Chunks of whole sequences can be a task each; others meet in every block, forward and backward.
         tasks = count if tokens == 1 else count * 4 * config.blocks
         seconds = work.tokens * slower * _longest(count, threads) + work.attention * _longest(sequences, threads)
-        found.append(Candidate(seconds + tasks * TASK / threads, count, (chunk[0], chunk[1])))
-    return sorted(found)
+        sizes_of_chunks.append(Candidate(seconds + tasks * TASK / threads, count, (chunk[0], chunk[1])))
+    return sorted(sizes_of_chunks)
 
 
 def _longest(parts: int, threads: int) -> float:
@@ -345,7 +345,7 @@ class Trial(LocalScheduler):
         if kind == "weight":
             return StandIn(self.account, "parameters", self.precision.held_bytes(self.tensors[parameter]))
         shape = self.moments[name].shape
-        rows = sum(len(range(*own.indices(shape[0]))) for own in self.step.owned_rows(parameter))
+        rows = sum(len(range(*part.indices(shape[0]))) for part in self.step.owned_rows(parameter))
         return self.arrays("optimizer", 1, (rows, *shape[1:]), self.precision.dtype)[0]
 
     def _without_data(self, key: Key, program: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,13 +30,22 @@ class Chain:
         Lines behind it are cut. A file that lacks it is set aside, and the chain begins with this entry.
         """
         lines, wanted = read_chain(path), digest_of(entry)
-        place = next((n for n, (_, known) in enumerate(lines, 1) if known and digest_of(known) == wanted), 0)
+        place = next(
+            (
+                n
+                for n, (_, entry_of_line) in enumerate(lines, 1)
+                if entry_of_line and digest_of(entry_of_line) == wanted
+            ),
+            0,
+        )
         if lines and not place:
             set_aside(path, "damaged")
         elif place < len(lines):
             with replacing(path, "RunFolder") as file:
                 file.write(b"".join(line for line, _ in lines[:place]))
-        self.known = [(known["step"], digest_of(known)) for _, known in lines[:place] if known]
+        self.known = [
+            (entry_of_line["step"], digest_of(entry_of_line)) for _, entry_of_line in lines[:place] if entry_of_line
+        ]
         self.file = RecordFile(path, lambda record: f"{json.dumps(record)}\n".encode(), new=False)
         if not place:
             self.add(entry)
@@ -46,7 +55,7 @@ class Chain:
 
         losses   of all steps so far
         """
-        since, previous = next(known for known in reversed(self.known) if known[0] < step)
+        since, previous = next(entry for entry in reversed(self.known) if entry[0] < step)
         return {"previous": previous, "losses": digest_of(losses[since:step])}
 
     def add(self, entry: Mapping[str, Any]) -> None:
@@ -54,10 +63,10 @@ class Chain:
 
         Errors   OSError if there is no room: the entry is written later
         """
-        known = entry["step"], digest_of(entry)
-        if known not in self.known[-1:]:  # otherwise its checkpoint is written once more, into another folder
-            self.known.append(known)
-            self.file.write(self.file.encode({**entry, DIGEST: known[1]}))
+        numbered = entry["step"], digest_of(entry)
+        if numbered not in self.known[-1:]:  # otherwise its checkpoint is written once more, into another folder
+            self.known.append(numbered)
+            self.file.write(self.file.encode({**entry, DIGEST: numbered[1]}))
         self.file.sync()
 
     def move_to(self, path: Path) -> None:

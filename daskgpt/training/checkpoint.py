@@ -88,8 +88,8 @@ def is_checkpoint(path: Path) -> bool:
 
 def checkpoints(run: Path) -> list[Path]:
     """Return the checkpoints of a run folder in the order of their steps, damaged ones included."""
-    found = {path: STEP.fullmatch(path.name) for path in run.iterdir()} if run.is_dir() else {}
-    return sorted((path for path, match in found.items() if match and path.is_dir()), key=step_of)
+    matches = {path: STEP.fullmatch(path.name) for path in run.iterdir()} if run.is_dir() else {}
+    return sorted((path for path, match in matches.items() if match and path.is_dir()), key=step_of)
 
 
 def step_of(folder: Path) -> int:
@@ -115,7 +115,10 @@ def write_checkpoint(
             model = pool.submit(write_run_model, folder / MODEL_FILE, checkpoint.model)
             digest = write_tensor_file(folder / name, checkpoint.shapes, read, metadata, where="write_checkpoint")
             digests = {name: digest, MODEL_FILE: model.result()}
-        files = {name: {"bytes": (folder / name).stat().st_size, "sha256": own} for name, own in digests.items()}
+        files = {
+            name: {"bytes": (folder / name).stat().st_size, "sha256": digest_of_file}
+            for name, digest_of_file in digests.items()
+        }
         state = {"version": VERSION, "step": checkpoint.step, **checkpoint.facts, "files": files}
         with replacing(folder / STATE, "write_checkpoint") as file:
             file.write(json.dumps(state | {DIGEST: digest_of(state)}, indent=1).encode() + b"\n")
@@ -222,11 +225,11 @@ def find_checkpoint(path: Path) -> Found | None:
             raise refusal(ValueError, "load", rule, f"path={path} ({error})", advice) from error
     if not path.is_dir() or not checkpoints(path):
         return None
-    found = newest_good(path, lambda line: print(line, file=sys.stderr, flush=True), model_only=True)
-    if found is None:
+    newest = newest_good(path, lambda line: print(line, file=sys.stderr, flush=True), model_only=True)
+    if newest is None:
         advice = "All of its checkpoints are damaged: give another model, or start the run again."
         raise refusal(FileNotFoundError, "load", "the run must have a good checkpoint", {"path": path}, advice)
-    return found
+    return newest
 
 
 def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
@@ -248,18 +251,18 @@ def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
     require(state.get("version") == VERSION, "read_checkpoint", rule, got, advice)
     if folder.resolve().name != step_folder(folder, state["step"]).name and STEP.fullmatch(folder.resolve().name):
         raise DamagedCheckpoint(f"{STATE} is that of step {state['step']}")
-    for name, known in state["files"].items():
+    for name, facts in state["files"].items():
         if name.startswith(MODEL) or not model_only:
-            _check_file(folder / name, known["bytes"], known["sha256"])
+            _check_file(folder / name, facts["bytes"], facts["sha256"])
     return state
 
 
 def _check_file(path: Path, size: int, sha256: str) -> None:
     try:
         with open(path, "rb", buffering=0) as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != size:
-                raise DamagedCheckpoint(f"{path.name} has {found:,} bytes instead of {size:,}")
+            bytes_here = os.fstat(file.fileno()).st_size
+            if bytes_here != size:
+                raise DamagedCheckpoint(f"{path.name} has {bytes_here:,} bytes instead of {size:,}")
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name} cannot be read ({error.strerror})") from error
@@ -355,8 +358,8 @@ def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     folder, state = find_checkpoint(path) or (path, {})
     model = open_model_file(path if path.is_file() else folder)
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
-    known = model.encoding in ("", *VOCABULARY) or model.encoding in KNOWN
-    require(known, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
+    readable = model.encoding in ("", *VOCABULARY) or model.encoding in KNOWN
+    require(readable, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
     return model, state
 
 

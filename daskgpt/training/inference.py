@@ -73,7 +73,7 @@ class Inference:
         values = [input_values(*batch) for batch in batches]
         results = scheduler.run(self.compiled.window_submission(values, state.packs))
         fetched = scheduler.fetch(results)
-        return [self.compiled.output(own) for own in self.compiled.split_window(fetched, len(batches))]
+        return [self.compiled.output(outputs) for outputs in self.compiled.split_window(fetched, len(batches))]
 
 
 def loss_and_gradients(
@@ -139,19 +139,19 @@ class Validation:
         start = time.perf_counter()
         if (loss := self.loss()) is None:
             return {}
-        found: dict[str, Any] = {"validation_loss": loss}
+        metrics: dict[str, Any] = {"validation_loss": loss}
         if self.predicted is None:
-            targets = [own[weights[0] > 0] if weights else own for _, own, *weights in self._batches()]
+            targets = [ids[weights[0] > 0] if weights else ids for _, ids, *weights in self._batches()]
             try:
                 sizes = sizes_of(get_encoding(self.job.tokens.encoding_name))
-                count = sum(int(np.sum(sizes[own])) for own in targets)
+                count = sum(int(np.sum(sizes[ids])) for ids in targets)
             except FileNotFoundError:  # the vocabulary, which training does not need
                 count = 0
-            self.predicted = sum(own.size for own in targets), count
+            self.predicted = sum(ids.size for ids in targets), count
         tokens, count = self.predicted
         if count:
-            found["validation_bits_a_byte"] = loss * tokens / math.log(2) / count
-        return found | {"validation_s": round(time.perf_counter() - start, 3)}
+            metrics["validation_bits_a_byte"] = loss * tokens / math.log(2) / count
+        return metrics | {"validation_s": round(time.perf_counter() - start, 3)}
 
     def loss(self) -> float | None:
         """Return the mean over the windows [nats a token]; None if the run ends before all are measured."""
@@ -163,7 +163,7 @@ class Validation:
         while together := list(islice(batches, TOGETHER)):
             if self.stop_requested():
                 return None
-            losses += [float(found["loss"]) for found in self.inference.of_all(engine.scheduler, weights, together)]
+            losses += [float(outputs["loss"]) for outputs in self.inference.of_all(engine.scheduler, weights, together)]
         return sum(losses) / len(losses)
 
     def _batches(self) -> Any:

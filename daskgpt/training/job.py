@@ -109,22 +109,22 @@ class Horizon:
         """
         if not self.seconds:
             return
-        own = self.steps
-        self.changes = [(int(first), int(steps)) for first, steps in facts.get("changes", ())] or [(0, own)]
+        estimate = self.steps
+        self.changes = [(int(first), int(steps)) for first, steps in facts.get("changes", ())] or [(0, estimate)]
         spent, minutes = facts.get("seconds", 0.0), self.seconds / 60
         rule, advice = "the run must have time left", "Give more --minutes: they count all processes of the run."
         ended = self.steps <= done and self.seconds <= facts.get("of", 0.0)
         got = {"minutes": f"{minutes:g}", "spent": f"{spent / 60:.1f}"}
         require(spent < self.seconds and not ended, "train", rule, got, advice)
         if self.steps <= done:  # there is more time than before: as many steps as fit, by their mean time so far
-            self.changes.append((done, max(done + 1, round(done * self.seconds / spent)) if spent else own))
+            self.changes.append((done, max(done + 1, round(done * self.seconds / spent)) if spent else estimate))
 
 
 def one_horizon(given: Mapping[str, Any]) -> None:
     """Check that the length of a run is given in one way at most. Errors   ValueError"""
-    found = {name: given[name] for name in HORIZONS if given.get(name)}
-    advice = f"Leave out {' or '.join(f'--{name}' for name in found)}."
-    require(len(found) < 2, "train", "a run must have one length", found, advice)
+    lengths = {name: given[name] for name in HORIZONS if given.get(name)}
+    advice = f"Leave out {' or '.join(f'--{name}' for name in lengths)}."
+    require(len(lengths) < 2, "train", "a run must have one length", lengths, advice)
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ class Job:
         require(precision != "float64", "train", rule, {"precision": precision}, advice)
         if self.dataset is not None:
             ids, vocabulary = self.dataset.vocabulary, self.config.vocabulary
-            known = {"encoding": self.dataset.encoding_name, "ids": ids, "vocabulary": vocabulary}
+            sizes = {"encoding": self.dataset.encoding_name, "ids": ids, "vocabulary": vocabulary}
             advice = "Start from another model." if self.run.init else "Leave --vocabulary to the encoding."
-            require(ids <= vocabulary, "train", "the model must know every token id of the encoding", known, advice)
+            require(ids <= vocabulary, "train", "the model must know every token id of the encoding", sizes, advice)
         optimizer_of(self.optimizer.optimizer)
         for name in CHOICES:
             chosen(self.config, name)
@@ -332,6 +332,6 @@ def describe(job: Job, scheduler: Scheduler, chunks: str) -> str:
 
     chunks   number, size and origin of the chunks
     """
-    known = facts(job) | {"data": job.tokens.description, "chunks": chunks, "scheduler": scheduler.description}
+    rows = facts(job) | {"data": job.tokens.description, "chunks": chunks, "scheduler": scheduler.description}
     order = ("scheduler", "model", "data", "batch", "chunks", "precision")
-    return "\n".join(f"{name:10} {known[name]}" for name in order if name in known)
+    return "\n".join(f"{name:10} {rows[name]}" for name in order if name in rows)

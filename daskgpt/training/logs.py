@@ -90,7 +90,7 @@ def metrics_lines(path: Path, steps: int) -> list[tuple[dict[str, Any], bytes]]:
     Lines that are no records, such as the one that a killed process was writing, are left out. Of several records of
     one step the first counts.
     """
-    found: dict[int, tuple[dict[str, Any], bytes]] = {}
+    records: dict[int, tuple[dict[str, Any], bytes]] = {}
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             record = json.loads(line)
@@ -98,8 +98,8 @@ def metrics_lines(path: Path, steps: int) -> list[tuple[dict[str, Any], bytes]]:
         except (ValueError, TypeError, KeyError):
             continue
         if line.endswith(b"\n") and type(step) is int and 0 <= step < steps:
-            found.setdefault(step, (record, line))
-    return [found[step] for step in sorted(found)]
+            records.setdefault(step, (record, line))
+    return [records[step] for step in sorted(records)]
 
 
 FORMAT = "brain.Event:2"  # the version that TensorBoard's files begin with

@@ -85,13 +85,13 @@ class StepMetrics:
 
     def of_window(self, window: range, outcomes: Sequence[Outcome], seconds: float) -> list[dict[str, Any]]:
         """Return the metrics of each of some steps; seconds: that all of them took."""
-        shared, own = self._shared(seconds / len(outcomes)), self.job.optimizer
+        shared, optimizer = self._shared(seconds / len(outcomes)), self.job.optimizer
         records = []
         for number, outcome in zip(window, outcomes):
             metrics = {"step": number, "loss": outcome.loss, "tokens": (number + 1) * self.tokens, **shared}
             metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
             metrics |= {} if outcome.made else {"skipped": True}
-            metrics["learning_rate"] = learning_rate(own, number, self.horizon.at(number))
+            metrics["learning_rate"] = learning_rate(optimizer, number, self.horizon.at(number))
             records.append(metrics)
         if self.kernels and self.recordings:
             records[-1] |= self._of_passes(self.kernels, len(outcomes), seconds)
@@ -100,16 +100,16 @@ class StepMetrics:
     def _shared(self, seconds: float) -> dict[str, Any]:
         """Return the metrics that steps of one window have in common; seconds: of each."""
         rate = self.operations / seconds
-        found: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "seconds": round(self.seconds(), 3),
             "tokens_per_s": round(self.tokens / seconds, 1),
             "gflop_per_s": round(rate / 1e9, 3),
         }
         if self.worker_metrics.products:
-            found["product_share"] = round(rate / self.worker_metrics.products, 4)
+            metrics["product_share"] = round(rate / self.worker_metrics.products, 4)
         if self.scheduler.in_place:
-            found["memory_bytes"] = self.process.memory_info().rss
-        return found
+            metrics["memory_bytes"] = self.process.memory_info().rss
+        return metrics
 
     def _of_passes(self, kernels: KernelGraph, steps: int, seconds: float) -> dict[str, float]:
         """Return the metrics of recorded steps by pass; seconds: of all steps."""
@@ -142,10 +142,10 @@ class Outliers:
 
     def limits(self, step: int) -> Limits:
         """Return the limits of a step's loss and norm, above which its update is left out."""
-        known = [numbers for number, *numbers in self.seen if number < step][-WINDOW:]
-        if not self.z or len(known) < LEAST:
+        before = [numbers for number, *numbers in self.seen if number < step][-WINDOW:]
+        if not self.z or len(before) < LEAST:
             return NO_LIMITS
-        losses, norms = zip(*known)
+        losses, norms = zip(*before)
         return self._limit(losses), self._limit(norms)
 
     def note(self, step: int, outcome: Outcome) -> None:
@@ -156,7 +156,7 @@ class Outliers:
 
     def facts(self, done: int) -> list[tuple[int, float, float]]:
         """Return the entry of a checkpoint: the steps that count after some steps."""
-        return [each for each in self.seen if each[0] < done][-WINDOW:]
+        return [entry for entry in self.seen if entry[0] < done][-WINDOW:]
 
     def _limit(self, values: Sequence[float]) -> float:
         mean = fsum(values) / len(values)
@@ -216,8 +216,8 @@ class Finite:
         clip = "" if job.optimizer.clip else " or --clip 1"
         losses = f"; the losses are in {out / METRICS}" if job.run.out else ""
         good = "There is no checkpoint to resume from."
-        if job.run.out and (found := checkpoints(out)):
-            good = f"The last good checkpoint is {found[-1]}: --resume {job.run.out} continues from there."
+        if job.run.out and (good_ones := checkpoints(out)):
+            good = f"The last good checkpoint is {good_ones[-1]}: --resume {job.run.out} continues from there."
         advice = f"{cause}: lower --learning-rate, give more --warmup{clip}. No such model is written{losses}. {good}"
         got = f"step={step + 1}, {got}, learning_rate={rate:g}"
         return refusal(Diverged, "train", f"{rule} must stay finite", got, advice)

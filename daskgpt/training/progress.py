@@ -66,8 +66,8 @@ class Progress:
         self.done += 1
         self.loss(metrics["loss"])
         self.rate(metrics["tokens_per_s"])
-        known = self.seconds()  # a step that waited for workers says nothing about later ones
-        self.seconds(min(now - self.last_step, OUTLIER * known) if known else now - self.last_step)
+        usual = self.seconds()  # a step that waited for workers says nothing about later ones
+        self.seconds(min(now - self.last_step, OUTLIER * usual) if usual else now - self.last_step)
         self.last_step = now
         validated = "validation_loss" in metrics
         if validated:
@@ -147,8 +147,8 @@ class _Line(tqdm):
         words = self.progress.live_words(width - len(count) - 1)
         text = f"{count} {words}".rstrip()
         bar = "|{bar}| " if width - len(text) - len("|| ") >= LEAST_BAR else ""
-        known: dict[str, Any] = super().format_dict
-        return known | {"total": self.progress.steps, "ncols": width, "bar_format": f"{count} {bar}{words}"}
+        values: dict[str, Any] = super().format_dict
+        return values | {"total": self.progress.steps, "ncols": width, "bar_format": f"{count} {bar}{words}"}
 
 
 def in_notebook() -> bool:
@@ -161,10 +161,10 @@ def in_notebook() -> bool:
 def columns(stream: TextIO) -> int:
     """Return the current width of a stream's terminal: a window can be resized."""
     try:
-        found = os.get_terminal_size(stream.fileno()).columns
+        width = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError, AttributeError):
-        found = 0
-    return found if found > 1 and not in_notebook() else DEFAULT_COLUMNS
+        width = 0
+    return width if width > 1 and not in_notebook() else DEFAULT_COLUMNS
 
 
 def wrapped(line: str, width: int) -> str:

@@ -185,8 +185,8 @@ class RankEngine(Engine):
 
     def _sequences(self, rank: int) -> slice:
         """Return the sequences of the batch that a rank works on."""
-        own, size = share_of_rank(rank, len(self.addresses), self.parts), self.job.batch_shape[0] // self.parts
-        return slice(own.start * size, own.stop * size)
+        share, size = share_of_rank(rank, len(self.addresses), self.parts), self.job.batch_shape[0] // self.parts
+        return slice(share.start * size, share.stop * size)
 
     def _ranks(self) -> list[str]:
         """Return the addresses of the workers that share the batch from now on."""
@@ -252,41 +252,41 @@ class RankEngine(Engine):
         for names in packs:
             rows, calls, size = list[list[rank_program.Rows]](), list[Any](), Counter[str]()
             for rank, owned in enumerate(self.owned):
-                own = [owned.get(name, []) for name in names]
-                if any(own):
-                    address, wanted = self.addresses[self.heirs.get(rank, rank)], (self.made, names, own, rank)
+                owned_rows = [owned.get(name, []) for name in names]
+                if any(owned_rows):
+                    address, wanted = self.addresses[self.heirs.get(rank, rank)], (self.made, names, owned_rows, rank)
                     call = rank_program.rows_of, self.run_name, self.epoch, *wanted
                     calls.append(self.scheduler.submit_to(address, "state.rows", *call))
-                    rows.append(own)
-                    size[address] += sum(last - first for ranges in own for first, last in ranges)
+                    rows.append(owned_rows)
+                    size[address] += sum(last - first for ranges in owned_rows for first, last in ranges)
             joined.append((rank_program.join_rows, rows, *calls))
             places.append(size.most_common(1)[0][0])
         name, submit = "recovery.copy" if apart else "state.copy", self.scheduler.submit_to
-        found = [[submit(place, name, *call)] for place, call in zip(places, joined)]
+        copies_of_packs = [[submit(place, name, *call)] for place, call in zip(places, joined)]
         workers = sorted(self.scheduler.addresses())
         if apart and len(workers) > 1:
-            known = tensors(self.job.config)
-            sizes = [sum(math.prod(known[each.partition(".")[2]].shape) for each in names) for names in packs]
+            table = tensors(self.job.config)
+            sizes = [sum(math.prod(table[array.partition(".")[2]].shape) for array in names) for names in packs]
             others = places_apart([(size, [place]) for size, place in zip(sizes, places)], workers)
-            for copies, place, call in zip(found, others, joined):
+            for copies, place, call in zip(copies_of_packs, others, joined):
                 copies.append(submit(place, name, *call, moves=True))
-        self.scheduler.settle([copies[0] for copies in found])
-        return found
+        self.scheduler.settle([copies[0] for copies in copies_of_packs])
+        return copies_of_packs
 
     def _call(self, rank: int, name: str, method: str, *arguments: Any) -> Any:
         """Return the future of a method of a rank's program, called in a task of this name."""
-        own = self.run_name, self.epoch, method, *arguments
-        return self.scheduler.submit_to(self.addresses[rank], name, rank_program.call, *own)
+        call = self.run_name, self.epoch, method, *arguments
+        return self.scheduler.submit_to(self.addresses[rank], name, rank_program.call, *call)
 
     def _each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the results of a method of each rank; once one fails, let those fail that wait for it."""
-        futures = [self._call(rank, f"rank.{method}", method, *own) for rank, own in enumerate(arguments)]
+        futures = [self._call(rank, f"rank.{method}", method, *given) for rank, given in enumerate(arguments)]
         with self._aborting():
             return self.scheduler.fetch_together(futures)
 
     def _windows(self, arguments: Sequence[Sequence[Any]]) -> list[rank_program.Window]:
         """Return the results of a window of each rank; a rank that leaves ends it, and leaves its result to another."""
-        calls = [partial(rank_program.call, self.run_name, self.epoch, "window", *own) for own in arguments]
+        calls = [partial(rank_program.call, self.run_name, self.epoch, "window", *given) for given in arguments]
         futures = self.scheduler.submit_together("rank.window", list(zip(self.addresses, calls)))
         with self._aborting():
             try:
@@ -295,8 +295,8 @@ class RankEngine(Engine):
                 if not (left := self._left()):
                     raise
                 here = {rank: future for rank, future in enumerate(futures) if rank not in left}
-                found = left | dict(zip(here, self.scheduler.fetch_together(list(here.values()))))
-                return [found[rank] for rank in sorted(found)]
+                windows = left | dict(zip(here, self.scheduler.fetch_together(list(here.values()))))
+                return [windows[rank] for rank in sorted(windows)]
 
     def _left(self) -> dict[int, Any]:
         """Note which rank has the rows of those that have left since the last call.
@@ -316,9 +316,9 @@ class RankEngine(Engine):
             for address in blocked:
                 scheduler.apart.add(address)
         while gone and time.monotonic() < end:
-            found = scheduler.call_on(leaving, self.epoch, workers=[self.addresses[heir]])
-            known, lost = next(iter(found.values()), (set(), "it is gone"))
-            if gone <= known:
+            answers = scheduler.call_on(leaving, self.epoch, workers=[self.addresses[heir]])
+            announced, lost = next(iter(answers.values()), (set(), "it is gone"))
+            if gone <= announced:
                 scheduler.needed -= addresses
                 left = scheduler.fetch_together([self._call(heir, "rank.inherit", "inherit", r) for r in gone])
                 self.heirs |= dict.fromkeys(gone, heir)

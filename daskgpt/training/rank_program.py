@@ -216,7 +216,7 @@ def join_rows(rows: Sequence[Sequence[Rows]], *parts: Sequence[Sequence[np.ndarr
     if len(there) < len(parts):
         raise LostRank("the rows of a copy are gone")
     for number, places in enumerate(zip(*rows)):
-        pieces = [(place, part[number][i]) for own, part in zip(places, there) for i, place in enumerate(own)]
+        pieces = [(place, part[number][i]) for ranges, part in zip(places, there) for i, place in enumerate(ranges)]
         if len(pieces) == 1:
             arrays.append(pieces[0][1])
             continue
@@ -229,8 +229,8 @@ def join_rows(rows: Sequence[Sequence[Rows]], *parts: Sequence[Sequence[np.ndarr
 
 def hold_pack(job: Job, names: Sequence[str], arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
     """Return weights as a step holds them."""
-    known = tensors(job.config)
-    return tuple(job.precision.hold(known[name.partition(".")[2]], array) for name, array in zip(names, arrays))
+    table = tensors(job.config)
+    return tuple(job.precision.hold(table[name.partition(".")[2]], array) for name, array in zip(names, arrays))
 
 
 async def abort(run: str, epoch: str, dask_worker: Any) -> None:

@@ -69,7 +69,7 @@ class RecoveryPoints:
         try:
             if self.making is None and self._due(self.engine.made):
                 self._copy()
-            if self.making is not None and self.scheduler.settled([own[-1] for own in self.making.places]):
+            if self.making is not None and self.scheduler.settled([copies[-1] for copies in self.making.places]):
                 self.kept, self.making = self.making, None
         except WorkerLost:
             self.making, self.soon = None, True
@@ -80,8 +80,8 @@ class RecoveryPoints:
 
     def newest_whole(self) -> State | None:
         """Return the state of the newest point of which no part is lost; the next point is then due at once."""
-        found = ((point, point.whole(self.scheduler)) for point in (self.making, self.kept) if point is not None)
-        self.kept, state = next(((point, state) for point, state in found if state is not None), (None, None))
+        points = ((point, point.whole(self.scheduler)) for point in (self.making, self.kept) if point is not None)
+        self.kept, state = next(((point, state) for point, state in points if state is not None), (None, None))
         self.losses += 1
         self.making, self.soon = None, True
         return state
@@ -120,7 +120,7 @@ class RecoveryPoints:
         if places:
             self.making = Point(self.engine.layout, self.engine.made, places)
         if self.soon:
-            self.scheduler.settle([] if alone else [own[-1] for own in places])
+            self.scheduler.settle([] if alone else [copies[-1] for copies in places])
             cost = max(time.perf_counter() - start, LEAST_COST)
             self.cost, self.soon = min(cost, self.cost), False  # the first one after a loss may wait for other things
             self._report()
@@ -202,7 +202,7 @@ class Recovery:
         gc.collect()  # frames of the error hold futures of lost results
         now = self.scheduler.addresses()
         gone, self.gone, self.known = self.gone + sorted(self.known - now), [], now
-        who = ", ".join(f"worker {each}" for each in self._named(gone)) or "a worker's results"
+        who = ", ".join(f"worker {name}" for name in self._named(gone)) or "a worker's results"
         self.scheduler.await_worker()
         state, source = self._newest()
         self.count(done, state.step, error)
@@ -225,9 +225,9 @@ class Recovery:
         if (state := self.points.newest_whole()) is not None:
             return state, "a recovery point"
         folder = self.start.folder
-        found = newest_good(folder.path, self.say) if folder else None
-        if found is not None:
-            checkpoint = read_checkpoint(*found, self.engine.job.moments)
+        good = newest_good(folder.path, self.say) if folder else None
+        if good is not None:
+            checkpoint = read_checkpoint(*good, self.engine.job.moments)
             beginning = checkpoint.model.parameters, checkpoint.moments, checkpoint.step
             return self.engine.initial(*beginning), "the last checkpoint"
         first = self.start

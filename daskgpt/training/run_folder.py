@@ -75,14 +75,14 @@ class RunFolder:
         self.lock: BinaryIO | None = None
         self.sections: Mapping[str, Any] = {}
         with written(path, "RunFolder"):  # its name may be too long
-            found = [(self.path / name).exists() for name in (CONFIG, METRICS)]
+            present = [(self.path / name).exists() for name in (CONFIG, METRICS)]
         where, got = "RunFolder", {"out": self.path}
         if resumed:
             rule, advice = f"the folder must hold a run ({CONFIG} and {METRICS})", "Check the path of --resume."
-            require(all(found), where, rule, {"resume": self.path}, advice, FileNotFoundError)
+            require(all(present), where, rule, {"resume": self.path}, advice, FileNotFoundError)
             self._lock()
             return
-        if any(found) or checkpoints(self.path):
+        if any(present) or checkpoints(self.path):
             raise self._taken()
         parent = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
         rule, advice = "the path must be a folder or new", f"{parent} is a file: give another --out."
@@ -271,8 +271,8 @@ class Saver:
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
         save = self.current
-        known = save.best if save and not save.error else self.best
-        return bool(self.job.run.keep_best) and loss is not None and loss < known.loss
+        best = save.best if save and not save.error else self.best
+        return bool(self.job.run.keep_best) and loss is not None and loss < best.loss
 
     def due(self, done: int, loss: float | None = None) -> bool:
         """Return whether a checkpoint is due after some steps.
@@ -383,9 +383,9 @@ class Saver:
         start, job, folder = time.perf_counter(), self.job, self.folder
         try:
             if background and sys.platform == "linux":  # elsewhere it would be the priority of the whole process
-                own = threading.get_native_id()
+                thread = threading.get_native_id()
                 with suppress(OSError):  # some containers forbid it
-                    os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
+                    os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
             weights = ReadLater(tensors(job.config), lambda name: arrays[f"weight.{name}"])
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
             shapes = {name: tensor.shape for name, tensor in job.moments.items()}

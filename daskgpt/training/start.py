@@ -75,19 +75,19 @@ def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Errors   TypeError for another kind of object, ValueError for an unknown field; `where` opens the message
     """
     require_one_model(where, given)
-    found = {}
+    made = {}
     for section, kind in SECTIONS.items():
         settings = {} if given.get(section) is None else given[section]
         if isinstance(settings, Mapping):
-            known = [f.name for f in fields(kind)]
-            for name in settings.keys() - known:
+            names = [f.name for f in fields(kind)]
+            for name in settings.keys() - names:
                 rule = f"every field must be one of {kind.__name__}'s"
-                raise refusal(ValueError, where, rule, {"field": name}, nearest(str(name), known))
+                raise refusal(ValueError, where, rule, {"field": name}, nearest(str(name), names))
             settings = kind(**settings)
         rule, got = f"it must be a {kind.__name__} or a mapping of its fields", {"given": repr(settings)[:40]}
         require(isinstance(settings, kind), where, rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
-        found[section] = settings
-    return found
+        made[section] = settings
+    return made
 
 
 def require_one_model(where: str, configuration: Mapping[str, Any]) -> None:
@@ -147,10 +147,12 @@ class WarmStart:
 
         Errors   ValueError naming those that differ
         """
-        own = {name: getattr(self.config, name) for name, value in given.items() if getattr(self.config, name) != value}
-        if own:
-            got = ", ".join(f"{name}={given[name]}" for name in own)
-            theirs = ", ".join(f"{name}={value}" for name, value in own.items())
+        other_sizes = {
+            name: getattr(self.config, name) for name, value in given.items() if getattr(self.config, name) != value
+        }
+        if other_sizes:
+            got = ", ".join(f"{name}={given[name]}" for name in other_sizes)
+            theirs = ", ".join(f"{name}={value}" for name, value in other_sizes.items())
             raise refusal(ValueError, where, rule, f"{got}, init={self.init} ({theirs})", advice)
 
     def data_config(self, given: Mapping[str, Any]) -> DataConfig:
@@ -174,18 +176,18 @@ class WarmStart:
         """
         rule, got = "a model to start from has its own encoding", {"encoding": wanted, "init": self.init}
         require(not is_to_be_learned(wanted), "train", rule, got, "Leave --encoding out.")
-        own, wanted = self.model.encoding, _named(wanted)
-        if not own:
+        encoding, wanted = self.model.encoding, _named(wanted)
+        if not encoding:
             return encoding_of_model(self.config.vocabulary) if wanted == "auto" else wanted
-        rule, got = "the encoding must be that of the model to start from", got | {"init": f"{self.init} ({own})"}
+        rule, got = "the encoding must be that of the model to start from", got | {"init": f"{self.init} ({encoding})"}
         require(
-            wanted == "auto" or mean_the_same(wanted, own),
+            wanted == "auto" or mean_the_same(wanted, encoding),
             "train",
             rule,
             got | {"encoding": wanted},
             "Leave --encoding out.",
         )
-        return own
+        return encoding
 
 
 def _named(encoding: str) -> str:
@@ -316,14 +318,14 @@ def data_of_run(
     Errors   FileNotFoundError; ValueError if they are not those of the state, or if the state names layers of a module
              that is not allowed
     """
-    known = state["configuration"]
-    require_allowed(map(str, [*known["model"].values(), known["optimizer"]["optimizer"]]), where)
+    configuration = state["configuration"]
+    require_allowed(map(str, [*configuration["model"].values(), configuration["optimizer"]["optimizer"]]), where)
     try:
-        dataset = opened(data, known["model"]["vocabulary"])
+        dataset = opened(data, configuration["model"]["vocabulary"])
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error} If the data have moved, name their place by --data.") from None
     then, now = state["data"], fingerprint(dataset)
-    same, place = all(value == then.get(name) for name, value in now.items()), short(known["data"]["data"], 200)
+    same, place = all(value == then.get(name) for name, value in now.items()), short(configuration["data"]["data"], 200)
     rule, got = "the data must be those that the run was trained on", f"data={data.data} ({_shown(now)})"
     require(same, where, rule, f"{got}, the run's={place} ({_shown(then)})", "Name their place by --data.")
     return dataset
@@ -349,7 +351,7 @@ def written_configuration(run: Path) -> dict[str, Any]:
 
 def place_of(setting: str, given: Any, *configurations: Mapping[str, Any]) -> Any:
     """Return the place of a row of PLACES: the given one, or else that of the first configuration that names one."""
-    tables = (known.get(PLACES[setting]) for known in configurations)
+    tables = (configuration.get(PLACES[setting]) for configuration in configurations)
     return next(filter(None, [given, *(table.get(setting) for table in tables if isinstance(table, Mapping))]), "")
 
 
@@ -382,13 +384,13 @@ class Resumed:
 
     def _read(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
         damaged = checkpoints(Path(self.path))
-        found = newest_good(Path(self.path), self.messages.append)
-        if found is None:
+        newest = newest_good(Path(self.path), self.messages.append)
+        if newest is None:
             got = f"resume={self.path} ({f'{len(damaged)} damaged' if damaged else 'none'})"
             advice = "Nothing of it can be resumed" if damaged else "It ended before its first"
             rule, got = "the run must have a good checkpoint", "; ".join([got, *self.messages])
             raise refusal(FileNotFoundError, "train", rule, got, f"{advice}: start again with another --out.")
-        folder, state = found
+        folder, state = newest
         self._require_same_run(folder, state["configuration"])
         c = self._configuration(state, changes)
         open_model_file(folder)  # makes a learned vocabulary known
@@ -404,19 +406,30 @@ class Resumed:
         self.messages.append(f"resumed    {folder}: {done} of {steps} steps are done")
         units = state["arithmetic"], arithmetic(self.job)
         if units[0] != units[1]:
-            change = " -> ".join(f"{each['precision']} by {each['unit']}" for each in units)
+            change = " -> ".join(f"{unit['precision']} by {unit['unit']}" for unit in units)
             self.messages.append(f"arithmetic {change}: bits differ from here on")
         records = {record["step"]: record for record, _ in metrics_lines(self.folder.path / METRICS, done)}
         losses = [records.get(number, {}).get("loss") for number in range(done)]
         if missing := sum(loss is None for loss in losses):
             self.messages.append(f"metrics    {missing} of {done} steps are missing")
-        known = [nan if loss is None else loss for loss in losses]
-        validated = [own for record in records.values() if (own := record.get("validation_loss")) is not None]
+        known_losses = [nan if loss is None else loss for loss in losses]
+        validated = [loss for record in records.values() if (loss := record.get("validation_loss")) is not None]
         last, seconds = validated[-1] if validated else nan, estimates.get("seconds", 0.0)
         parameters, moments, messages = checkpoint.model.parameters, checkpoint.moments, tuple(self.messages)
         outliers, best = state.get("outliers", ()), Best.of(self.folder.path, state)
         self.start = Start(
-            self.folder, horizon, parameters, moments, done, known, last, messages, seconds, outliers, best, state
+            self.folder,
+            horizon,
+            parameters,
+            moments,
+            done,
+            known_losses,
+            last,
+            messages,
+            seconds,
+            outliers,
+            best,
+            state,
         )
 
     def _require_same_run(self, folder: Path, configuration: Mapping[str, Mapping[str, Any]]) -> None:
@@ -426,32 +439,32 @@ class Resumed:
         """
         if not self.written:
             self.messages.append(f"{CONFIG} cannot be read: the checkpoint's own configuration is used")
-        for section, known in configuration.items():
+        for section, settings in configuration.items():
             table = self.written.get(section, {})
-            kept = known.keys() - set(MAY_CHANGE.get(section, ())) - PLACES.keys() - {"out"}
+            kept = settings.keys() - set(MAY_CHANGE.get(section, ())) - PLACES.keys() - {"out"}
             for name in sorted(kept & table.keys() if isinstance(table, Mapping) else ()):
-                rule, own = f"checkpoint and {CONFIG} must be of one run", table[name]
-                got = f"resume={self.path}, {section}.{name}={short(own)} ({folder.name}: {short(known[name])})"
+                rule, value = f"checkpoint and {CONFIG} must be of one run", table[name]
+                got = f"resume={self.path}, {section}.{name}={short(value)} ({folder.name}: {short(settings[name])})"
                 advice = "Another run has written into this folder: name a folder that only one has."
-                require(known[name] == own, "train", rule, got, advice)
+                require(settings[name] == value, "train", rule, got, advice)
 
-    def _require_init(self, init: str, known: str) -> None:
+    def _require_init(self, init: str, began_with: str) -> None:
         """Check that a model to start from, if it is in another place now, is the one that the run began with.
 
         Errors   ValueError; as of WarmStart
         """
-        if from_root(init) == known:
+        if from_root(init) == began_with:
             return
         first = next((entry for _, entry in read_chain(self.folder.path / CHAIN) if entry), {})
         began, model = first.get("parameters", "not known"), digest(WarmStart(init).model.loaded().parameters)
         rule, advice = "--init must name the model that the run began with", "Leave it out, or start a new run."
-        got = f"init={init} ({model}), the run's={known or 'none'} ({began})"
+        got = f"init={init} ({model}), the run's={began_with or 'none'} ({began})"
         require(model == began, "train", rule, f"{got}, resume={self.path}", advice)
 
     def _configuration(self, state: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the configuration of the run, by sections, with the changes."""
         require_one_model("train", state["configuration"])
-        found = {}
+        made = {}
         for name, kind in SECTIONS.items():
             values, given = dict(state["configuration"][name]), changes.get(name, {})
             unknown = values.keys() - {f.name for f in fields(kind)}
@@ -477,26 +490,26 @@ class Resumed:
             if name == "run" and any(map(given.get, HORIZONS)):
                 one_horizon(given)
                 values |= {"epochs": 0, "tokens": 0, "minutes": 0}  # the new length replaces the old one
-            found[name] = kind(**values | {n: v for n, v in given.items() if n in may_change})
-        return found
+            made[name] = kind(**values | {n: v for n, v in given.items() if n in may_change})
+        return made
 
-    def _scheduler(self, known: str, given: Mapping[str, Any]) -> str:
+    def _scheduler(self, former: str, given: Mapping[str, Any]) -> str:
         """Return the scheduler to use where none is given: never an address from the folder.
 
         A run folder from another person could name their scheduler, and data from a scheduler are unpickled.
 
         Errors   ValueError for an address that neither a flag nor the environment gives
         """
-        if "scheduler" in given or known in LOCAL_SCHEDULERS or chosen_address("auto") != "threads":
-            return known if known in LOCAL_SCHEDULERS else "auto"
-        rule, got = "the address of a scheduler must be given again", {"resume": self.path, "scheduler": known}
-        advice = f"Add --scheduler {known} where you trust it, or --scheduler threads."
+        if "scheduler" in given or former in LOCAL_SCHEDULERS or chosen_address("auto") != "threads":
+            return former if former in LOCAL_SCHEDULERS else "auto"
+        rule, got = "the address of a scheduler must be given again", {"resume": self.path, "scheduler": former}
+        advice = f"Add --scheduler {former} where you trust it, or --scheduler threads."
         raise refusal(ValueError, "train", rule, got, advice)
 
 
-def may_not_change(path: str, setting: str, value: Any, known: Any = None) -> ValueError:
+def may_not_change(path: str, setting: str, value: Any, kept: Any = None) -> ValueError:
     """Return the error for a setting that a run keeps; it lists those that may change."""
-    got = f"{setting}={value}{'' if known is None else f' (its own: {known})'}, resume={path}"
+    got = f"{setting}={value}{'' if kept is None else f' (its own: {kept})'}, resume={path}"
     rule = "--resume keeps the run's own settings"
     return refusal(ValueError, "train", rule, got, f"May change: {', '.join(changeable())}.")
 

@@ -96,8 +96,8 @@ class Result:
     def __repr__(self) -> str:
         """Return a few lines without any array."""
         steps = len(self.losses)
-        own = f" ({steps - self.first:,} of them now)" if self.first else ""
-        lines = [f"Result of {steps:,} step{'s' * (steps != 1)}{own} in {self.seconds:.1f} s"]
+        now = f" ({steps - self.first:,} of them now)" if self.first else ""
+        lines = [f"Result of {steps:,} step{'s' * (steps != 1)}{now} in {self.seconds:.1f} s"]
         arrays = len(parameter_shapes(self.config))
         lines.append(f"model       {parameter_count(self.config):,} parameters in {arrays} arrays")
         if self.losses:
@@ -194,7 +194,7 @@ def fit(
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
         if client is None and "scheduler" in (changes := _changes(dataflow)):
             require_scheduler(changes["scheduler"])
-        resumed = Resumed(os.fspath(resume), {name: _changes(own) for name, own in sections.items()})
+        resumed = Resumed(os.fspath(resume), {name: _changes(settings) for name, settings in sections.items()})
         job, start = resumed.job, resumed.start
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
