@@ -135,6 +135,7 @@ WRONG = [
     ("--performance-report report.html --scheduler threads", "Dask reports on clusters only"),
     ("--workers 2", "--workers must come with --plan"),
     ("--resume RUN --scheduler 127.0.0.1:1", "scheduler must answer"),
+    ("--resume RUN --steps 1", "must have steps left"),
 ]
 
 
@@ -161,13 +162,14 @@ def test_what_is_wrong_is_said_before_data_are_read(flags, said, first, small_te
 
 @pytest.mark.usefixtures("nothing_slow")
 @pytest.mark.parametrize(("free", "fits"), [(3 * 4 * 3_000, False), (10**9, True)])
-def test_room_for_a_checkpoint_is_checked_before_data_are_read(free, fits, small_text, tmp_path, monkeypatch):
+def test_room_for_a_checkpoint_is_checked_before_data_are_read(free, fits, first, small_text, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(10**9, 10**9 - free, free))
     given = "--blocks 1 --heads 2 --channels 16 --sequence-length 32", "--data", small_text, "--out", tmp_path / "run"
-    with pytest.raises(
-        pytest.fail.Exception if fits else OSError, match="are read" if fits else "room for a checkpoint"
-    ):
-        begin(*given)
+    for arguments in (given, ("--resume", shutil.copytree(first, tmp_path / "copy"), "--steps 1000")):
+        with pytest.raises(
+            pytest.fail.Exception if fits else OSError, match="are read" if fits else "room for a checkpoint"
+        ):
+            begin(*arguments)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(0, 0, 0))  # of file systems that do not know
     with pytest.raises(pytest.fail.Exception, match="are read"):
         begin(*given)

@@ -395,15 +395,14 @@ class Resumed:
         c = self._configuration(state, changes)
         open_model_file(folder)  # makes a learned vocabulary known
         self._require_init(c["run"].init, state["configuration"]["run"]["init"])
-        dataset = data_of_run("train", c["data"], state)
-        self.job = Job(c.pop("model"), dataset=dataset, **c)
-        estimates, done, horizon = state.get("horizon", {}), state["step"], self.job.horizon()
-        horizon.resume(estimates, done)
-        steps = horizon.steps
-        rule, advice = "the run must have steps left", "Give more --steps."
-        require(steps > done, "train", rule, {"steps": steps, "resume": f"{self.path} ({done} done)"}, advice)
+        self.job = Job(c.pop("model"), **c)
+        require_room(self.job)
+        if not self.job.run.epochs:  # whose length the data decide
+            self._horizon(state)
+        self.job = replace(self.job, dataset=data_of_run("train", self.job.data, state))
+        horizon, done = self._horizon(state), state["step"]
         checkpoint = read_checkpoint(folder, state, self.job.moments)
-        self.messages.append(f"resumed    {folder}: {done} of {steps} steps are done")
+        self.messages.append(f"resumed    {folder}: {done} of {horizon.steps} steps are done")
         units = state["arithmetic"], arithmetic(self.job)
         if units[0] != units[1]:
             change = " -> ".join(f"{unit['precision']} by {unit['unit']}" for unit in units)
@@ -414,7 +413,7 @@ class Resumed:
             self.messages.append(f"metrics    {missing} of {done} steps are missing")
         known_losses = [nan if loss is None else loss for loss in losses]
         validated = [loss for record in records.values() if (loss := record.get("validation_loss")) is not None]
-        last, seconds = validated[-1] if validated else nan, estimates.get("seconds", 0.0)
+        last, seconds = validated[-1] if validated else nan, state.get("horizon", {}).get("seconds", 0.0)
         parameters, moments, messages = checkpoint.model.parameters, checkpoint.moments, tuple(self.messages)
         outliers, best = state.get("outliers", ()), Best.of(self.folder.path, state)
         self.start = Start(
@@ -431,6 +430,14 @@ class Resumed:
             best,
             state,
         )
+
+    def _horizon(self, state: Mapping[str, Any]) -> Horizon:
+        """Return the length of the run. Errors   ValueError if no step or no time is left"""
+        horizon, done = self.job.horizon(), state["step"]
+        horizon.resume(state.get("horizon", {}), done)
+        rule, got = "the run must have steps left", {"steps": horizon.steps, "resume": f"{self.path} ({done} done)"}
+        require(horizon.steps > done, "train", rule, got, "Give more --steps.")
+        return horizon
 
     def _require_same_run(self, folder: Path, configuration: Mapping[str, Mapping[str, Any]]) -> None:
         """Check that a checkpoint and the configuration beside it are of the same run.
