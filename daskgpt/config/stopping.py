@@ -71,7 +71,7 @@ def finishing_first(say: Callable[[str], None], what: str = "step") -> Iterator[
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C and SIGHUP until the end; threads and processes that are started inside never receive them.
+    """Delay Ctrl-C, SIGTERM and SIGHUP until the end; threads and processes that are started inside never receive them.
 
     They inherit the blocked signals. Older threads still receive them, and Python then interrupts the main thread: so
     handlers hold these signals back until the end, too.
@@ -81,9 +81,9 @@ def delayed_interrupts() -> Iterator[None]:
     def remember(number: int, frame: FrameType | None) -> None:
         heard.add(number)
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *HANGUP})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, *HANGUP})
     try:
-        with _handled(remember, signal.SIGINT, *HANGUP):
+        with _handled(remember, signal.SIGINT, signal.SIGTERM, *HANGUP):
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,4 +1,6 @@
-"""Tests of Ctrl-C as every process of a run gets it from a terminal: with a cluster, and before a run has begun."""
+"""Tests of signals that every process of a run gets, as Ctrl-C from a terminal and SIGTERM from `timeout`: with a
+cluster, and before a run has begun.
+"""
 
 import os
 import signal
@@ -6,6 +8,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 from command_lines import PATIENCE, write_text
 from machines import wait_until
 from small_runs import FLAGS
@@ -14,23 +17,24 @@ import daskgpt
 from daskgpt.config.stopping import STOPPED
 
 
-def interrupted(begun, tmp_path, *flags, **environment):
-    """Exit code and output of a run that gets Ctrl-C once something holds, and its processes from before."""
+def interrupted(begun, tmp_path, *flags, number=signal.SIGINT, **environment):
+    """Exit code and output of a run that gets a signal once something holds, and its processes from before."""
     command = [sys.executable, "-m", "daskgpt.train", "--data", write_text(tmp_path), *FLAGS.split(), *flags]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command += ["--steps", "100000", "--out", tmp_path / "run"]
     process = subprocess.Popen(command, env=os.environ | environment, start_new_session=True, **pipes)
-    wait_until(lambda: begun() or process.poll() is not None, "the moment of Ctrl-C")
+    wait_until(lambda: begun() or process.poll() is not None, "the moment of the signal")
     children = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     shown = process.communicate(timeout=PATIENCE)[0]
     return process.returncode, shown, children
 
 
-def test_ctrl_c_saves_a_cluster_run(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_all_processes_saves_a_cluster_run(number, tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
     begun = lambda: metrics.exists() and metrics.read_text().count("\n") > 3  # noqa: E731
-    code, shown, children = interrupted(begun, tmp_path, "--scheduler", "local", "--threads", "2")
+    code, shown, children = interrupted(begun, tmp_path, "--scheduler", "local", "--threads", "2", number=number)
     assert code == STOPPED, shown
     assert "Traceback" not in shown
     assert daskgpt.load(tmp_path / "run")
