@@ -94,8 +94,8 @@ def _own_environment() -> Iterator[None]:
 
 
 def _cluster_of_processes(workers: int) -> LocalCluster:
-    """Start worker processes that ignore Ctrl-C and SIGTERM, which terminals, `timeout` and Slurm send to all processes:
-    the client ends them.
+    """Start worker processes that ignore Ctrl-C and SIGTERM: terminals, `timeout` and Slurm send them to all processes,
+    and the client ends the workers.
 
     A worker imports the script that is running. A script that starts a cluster outside of `__main__` would start one in
     the worker too, which multiprocessing forbids: the worker ends here, and the client reports the reason.

@@ -30,7 +30,7 @@ def interrupted(begun, tmp_path, *flags, number=signal.SIGINT, **environment):
     return process.returncode, shown, children
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_saves_a_cluster_run(number, tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
     begun = lambda: metrics.exists() and metrics.read_text().count("\n") > 3  # noqa: E731
