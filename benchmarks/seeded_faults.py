@@ -64,12 +64,12 @@ NEAR = {
     "data": "data_dataset data_text data_encodings data_loading data_split data_token_files prepare tokenizers "
     "added_tokens",
     "formats": "formats_huggingface formats_llmc formats_run_model formats_gguf safetensors_files convert fuzz",
-    "generation": "generating sampling evaluate readable lived_in",
+    "generation": "generating sampling evaluate readable model_choices",
     "graph": "grain chunks groups clipping one_number distribute timeline",
     "kernels": "kernels_layers kernels_optimizers kernels_attention kernels_sgemm kernels_vectors kernels_blas layers",
     "kernels/bfloat16": "kernels_bfloat16 bfloat16",
     "kernels/decoding": "generating sampling",
-    "model": "model layers lived_in dropout schedules one_number",
+    "model": "model layers model_choices extensions dropout schedules one_number",
     "profiling": "study timeline dataflow bench records dashboard plot layers",
     "schedulers": "schedulers cluster distribute bench",
     "training": "checkpoints resume run_folder schedules wrong_arguments validation cluster stopping logs "
@@ -254,7 +254,10 @@ class Copy:
         found = [name for name, said in counts.most_common(most) if said]
         folders = sorted((name for name in NEAR if file.startswith(f"daskgpt/{name}/")), key=len, reverse=True)
         found += [f"test_{name}" for folder in folders for name in NEAR[folder].split()]
-        return [f"tests/{name}.py" for name in dict.fromkeys(found)]
+        files = [f"tests/{name}.py" for name in dict.fromkeys(found)]
+        missing = [file for file in files if not (self.folder / file).exists()]  # pytest would fail without any fault
+        assert not missing, f"NEAR names tests that are gone: {missing}"
+        return files
 
     def with_fault(self, fault: Fault) -> tuple[str, float]:
         """Run the tests on the package with the fault, and take the fault out again."""
