@@ -186,10 +186,10 @@ class ClusterScheduler(Scheduler):
 
     def settled(self, handles: list[Any]) -> bool:
         """Return whether results are made, without waiting. Errors as of `fetch`."""
-        own = [handle.status for handle in handles if isinstance(handle, Future)]
-        if {"cancelled", "error"} & set(own):
+        statuses = [handle.status for handle in handles if isinstance(handle, Future)]
+        if {"cancelled", "error"} & set(statuses):
             raise loss(self.client, "a result")
-        return set(own) <= {"finished"}
+        return set(statuses) <= {"finished"}
 
     def present(self, handles: list[Any]) -> list[bool]:
         """Return whether each result is in the memory of a worker; values of this process are."""
@@ -209,10 +209,10 @@ class ClusterScheduler(Scheduler):
         Both addresses are named once.
         """
         with losses_as_errors(self.client):
-            found = {"": self.client.run_on_scheduler(unreached, addresses)}
-        others = [address for address in addresses if address not in found[""]]
-        found |= self.call_on(unreached, others, workers=others) if len(others) > 1 else {}
-        pairs = {(source, target): why for source, own in found.items() for target, why in own.items()}
+            unreached_by = {"": self.client.run_on_scheduler(unreached, addresses)}
+        others = [address for address in addresses if address not in unreached_by[""]]
+        unreached_by |= self.call_on(unreached, others, workers=others) if len(others) > 1 else {}
+        pairs = {(source, target): why for source, reasons in unreached_by.items() for target, why in reasons.items()}
         if not pairs or len(addresses) < 2:
             return True
         for (source, target), why in pairs.items():
@@ -253,7 +253,7 @@ class ClusterScheduler(Scheduler):
     def worker_metrics(self, name: str) -> dict[str, Any]:
         with losses_as_errors(self.client):
             workers = members(self.client).values()
-        return {str(own["name"]): own["metrics"][name] for own in workers if name in own["metrics"]}
+        return {str(worker["name"]): worker["metrics"][name] for worker in workers if name in worker["metrics"]}
 
     def publish(self, topic: str, message: Any) -> None:
         with suppress(WorkerLost), losses_as_errors(self.client):  # the next request for results raises the error
@@ -272,16 +272,16 @@ class ClusterScheduler(Scheduler):
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
-        found: list[ProcessSpans] = []
+        recordings: list[ProcessSpans] = []
         self.call_on(begin_spans)
         try:
-            yield found
+            yield recordings
         finally:
             taken = self.call_on(take_spans)
             workers = members(self.client)
         for address, worker in sorted(workers.items(), key=lambda item: str(item[1]["name"])):
             if address in taken:
-                found.append(ProcessSpans(f"worker {worker['name']}", worker["nthreads"], *taken[address]))
+                recordings.append(ProcessSpans(f"worker {worker['name']}", worker["nthreads"], *taken[address]))
 
     def held(self, value: Any) -> Any:
         """Return a future of a value that stays on a worker."""

@@ -105,7 +105,7 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
     resource_tracker.ensure_running()  # otherwise the start of a worker does this, and enables interrupts again
     try:
         settings: dict[str, Any] = {SPAWN: {**dask.config.get(SPAWN), **ENVIRONMENT}, LOGGED: SENT}
-        settings |= {name: own for name, (usual, own) in BETWEEN_TASKS.items() if dask.config.get(name) == usual}
+        settings |= {name: better for name, (usual, better) in BETWEEN_TASKS.items() if dask.config.get(name) == usual}
         with delayed_interrupts(), dask.config.set(settings), warnings.catch_warnings():
             # Another dashboard may have the usual port: Dask takes a free one then.
             warnings.filterwarnings("ignore", r"Port \d+ is already in use")
@@ -197,10 +197,10 @@ def _described(client: Any, kind: str, address: str, named: str = "") -> str:
             advice = f"Start one with `dask worker {address}`."
             raise refusal(RuntimeError, "open_scheduler", rule, got, advice)
         time.sleep(0.1)
-    found = scheduler_identity(client)
-    warn_of_open([found["address"], *found["workers"]])
+    identity = scheduler_identity(client)
+    warn_of_open([identity["address"], *identity["workers"]])
     at = f"{address} ({named})" if named else address
-    count = len(found["workers"])
+    count = len(identity["workers"])
     workers = f"{count} worker{'s' * (count != 1)} (more take part as they come)"
     return f"{kind} at {at}, {workers}"
 
@@ -210,14 +210,14 @@ def _silent_client() -> Iterator[None]:
     """Keep Dask's client from logging a traceback when it loses its scheduler: the run reports that in one line."""
     filters = {name: partial(_is_critical) for name in ("distributed.client", "distributed.batched")}
     filters["asyncio"] = partial(_is_no_lost_wait)  # objects of this run: another may end before
-    for name, own in filters.items():
-        logging.getLogger(name).addFilter(own)
+    for name, record_filter in filters.items():
+        logging.getLogger(name).addFilter(record_filter)
     try:
         yield
     finally:
         gc.collect()  # asyncio reports waits when they are collected
-        for name, own in filters.items():
-            logging.getLogger(name).removeFilter(own)
+        for name, record_filter in filters.items():
+            logging.getLogger(name).removeFilter(record_filter)
 
 
 def _is_critical(record: logging.LogRecord) -> bool:
@@ -303,22 +303,22 @@ def _require_reachable(scheduler: ClusterScheduler) -> None:
     Errors   RuntimeError naming one that sends heartbeats, and both addresses
     """
     client, monitor, begin = scheduler.client, scheduler.monitor, time.monotonic()
-    while found := client.run_on_scheduler(unreached, list(members(client))):
+    while not_reached := client.run_on_scheduler(unreached, list(members(client))):
         monitor.look()
-        known = time.monotonic() - begin > HEARTBEATS_TIMEOUT
-        heard = {address for address, own in monitor.watched.items() if own.silence < HEARTBEATS_TIMEOUT / 2}
-        if known and (address := min(heard & found.keys(), default="")):
+        waited = time.monotonic() - begin > HEARTBEATS_TIMEOUT
+        heard = {address for address, worker in monitor.watched.items() if worker.silence < HEARTBEATS_TIMEOUT / 2}
+        if waited and (address := min(heard & not_reached.keys(), default="")):
             rule = "the scheduler must be able to connect to every worker"
-            got = f"scheduler={client_address(client)}, worker={address} ({found[address]})"
+            got = f"scheduler={client_address(client)}, worker={address} ({not_reached[address]})"
             raise refusal(RuntimeError, "open_scheduler", rule, got, REACHED)
         time.sleep(LOOKING)
 
 
 def warn_of_open(addresses: Iterable[str]) -> None:
     """Warn on stderr, once for each cluster, if other machines can reach one of its addresses without TLS."""
-    if (found := next(filter(is_open, addresses), "")) and found not in _warned:
-        _warned.add(found)
-        text = f"warning: no TLS: anyone who reaches {found} can run code as you (cluster/README.md)"
+    if (exposed := next(filter(is_open, addresses), "")) and exposed not in _warned:
+        _warned.add(exposed)
+        text = f"warning: no TLS: anyone who reaches {exposed} can run code as you (cluster/README.md)"
         print(text, file=sys.stderr, flush=True)
 
 

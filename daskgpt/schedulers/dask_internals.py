@@ -44,8 +44,8 @@ def scheduler_identity(client: Any) -> dict[str, Any]:
 
 def holders(client: Any, keys: Sequence[Any]) -> Mapping[Any, Collection[str]]:
     """Return the addresses of the workers that hold each result in memory."""
-    found: Mapping[Any, Collection[str]] = client.sync(client.scheduler.who_has, keys=keys) if keys else {}
-    return found
+    workers_of_keys: Mapping[Any, Collection[str]] = client.sync(client.scheduler.who_has, keys=keys) if keys else {}
+    return workers_of_keys
 
 
 def end_worker(client: Any, address: str) -> None:
@@ -140,10 +140,10 @@ def add_to_task_stream(dask_scheduler: Any, worker: str, thread: int, name: str,
 
     span   action (compute, or transfer in red), start and stop by the time of day
     """
-    known = {"worker": worker, "thread": thread, "status": "OK", "startstops": [span]}
+    fields = {"worker": worker, "thread": thread, "status": "OK", "startstops": [span]}
     for plugin in dask_scheduler.plugins.values():
         if isinstance(plugin, TaskStreamPlugin):
-            plugin.transition(name, "processing", "memory", nbytes=0, type=b"", typename="", **known)
+            plugin.transition(name, "processing", "memory", nbytes=0, type=b"", typename="", **fields)
 
 
 def color_task_streams(color: Callable[[str], str] | None) -> None:
@@ -153,8 +153,8 @@ def color_task_streams(color: Callable[[str], str] | None) -> None:
     """
 
     def chosen(message: Mapping[str, Any]) -> str:
-        found = color(key_split(message["key"])) if color and message["status"] == "OK" else ""
-        return found or str(task_stream.color_of_message(message))
+        of_key = color(key_split(message["key"])) if color and message["status"] == "OK" else ""
+        return of_key or str(task_stream.color_of_message(message))
 
     task_stream.colors["compute"] = chosen if color else task_stream.color_of_message
 

@@ -241,7 +241,7 @@ def _parts(message: Any, *, copied: bool) -> list[Any]:
         return False
 
     pickled = pickle.dumps(message, protocol=5, buffer_callback=is_small)
-    parts: list[Any] = [pickled, *(each.raw() for each in large)]
+    parts: list[Any] = [pickled, *(buffer.raw() for buffer in large)]
     return [to_serialize(np.frombuffer(part, np.uint8)) for part in parts]
 
 

@@ -125,14 +125,14 @@ class LocalScheduler(Scheduler):
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
-        found: list[ProcessSpans] = []
+        recordings: list[ProcessSpans] = []
         before, spans = self.spans, list[Span]()
         self.spans = spans
         try:
-            yield found
+            yield recordings
         finally:
             self.spans = before
-        found.append(ProcessSpans("", self.threads, clock_offset(), spans))
+        recordings.append(ProcessSpans("", self.threads, clock_offset(), spans))
 
 
 def ahead_of(threads: int) -> int:

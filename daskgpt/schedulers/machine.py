@@ -145,9 +145,9 @@ def reset_peak_memory() -> bool:
 
 def peak_memory() -> int:
     """Return the most bytes of this process that were in memory at one time, interpreter and libraries included."""
-    found = _field(STATUS, "VmHWM")
-    if found:
-        return int(found.split()[0]) * 1024
+    value = _field(STATUS, "VmHWM")
+    if value:
+        return int(value.split()[0]) * 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 

@@ -124,8 +124,8 @@ def running(client: Any, *, prepared: bool = True) -> list[str]:
 
     Errors     those of `scheduler_identity`
     """
-    there = {address: own for address, own in members(client).items() if own["status"] == "running"}
-    return [address for address, own in there.items() if METRIC in own["metrics"] or not prepared]
+    there = {address: worker for address, worker in members(client).items() if worker["status"] == "running"}
+    return [address for address, worker in there.items() if METRIC in worker["metrics"] or not prepared]
 
 
 def identity(packed: bool) -> dict[str, str]:
@@ -133,9 +133,9 @@ def identity(packed: bool) -> dict[str, str]:
 
     packed   whether products run in bfloat16
     """
-    known = {"daskgpt": f"{daskgpt.__version__} ({_sources()})"} | {name: version(name) for name in PACKAGES}
-    known["float32 products"] = "fused" if one_order(np.dtype(np.float32)) else "library"
-    return known | ({"bfloat16 products": unit().name.lower()} if packed else {})
+    facts = {"daskgpt": f"{daskgpt.__version__} ({_sources()})"} | {name: version(name) for name in PACKAGES}
+    facts["float32 products"] = "fused" if one_order(np.dtype(np.float32)) else "library"
+    return facts | ({"bfloat16 products": unit().name.lower()} if packed else {})
 
 
 @functools.cache
@@ -159,8 +159,8 @@ class VersionCheck(WorkerPlugin):
 
     def setup(self, worker: Any) -> None:
         """Errors   RuntimeError naming what differs"""
-        own = identity(self.packed)
-        other = [f"{name}={own.get(name)} (the run: {v})" for name, v in self.expected.items() if own.get(name) != v]
+        here = identity(self.packed)
+        other = [f"{name}={here.get(name)} (the run: {v})" for name, v in self.expected.items() if here.get(name) != v]
         if not other:
             return
         rule = "a worker must have the versions and the arithmetic of the run"

@@ -110,8 +110,8 @@ def chosen_address(address: str) -> str:
     elif not separator and ":" not in place:  # one word
         advice = f"Give file:{place}." if Path(place).is_file() else nearest(place, list(LOCAL_SCHEDULERS)[1:])
         advice = advice if advice.startswith(("Give", "Did")) else f"Give HOST:PORT, or one of {CHOICES}."
-    known = protocol in ("", "tcp", "tls") and bool(separator or ":" in place)
-    require(known, OPENS, rule, got, advice)
+    complete = protocol in ("", "tcp", "tls") and bool(separator or ":" in place)
+    require(complete, OPENS, rule, got, advice)
     host, _, port = place.rstrip("/").rpartition(":")
     fine = port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
     fine &= bool(host) and (":" not in host or (host.startswith("[") and host.endswith("]")))

@@ -72,7 +72,7 @@ class Use:
 
 def imbalance(uses: Mapping[str, Use]) -> float:
     """Return by how much the busiest worker's share of time in tasks exceeds the mean, relative to the mean."""
-    shares = [own.busy_share for own in uses.values()]
+    shares = [use.busy_share for use in uses.values()]
     return max(shares) / fmean(shares) - 1 if any(shares) else 0.0
 
 
@@ -106,17 +106,17 @@ class WorkerMetrics:
         if self.scheduler.in_place or time.perf_counter() - self.at < every:
             return {}
         latest, self.at = self._read(), time.perf_counter()
-        known = {name: latest[name].since(self.last.get(name)) for name in sorted(latest)}
-        known = {name: own for name, own in known.items() if own.seconds > 0}
+        since_then = {name: latest[name].since(self.last.get(name)) for name in sorted(latest)}
+        since_then = {name: use for name, use in since_then.items() if use.seconds > 0}
         self.last |= latest
-        for name, own in known.items():
-            self.whole[name] = self.whole[name].plus(own) if name in self.whole else own
-        if not known:
+        for name, use in since_then.items():
+            self.whole[name] = self.whole[name].plus(use) if name in self.whole else use
+        if not since_then:
             return {}
         return {
-            "workers": {name: own.rates() for name, own in known.items()},
-            "imbalance": round(imbalance(known), 3),
-            "memory_bytes": round(sum(own.memory for own in known.values())),
+            "workers": {name: use.rates() for name, use in since_then.items()},
+            "imbalance": round(imbalance(since_then), 3),
+            "memory_bytes": round(sum(use.memory for use in since_then.values())),
         }
 
     def lines(self) -> list[str]:
@@ -131,20 +131,20 @@ class WorkerMetrics:
             return []
         lines = [f"{'workers':10} {'tasks/s':>9} {'idle':>6} {'received/s':>11} {'sent/s':>9}"]
         for name, use in rows[:SHOWN]:
-            own = use.rates()
-            received, sent = (tqdm.format_sizeof(own[f"{way}_bytes_per_s"], "B") for way in ("received", "sent"))
-            lines.append(f"{'':10} {own['tasks_per_s']:9,.1f} {own['idle']:6.0%} {received:>11} {sent:>9}  {name}")
+            rates = use.rates()
+            received, sent = (tqdm.format_sizeof(rates[f"{way}_bytes_per_s"], "B") for way in ("received", "sent"))
+            lines.append(f"{'':10} {rates['tasks_per_s']:9,.1f} {rates['idle']:6.0%} {received:>11} {sent:>9}  {name}")
         lines += [f"{'':10} and {len(rows) - SHOWN} more"] * (len(rows) > SHOWN)
         busiest = f"{'':10} the busiest was {imbalance(self.whole):.0%} busier than the mean"
         return [*lines, busiest] if len(rows) > 1 else lines
 
     def _read(self) -> dict[str, Use]:
         try:
-            found = {name: Use(**own) for name, own in self.scheduler.worker_metrics(METRIC).items()}
+            uses = {name: Use(**numbers) for name, numbers in self.scheduler.worker_metrics(METRIC).items()}
         except WorkerLost:
             return {}  # the next request for results raises it
-        self.products = sum(own.products for own in found.values()) or self.products
-        return found
+        self.products = sum(numbers.products for numbers in uses.values()) or self.products
+        return uses
 
 
 TOPIC = "daskgpt"  # of the events

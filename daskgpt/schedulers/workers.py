@@ -88,8 +88,8 @@ class PrepareWorker(WorkerPlugin):
 
 def meter_kernels(seconds: Mapping[str, float]) -> None:
     """Add the kernel times of a merged task to Dask's fine performance metrics, which know tasks only."""
-    for kind, own in seconds.items():
-        context_meter.digest_metric(f"{KERNEL}{kind}", own, "seconds")
+    for kind, duration in seconds.items():
+        context_meter.digest_metric(f"{KERNEL}{kind}", duration, "seconds")
 
 
 class Count:
@@ -103,8 +103,8 @@ class Count:
     def __call__(self, worker: Any) -> dict[str, float]:
         tasks, busy, received, sent = (now - before for now, before in zip(self._sums(worker), self.before))
         work = {"tasks": tasks, "busy": busy, "received": received, "sent": sent}
-        known = {"began": self.began, "seconds": time.time() - self.began, "threads": thread_count(worker)}
-        return known | work | {"memory": resident_memory(), "products": self.products}
+        facts = {"began": self.began, "seconds": time.time() - self.began, "threads": thread_count(worker)}
+        return facts | work | {"memory": resident_memory(), "products": self.products}
 
     def _sums(self, worker: Any) -> tuple[float, float, float, float]:
         """Return tasks, busy seconds, received and sent bytes, as counted by Dask and by ranks."""
