@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 from conftest import SMALL
+from custom_engine import LoopEngine
 from custom_layers import SQUARED_RELU
 from one_number import Dials, Model, bits_after_steps
 from test_model import check_gradient_in_a_random_direction
@@ -15,10 +16,11 @@ import daskgpt
 from daskgpt import audit
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.model.parameters import tensors
-from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of, measure_steps
+from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of, measure_steps, random_batch
 from daskgpt.profiling.plan import predict
 from daskgpt.profiling.timeline import summarise
 from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.training.engine import LocalEngine
 from daskgpt.training.start import Resumed
 
 RMS = replace(SMALL, norm="rmsnorm")
@@ -152,3 +154,15 @@ def test_a_file_does_not_decide_what_is_imported(tmp_path, monkeypatch):
     assert "custom_layers" not in sys.modules
     monkeypatch.setenv("DASKGPT_MODULES", "other,custom_layers")
     assert daskgpt.load(tmp_path / "model.safetensors")[0] == EXTENDED
+
+
+def test_an_engine_from_outside_gives_the_bits_of_threads():
+    own = replace(job(SMALL, "adamw", "block"), dataflow=DataflowConfig(batch_chunk=2, sequence_chunk=6))
+    batches, ends = [random_batch(own, 5, number) for number in range(3)], []
+    for engine_class, scheduler, threads in ((LocalEngine, "threads", 2), (LoopEngine, "sync", 1)):
+        with open_scheduler(scheduler, threads) as opened:
+            engine = engine_class(own, opened, str)
+            engine.start(daskgpt.initial_parameters(SMALL, 0))
+            losses = [engine.run([batch], 3)[0].loss for batch in batches]
+            ends.append((losses, daskgpt.digest(engine.weights().parameters(opened))))
+    assert ends[0] == ends[1]

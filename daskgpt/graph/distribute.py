@@ -86,13 +86,11 @@ class Rank(Peers):
         totals     of this rank
         messages   of `others`
         """
-        totals_of_rank = {self.number: totals} | {
-            other: message[place] for other, message in zip(self.others, messages)
-        }
+        by_rank = {self.number: totals} | {other: message[place] for other, message in zip(self.others, messages)}
         return tree_sum(
             (*ends, total[rows])
             for rank in range(self.count)
-            for ends, total in zip(self.subtrees_of(rank), several(totals_of_rank[rank]), strict=True)
+            for ends, total in zip(self.subtrees_of(rank), several(by_rank[rank]), strict=True)
         )
 
 
