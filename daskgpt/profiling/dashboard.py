@@ -21,19 +21,21 @@ import numpy as np
 from bokeh.layouts import column as below
 from bokeh.layouts import row
 from bokeh.models import ColumnDataSource, Div, FactorRange, NumeralTickFormatter
-from bokeh.server.tornado import BokehTornado
 from distributed import SchedulerPlugin
-from distributed.dashboard.components.scheduler import BOKEH_THEME, env
-from distributed.dashboard.core import BokehApplication
-from distributed.dashboard.scheduler import template_variables
-from distributed.diagnostics.task_stream import TaskStreamPlugin
-from distributed.utils import key_split
-from tornado.ioloop import IOLoop, PeriodicCallback
+from tornado.ioloop import PeriodicCallback
 from tqdm import tqdm
 
 from daskgpt.profiling.pages import lanes_plot, plot_of
 from daskgpt.profiling.timeline import COLORS, color_of, different_at_once, is_message, seconds_of
-from daskgpt.schedulers.dask_internals import add_to_task_stream, ask_worker, color_task_streams
+from daskgpt.schedulers.dask_internals import (
+    add_page,
+    add_to_task_stream,
+    ask_worker,
+    color_task_streams,
+    dashboard_prefix,
+    key_split,
+    task_stream_is_shown,
+)
 from daskgpt.schedulers.latest_calls import ASKED, RECEIVE, LatestCall
 from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
 
@@ -58,11 +60,11 @@ def dask_setup(scheduler: Any) -> None:
 
 def begin(scheduler: Any, run: str) -> bool:
     """Add the page for a run, or for good if its name is empty; return whether the scheduler has a dashboard."""
-    served = [app for app in scheduler.http_application.applications if isinstance(app, BokehTornado)]
+    prefix = dashboard_prefix(scheduler)
     if Collected.name not in scheduler.plugins:
-        scheduler.add_plugin(Collected(scheduler, served[0].prefix if served else None))
+        scheduler.add_plugin(Collected(scheduler, prefix))
     scheduler.plugins[Collected.name].users.add(run)
-    return bool(served)
+    return prefix is not None
 
 
 def end(scheduler: Any, run: str) -> None:
@@ -120,15 +122,7 @@ class Collected(SchedulerPlugin):
         self.runs = self.recoveries = 0
         self.looked = self.asked = -PATIENCE
         self.asking: dict[str, asyncio.Task[None]] = {}
-        self.served: BokehApplication | None = None
-        if prefix is not None:
-            variables = template_variables(scheduler)
-            self.pages = variables["pages"]
-            self.pages.append(PAGE)
-            self.served = BokehApplication({f"/{PAGE}": show}, scheduler, prefix, variables)
-            self.served.initialize(IOLoop.current())
-            self.served.start()
-            scheduler.http_application.add_application(self.served)
+        self.remove_page = add_page(scheduler, prefix, PAGE, show, "daskgpt") if prefix is not None else None
         color_task_streams(dask_color)
         self.timer = PeriodicCallback(self.ask, ASKING)
         self.timer.start()
@@ -139,10 +133,8 @@ class Collected(SchedulerPlugin):
         for asking in self.asking.values():
             asking.cancel()
         color_task_streams(None)
-        if self.served is not None:
-            self.pages.remove(PAGE)
-            self.scheduler.http_application.applications.remove(self.served)
-            self.served.stop()
+        if self.remove_page:
+            self.remove_page()
 
     async def close(self) -> None:
         """Remove the page, since the scheduler ends."""
@@ -152,7 +144,7 @@ class Collected(SchedulerPlugin):
         """Ask the workers for their latest calls, if a run is there and somebody looks."""
         now, workers = time.monotonic(), self.scheduler.workers.items()
         prepared = [address for address, worker in workers if METRIC in worker.metrics]
-        looked = now - self.looked < PATIENCE or TaskStreamPlugin.name in self.scheduler.plugins
+        looked = now - self.looked < PATIENCE or task_stream_is_shown(self.scheduler)
         if looked and any(self.users) and now - self.asked > ASKING / 1000 * (len(prepared) / 16 - 0.5):
             self.asked = now
             for address in set(prepared) - self.asking.keys():
@@ -288,16 +280,12 @@ def column(steps: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], li
     return [step for step, _ in points], [value for _, value in points]
 
 
-def show(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
+def show(scheduler: Any, doc: Any) -> None:
     """Fill a Bokeh document; called by Dask for each browser that opens the page."""
     page = Page(scheduler)
     page.update()
     doc.title = "daskgpt"
     doc.add_root(page.root)
-    doc.template = env.get_template("simple.html")
-    doc.template_variables["active_page"] = "daskgpt"
-    doc.template_variables.update(extra)
-    doc.theme = BOKEH_THEME
 
     def update() -> None:
         if not page.update():

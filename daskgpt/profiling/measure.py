@@ -295,7 +295,11 @@ def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) ->
 
 def matmul_rate(threads: int, dask_worker: Any = None) -> float:
     """Return the `product_rate` of this process; a worker, which Dask gives under this name, has its own threads."""
-    return machine.product_rate(dask_worker.state.nthreads if dask_worker else threads)
+    if dask_worker:
+        from daskgpt.schedulers.dask_internals import thread_count
+
+        threads = thread_count(dask_worker)
+    return machine.product_rate(threads)
 
 
 WARMUP = 4  # steps before the first turn

@@ -110,6 +110,7 @@ class RankRecorder:
 
 def rank_events(run: str, start: float, dask_worker: Any) -> tuple[ProcessEvents, TaskGraph] | None:
     """Return the recording of a run on a worker; `start` of the timeline is a time of day."""
+    from daskgpt.schedulers.dask_internals import thread_count
     from daskgpt.schedulers.links import ranks_of
 
     program = ranks_of(dask_worker).programs.get(run)
@@ -117,7 +118,7 @@ def rank_events(run: str, start: float, dask_worker: Any) -> tuple[ProcessEvents
         return None
     step, spans, program.kept = program.engine.step, program.kept, []
     events = events_of(step, [(program.first + span.run, span) for span in spans], start - clock_offset())
-    return ProcessEvents(f"worker {dask_worker.name}", dask_worker.state.nthreads, events), TaskGraph.of(step)
+    return ProcessEvents(f"worker {dask_worker.name}", thread_count(dask_worker), events), TaskGraph.of(step)
 
 
 def joined(title: str, windows: Sequence[Window], parts: Sequence[ProcessEvents], tasks: TaskGraph) -> Timeline:

@@ -22,12 +22,17 @@ from typing import Any
 
 import dask
 from distributed import Client, LocalCluster
-from distributed.comm.addressing import get_address_host, parse_address
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.dask_internals import LOOKING, identity_at, scheduler_identity
+from daskgpt.schedulers.dask_internals import (
+    LOOKING,
+    get_address_host,
+    identity_at,
+    parse_address,
+    scheduler_identity,
+)
 from daskgpt.schedulers.failures import REACHED
 from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.local import ENVIRONMENT

@@ -11,13 +11,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from distributed.client import ClosedClientError
+# Those with a second name are used elsewhere; ruff lets no other module import from below `distributed`.
+from distributed.client import ClosedClientError as ClosedClientError
 from distributed.comm import connect
+from distributed.comm.addressing import get_address_host as get_address_host
+from distributed.comm.addressing import parse_address as parse_address
+from distributed.comm.addressing import parse_host_port as parse_host_port
 from distributed.core import Status
 from distributed.diagnostics import task_stream
 from distributed.diagnostics.task_stream import TaskStreamPlugin
+from distributed.metrics import context_meter
+from distributed.protocol import to_serialize as to_serialize
+from distributed.scheduler import heartbeat_interval as heartbeat_interval
 from distributed.security import Security
-from distributed.utils import key_split
+from distributed.utils import key_split as key_split
 
 BUSY = ("thread-cpu", "thread-noncpu")  # labels of the time in which a thread runs a task
 KERNEL = "kernel "  # prefix of our own labels, of kernels in merged tasks, whose time Dask subtracts from the task
@@ -146,6 +153,54 @@ def add_to_task_stream(dask_scheduler: Any, worker: str, thread: int, name: str,
             plugin.transition(name, "processing", "memory", nbytes=0, type=b"", typename="", **fields)
 
 
+def task_stream_is_shown(dask_scheduler: Any) -> bool:
+    """Return whether a browser has asked for a task stream since the scheduler started."""
+    return TaskStreamPlugin.name in dask_scheduler.plugins
+
+
+def add_page(
+    dask_scheduler: Any, prefix: str, path: str, show: Callable[[Any, Any], None], title: str
+) -> Callable[[], None]:
+    """Add a page to the scheduler's dashboard, and its name to the bar of all pages; return what removes it.
+
+    prefix   of all paths of the dashboard
+    show     called as show(scheduler, document) for each browser that opens the page
+    title    of the page in the bar
+    """
+    from distributed.dashboard.components.scheduler import BOKEH_THEME, env  # loads Bokeh
+    from distributed.dashboard.core import BokehApplication
+    from distributed.dashboard.scheduler import template_variables
+    from tornado.ioloop import IOLoop
+
+    def shown(scheduler: Any, variables: dict[str, Any], document: Any) -> None:
+        show(scheduler, document)
+        document.template = env.get_template("simple.html")
+        document.template_variables.update({"active_page": title} | variables)
+        document.theme = BOKEH_THEME
+
+    variables = template_variables(dask_scheduler)
+    variables["pages"].append(path)
+    served = BokehApplication({f"/{path}": shown}, dask_scheduler, prefix, variables)
+    served.initialize(IOLoop.current())
+    served.start()
+    dask_scheduler.http_application.add_application(served)
+
+    def remove() -> None:
+        variables["pages"].remove(path)
+        dask_scheduler.http_application.applications.remove(served)
+        served.stop()
+
+    return remove
+
+
+def dashboard_prefix(dask_scheduler: Any) -> str | None:
+    """Return the prefix of all paths of a scheduler's dashboard; None without a dashboard."""
+    from bokeh.server.tornado import BokehTornado
+
+    served = [app for app in dask_scheduler.http_application.applications if isinstance(app, BokehTornado)]
+    return served[0].prefix if served else None
+
+
 def color_task_streams(color: Callable[[str], str] | None) -> None:
     """Let all task streams of this process color tasks by the common part of their keys.
 
@@ -182,6 +237,16 @@ async def connection(worker: Any, address: str) -> Any:
     return await connect(address, **worker.connection_args)
 
 
+def add_metric(worker: Any, name: str, metric: Callable[[Any], Any]) -> None:
+    """Let a worker send the result of `metric(worker)` with each heartbeat."""
+    worker.metrics.setdefault(name, metric)
+
+
+def forget_metric(worker: Any, name: str) -> None:
+    """Remove a metric, if the worker sends it."""
+    worker.metrics.pop(name, None)
+
+
 def handle_messages(worker: Any, name: str, handler: Callable[..., Any]) -> None:
     """Let a worker call `handler` with each message of this name."""
     worker.handlers[name] = handler
@@ -212,6 +277,11 @@ def closes(worker: Any) -> bool:
 def thread_count(worker: Any) -> int:
     """Return how many tasks a worker runs at once."""
     return int(worker.state.nthreads)
+
+
+def digest_kernel(kind: str, seconds: float) -> None:
+    """Count the seconds of a kernel under its own label, within the task that runs."""
+    context_meter.digest_metric(f"{KERNEL}{kind}", seconds, "seconds")
 
 
 def executed(worker: Any) -> tuple[int, float, float]:

@@ -15,11 +15,8 @@ from functools import partial
 from typing import Any
 
 from distributed import KilledWorker
-from distributed.client import ClosedClientError
-from distributed.comm.addressing import get_address_host
-from distributed.scheduler import heartbeat_interval
 
-from daskgpt.schedulers.dask_internals import end_worker
+from daskgpt.schedulers.dask_internals import ClosedClientError, end_worker, get_address_host, heartbeat_interval
 from daskgpt.schedulers.membership import members
 from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
 from daskgpt.schedulers.worker_metrics import METRIC

@@ -15,10 +15,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from distributed.comm.addressing import parse_address, parse_host_port
-from distributed.protocol import to_serialize
 
-from daskgpt.schedulers.dask_internals import connection, event_loop, forget_messages, handle_messages
+from daskgpt.schedulers.dask_internals import (
+    connection,
+    event_loop,
+    forget_messages,
+    handle_messages,
+    parse_address,
+    parse_host_port,
+    to_serialize,
+)
 from daskgpt.schedulers.local import return_memory
 
 OP = "daskgpt-message"  # the handler of a worker

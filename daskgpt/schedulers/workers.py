@@ -10,17 +10,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 from distributed import WorkerPlugin
-from distributed.metrics import context_meter
 
 from daskgpt.graph.program import METER, RECORDER, Span
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.schedulers.dask_internals import (
-    KERNEL,
     Received,
+    add_metric,
     closes,
+    digest_kernel,
     event_loop,
     executed,
     forget_messages,
+    forget_metric,
     handle_messages,
     send_heartbeat,
     thread_count,
@@ -61,8 +62,7 @@ class PrepareWorker(WorkerPlugin):
             return latest_calls(worker, since, most)
 
         handle_messages(worker, ASKED, latest)
-        if METRIC not in worker.metrics:
-            worker.metrics[METRIC] = Count(worker)
+        add_metric(worker, METRIC, Count(worker))
         await send_heartbeat(worker)
 
     async def teardown(self, worker: Any) -> None:
@@ -71,7 +71,7 @@ class PrepareWorker(WorkerPlugin):
         end_programs(self.run, worker)
         self.users.subtract((None, worker.id))
         if not self.users[worker.id]:
-            worker.metrics.pop(METRIC, None)
+            forget_metric(worker, METRIC)
             forget_messages(worker, ASKED)
             del self.users[worker.id]
             # Messages that are under way may still come.
@@ -89,7 +89,7 @@ class PrepareWorker(WorkerPlugin):
 def meter_kernels(seconds: Mapping[str, float]) -> None:
     """Add the kernel times of a merged task to Dask's fine performance metrics, which know tasks only."""
     for kind, duration in seconds.items():
-        context_meter.digest_metric(f"{KERNEL}{kind}", duration, "seconds")
+        digest_kernel(kind, duration)
 
 
 class Count:
