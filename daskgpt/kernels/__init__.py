@@ -1,21 +1,21 @@
-"""The arithmetic of GPT-2 on NumPy arrays: one file a layer, the forward beside its backwards.
+"""The arithmetic of GPT-2 on NumPy arrays: one file per layer, with its forward and backward kernels.
 
 Every public kernel takes NumPy arrays and returns new ones. Inputs are only read, so they may be read-only; float32
 and float64 run the same source; a result depends on the values alone, not on where the arrays lie or which thread
 runs. A *summing* kernel takes `total` and `accumulate`: it writes its sum into `total`, or adds the sum to it, and
 returns `total`.
 
-Each of these knows only what comes after it:
+Each of these modules imports only those below it:
 
     bfloat16/            the layers that `--precision bfloat16` replaces, and their products
     attention, linear …  the layers, the loss and the optimizers
-    dropout              the layer, and the random numbers that attention drops probabilities by
-    float32/             products inside kernels: BLAS by its address, or one of our own
+    dropout              the layer, and the random numbers that decide which probabilities attention drops
+    float32/             products inside kernels: a BLAS called by its address, or the package's own product
     arguments            checks and views of arguments
     floating_point       subnormal numbers count as zero
     totals               totals of groups that are added in a fixed tree
     simd/                code on several numbers at a time, and on memory by its address
-    compilation          how a kernel is compiled, once a dtype, and cached on disk
+    compilation          how a kernel is compiled, once per dtype, and cached on disk
     cache                the folder of compiled kernels, and the check of its files
 """
 

@@ -1,4 +1,4 @@
-"""Add two arrays: the two ends of a residual connection."""
+"""Addition of two arrays, where a residual connection ends."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ def forward(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
     Shapes   x, y (b, t, C) -> z (b, t, C)
     Dtype    float32 or float64, one for both
-    Cost     1 addition an element, bound by memory
+    Cost     1 addition per element, bound by memory
     Errors   ValueError when the shapes differ
     """
     check_shape("add.forward", "y", y, x.shape)

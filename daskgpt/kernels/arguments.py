@@ -38,7 +38,7 @@ def check_output(where: str, name: str, array: np.ndarray, shape: tuple[int, ...
 
 
 def check_rows(where: str, total: np.ndarray, first_row: int, rows: int) -> None:
-    """Raise ValueError unless `total` is some rows of a gradient with `rows` rows."""
+    """Raise ValueError unless `total` can hold rows from `first_row` on of a gradient with `rows` rows."""
     if not 0 <= first_row <= rows - len(total):
         got = {"first_row": first_row, "rows": len(total)}
         raise refusal(ValueError, where, f"total must be some of the {rows} rows", got, "Check the first row.")
@@ -64,9 +64,9 @@ def checked_indices(where: str, name: str, indices: np.ndarray, count: int) -> n
 
 
 def into_new_arrays(in_place: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the form of an optimizer's kernel, `NAME_inplace`, that leaves weight and moments unchanged.
+    """Return the version of an optimizer's kernel `NAME_inplace` that leaves weight and moments unchanged.
 
-    It overwrites copies of them, so its results have the same bits; assign it to NAME in the same module.
+    It runs the kernel on copies, so its results have the same bits. Assign it to NAME in the same module.
     """
 
     @functools.wraps(in_place)

@@ -1,9 +1,10 @@
 """Causal self-attention of whole sequences, and its gradient.
 
-Both iterate over bands of query rows. A band's scores against all keys up to its diagonal are one matrix product, the
-mask is the end of the loops over a row, and besides the arrays only scratch memory for a band of scores is held: O(T),
-never (T, T). The forward keeps one number per row, the logarithm of the sum of exponentials, from which the backward
-recomputes the probabilities, and also which of them are dropped.
+Both kernels iterate over bands of query rows. A band's scores against all keys up to its diagonal are one matrix
+product, and loops over a row of scores end at the diagonal, which applies the causal mask. Besides the arrays, only
+scratch memory for one band of scores is held: O(T), never (T, T). The forward kernel keeps one number per row, the
+logarithm of the sum of exponentials. From it the backward kernel computes the probabilities again, and also which of
+them were dropped.
 """
 
 import math
@@ -19,7 +20,7 @@ from daskgpt.kernels.simd.lanes import address_of
 from daskgpt.kernels.simd.math import exp, log, maximum
 from daskgpt.kernels.simd.reductions import dot, sum_of
 
-# Added to the rows of the scratch: row lengths that are powers of two would share few cache lines.
+# Padding of the scratch's rows: rows whose length is a power of two would compete for a few cache lines.
 _GAP = 16
 
 # Dropout as kernels take it: the streams of the sequences; the number of the place in the model and the word below
@@ -30,7 +31,7 @@ _NO_DROPOUT: Dropout = (np.empty(0, np.int64), (0, 0), 1.0)
 
 @helper
 def _transpose(x, sequence, column, out):
-    """The columns of one head as rows: out[c, j] = x[sequence, j, column + c]."""
+    """Copy the columns of one head to rows: out[c, j] = x[sequence, j, column + c]."""
     for first in range(0, x.shape[1], 16):
         last = min(first + 16, x.shape[1])
         for c in range(out.shape[0]):
@@ -42,8 +43,8 @@ def _transpose(x, sequence, column, out):
 def _softmax(scores, row, limit, last, scale):
     """exp(scale (score - maximum)) of one row up to `limit`, then zeros; returns scale * maximum and the sum.
 
-    The exponentials run on to `last`, the end of the band: no remainder for the vector code, and cheaper than
-    stopping in time.
+    Exponentials are computed up to `last`, the end of the band: the vector code then has no remainder, which is
+    cheaper than to stop at `limit`.
     """
     top = scale * maximum(scores[row, :limit])
     for j in range(last):
@@ -55,7 +56,7 @@ def _softmax(scores, row, limit, last, scale):
 
 @kernel("n r3 n w3 w3 w2 w2 w1 l1 n2 f w1", cost=6)
 def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses, streams, dropout, kept, factors):
-    """The sum of a row's exponentials is that of all of them: dropout comes after it."""
+    """Compute attention. Dropout comes after the softmax, so dropped probabilities count in a row's sum."""
     wide_vectors()
     real = y.dtype.type
     one, zero = real(1), real(0)
@@ -93,11 +94,11 @@ def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses, str
 
 @helper
 def _score_gradients(scores, gradients, row, limit, last, scale, logsumexp):
-    """Scores -> probabilities, their gradients -> the scores' gradients, of one row up to `limit`; then zeros.
+    """Replace one row of scores by probabilities, and their gradients by the scores' gradients; zeros from `limit` on.
 
-    A logarithm of 1,000 is rounded by 3e-5, and so would be every probability computed from it alone; dividing by the
-    row's own sum removes this error. delta comes from the same probabilities: sum(dy y) is the same number in another
-    order, but its rounding error would dominate ds if one probability is nearly 1.
+    A logarithm near 1,000 has a rounding error of 3e-5, which every probability computed from it would share; dividing
+    by the sum of the row removes this error. delta is computed from the same probabilities: sum(dy y) equals it, but
+    its rounding error would dominate ds if one probability is nearly 1.
     """
     real = scores.dtype.type
     for j in range(last):
@@ -164,9 +165,9 @@ def _backward(
 def check_forward(
     where: str, qkv: np.ndarray, streams: np.ndarray | None, heads: int, place: int, rate: float
 ) -> tuple[int, Dropout]:
-    """Return the channels and dropout as kernels take it.
+    """Return the number of channels, and the dropout arguments in the form that kernels take.
 
-    Errors   ValueError unless qkv has 3 heads HS columns, and there is a stream for each sequence
+    Errors   ValueError unless qkv has 3 NH HS columns, and there is a stream for each sequence
     """
     channels = qkv.shape[-1] // 3
     if heads < 1 or qkv.shape[-1] != 3 * channels or channels % heads:
@@ -190,7 +191,7 @@ def check_backward(
 
 
 def _band(tokens: int) -> int:
-    """Return the number of query rows in a band: more make faster products, fewer compute less beyond the diagonal."""
+    """Return the number of query rows in a band: wide bands make fast products, narrow ones compute little in vain."""
     return max(1, min(32 if tokens <= 256 else 64, tokens))
 
 
@@ -201,19 +202,19 @@ def _scratch(tokens: int, dtype: np.dtype, *rows: int) -> list[np.ndarray]:
 def forward(
     qkv: np.ndarray, streams: np.ndarray | None = None, *, heads: int, place: int = 0, rate: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return causal self-attention, scale 1 / sqrt(HS), and what its backward needs.
+    """Return causal self-attention, with scale 1 / sqrt(HS), and the log-sum-exp that `backward` needs.
 
     y = softmax(q kᵀ / sqrt(HS)) v, each query over the keys up to its own position
     logsumexp = log(sum(exp(q kᵀ / sqrt(HS))))
 
-    With streams, a share `rate` of the probabilities is set to 0 and the others are divided by 1 - rate. Which ones
-    follows from the stream of the sequence, the place in the model, the head, the query and the key alone.
+    With streams, a share `rate` of the probabilities is set to 0 and the others are divided by 1 - rate. Whether one
+    is dropped depends on the stream of the sequence, the place in the model, the head, the query and the key alone.
 
     Shapes   qkv (b, T, 3C), streams (b,) or None -> y (b, T, C), logsumexp (b, NH, T)
     Dtype    float32 or float64; int64 streams
     Cost     2 b T² C operations in BLAS, b NH T² / 2 exps; scratch O(T)
     Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135, for the log-sum-exp
-    Errors   ValueError when the columns are not 3 heads HS, or there is not a stream for each sequence
+    Errors   ValueError when there are not 3 NH HS columns, or not one stream per sequence
     """
     channels, dropout = check_forward("attention.forward", qkv, streams, heads, place, rate)
     sequences, tokens = qkv.shape[:2]
@@ -242,8 +243,8 @@ def backward(
     p = exp(q kᵀ / sqrt(HS) - logsumexp);  dp = f (dy vᵀ);  ds = p (dp - sum(p dp)) / sqrt(HS)
     dq = ds k;  dk = dsᵀ q;  dv = (f p)ᵀ dy
 
-    f is 1, or with dropout 0 or 1 / (1 - rate): what was dropped is computed again. y serves the version in bfloat16,
-    where sum(p dp) = sum(dy y).
+    f is 1, or with dropout 0 or 1 / (1 - rate); the dropped probabilities are determined again. y is used in bfloat16
+    only, where sum(dy y) replaces sum(p dp).
 
     Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv (b, T, 3C)
     Dtype    float32 or float64, one for all; int64 streams

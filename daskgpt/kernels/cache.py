@@ -1,10 +1,10 @@
 """The folder that keeps compiled kernels, and the check of its files before Numba reads them.
 
-Numba runs whatever is in its files: from a damaged one a process crashes, or computes something else. Each file
+Numba runs whatever its files hold: with a damaged file a process crashes or computes wrong numbers. Each file
 therefore ends with a seal, a SHA-256 of its name and content, which Numba does not read.
 
-If Numba finds no folder that can be written, or its folder is full, kernels are kept in a temporary folder, which all
-processes of a user on a machine share.
+If Numba finds no writable folder, or its folder is full, kernels are kept in a temporary folder that all processes of
+a user on a machine share.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ def _temporary() -> str | None:
     try:
         path = Path(tempfile.gettempdir()) / f"daskgpt-kernels-{os.getuid()}"
         path.mkdir(mode=0o700, exist_ok=True)
-        known = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    private = known.st_uid == os.getuid() and not known.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return str(path) if private and stat.S_ISDIR(known.st_mode) else None
+    private = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return str(path) if private and stat.S_ISDIR(status.st_mode) else None
 
 
 @functools.cache

@@ -26,6 +26,7 @@ import numba
 import numpy as np
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
+from numpy.typing import DTypeLike
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.cache import PLACE, is_sealed, problem_of, seal
@@ -33,7 +34,7 @@ from daskgpt.kernels.numba_internals import optimized_once, without_literals
 
 # No fastmath: an operation is rounded as it is written, whatever compiler, processor or place in a loop. What is to be
 # one rounding says so (`simd.math.fma`), and sums over a row have their own order (`simd.reductions`).
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+_OPTIONS: dict[str, bool | str] = {"nogil": True, "error_model": "numpy"}
 _FLOATS = {"f": numba.float32, "d": numba.float64}
 _ELEMENTS = {"i": numba.int32, "h": numba.uint16, "l": numba.int64, "s": numba.float32}
 _ANY = "any"
@@ -52,7 +53,7 @@ KERNELS: list["Kernel"] = []
 
 # Decorators of functions that kernels include. Python never calls them; the code for such calls would take a sixth of
 # the time of compiling.
-_INNER: dict[str, Any] = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_INNER: dict[str, bool | str] = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def helper(function: Callable[..., Any]) -> Any:
@@ -61,19 +62,19 @@ def helper(function: Callable[..., Any]) -> Any:
 
 
 def part(function: Callable[..., Any]) -> Any:
-    """Decorator of a function that calls `stay_apart`, and is compiled once a kernel."""
+    """Decorator of a function that calls `stay_apart`, and is compiled once per kernel."""
     return without_literals(numba.njit(**_INNER)(function))
 
 
 @intrinsic
-def wide_vectors(typing_context: Any) -> Any:
+def wide_vectors(typing_context):
     """Let LLVM use 512-bit vectors in the function that calls this, where the processor has them.
 
     LLVM's choice for these processors is 256 bits. Kernels bound by arithmetic (exp) run a fifth faster with 512,
     plain sums a tenth slower.
     """
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def generate(context, builder, signature, arguments):
         # llvmlite knows no attributes with a value, but writes whatever the set holds.
         set.add(builder.function.attributes, '"prefer-vector-width"="512"')
         return context.get_dummy_value()
@@ -82,18 +83,18 @@ def wide_vectors(typing_context: Any) -> Any:
 
 
 @intrinsic
-def stay_apart(typing_context: Any) -> Any:
-    """Let LLVM keep the function that calls this a function: not copied to each place where it is called."""
+def stay_apart(typing_context):
+    """Keep LLVM from inlining the function that calls this."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def generate(context, builder, signature, arguments):
         builder.function.attributes.add("noinline")
         return context.get_dummy_value()
 
     return numba.types.void(), generate
 
 
-def numba_type(word: str, real: Any = None) -> Any:
-    """r2 -> a float array that is read, w1 -> one that is written; other letters as `kernel` says them."""
+def numba_type(word: str, real: numba.types.Type | None = None) -> numba.types.Type:
+    """Return the Numba type of a word of a signature, such as r2 or w1; `kernel` explains the letters."""
     letter, count = word[0], word[1:]
     if letter in "nf" or word == "s":
         number = {"n": numba.int64, "f": real, "s": numba.float32}[letter]
@@ -111,20 +112,20 @@ def _machine_fingerprint() -> str:
 
 @functools.cache
 def _source_fingerprint(module: str) -> str:
-    """A digest of the source of a module, and of those in this folder that it imports, directly or not."""
-    found: dict[str, bytes] = {}
+    """Return a digest of the sources of a module and of all modules in this folder that it imports, also indirectly."""
+    sources: dict[str, bytes] = {}
     names = [module]
     while names:
         name = names.pop()
-        if name not in found:
-            found[name], imported = _source(name)
+        if name not in sources:
+            sources[name], imported = _source(name)
             names += imported
-    return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:8]
+    return hashlib.sha256(b"".join(sources[name] for name in sorted(sources))).hexdigest()[:8]
 
 
 @functools.cache
 def _source(module: str) -> tuple[bytes, list[str]]:
-    """The source of a module, empty if it has no file, and the modules of this folder that it imports."""
+    """Return the source of a module, empty if it has no file, and the modules of this folder that it imports."""
     path = getattr(sys.modules.get(module), "__file__", None)
     source = Path(path).read_bytes() if path else b""
     names = []
@@ -136,13 +137,15 @@ def _source(module: str) -> tuple[bytes, list[str]]:
 class Kernel:
     """A private Numba function in its float32 and float64 versions.
 
-    It is called with arrays, whose dtype says which version runs. One with numbers of that dtype but no arrays is
+    A call chooses the version by the dtype of its arrays. A kernel that takes numbers of that dtype but no arrays is
     called as `compile(kind)(...)`.
     """
 
     def __init__(self, function: Callable[..., Any], signature: str, *, cost: int = 1, use: str = "") -> None:
-        """cost   time of compiling it, in units of a small kernel's
-        use    what needs it, such as an optimizer, where not every run does
+        """Register a function that `kernel` decorates.
+
+        cost   time to compile it; a small kernel has cost 1
+        use    feature that needs it, such as an optimizer; "" = every run
         """
         self.function, self.cost, self.use = function, cost, use
         self.words = signature.split()
@@ -159,16 +162,16 @@ class Kernel:
         try:
             return compiled(*arguments)
         except TypeError as error:
-            found = ", ".join(str(value.dtype) for value in arguments if isinstance(value, np.ndarray))
+            dtypes = ", ".join(str(value.dtype) for value in arguments if isinstance(value, np.ndarray))
             rule = "float arrays must have one dtype, index arrays int32"
-            raise refusal(TypeError, self.name, rule, {"dtypes": found}, "Convert them first.") from error
+            raise refusal(TypeError, self.name, rule, {"dtypes": dtypes}, "Convert them first.") from error
 
-    def kind_of(self, dtype: Any) -> str:
-        """The version of this kernel that serves `dtype`."""
+    def kind_of(self, dtype: DTypeLike) -> str:
+        """Return the key of the version of this kernel that serves `dtype`."""
         return _ANY if self._any else np.dtype(dtype).char
 
     def compile(self, kind: str) -> Any:
-        """Compile one version, or load it from the cache on disk; later calls return the same function."""
+        """Compile one version, or load it from the cache on disk; return the compiled function."""
         dispatcher = self._compiled.get(kind)
         if dispatcher is None:
             if process := self._processes.pop(kind, None):
@@ -190,7 +193,7 @@ class Kernel:
         return dispatcher
 
     def address(self, kind: str = _ANY) -> int:
-        """Address of one version as a C function, which other kernels can call."""
+        """Return the address of one version as a C function, which other kernels can call."""
         compiled = self.compile(kind)
         result = compiled.overloads[compiled.signatures[0]]
         return int(result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name))
@@ -200,7 +203,7 @@ class Kernel:
         return kind in self._compiled or self._dispatcher(kind)[1]
 
     def _is_kept(self, kind: str, folder: str) -> bool:
-        """Return whether a folder has this version, undamaged; otherwise what is left of it is removed.
+        """Return whether a folder has this version undamaged; remove its files otherwise.
 
         Errors   OSError if the system refuses
         """
@@ -247,7 +250,7 @@ class Kernel:
         return numba.njit(**_OPTIONS)(copy), False
 
     def _remove_outdated(self, kind: str, folder: Path) -> None:
-        """Remove this machine's code of older source; a process that still runs it has it in memory."""
+        """Remove code that this machine compiled from older sources; processes that run it have it in memory."""
         module = self.function.__module__.rpartition(".")[2]
         for path in folder.glob(f"{module}.{self._stem(kind)}*"):
             if self._variant(kind) not in path.name:
@@ -280,12 +283,12 @@ def _all_kernels() -> Iterator[Kernel]:
 
 
 def _wanted(bfloat16: bool, uses: Container[str] | None = None) -> list[Kernel]:
-    needed = (each for each in _all_kernels() if uses is None or not each.use or each.use in uses)
-    return [each for each in needed if bfloat16 or not each.name.startswith(_BFLOAT16)]
+    needed = (kernel for kernel in _all_kernels() if uses is None or not kernel.use or kernel.use in uses)
+    return [kernel for kernel in needed if bfloat16 or not kernel.name.startswith(_BFLOAT16)]
 
 
 def compile_all(
-    dtype: Any,
+    dtype: DTypeLike,
     bfloat16: bool = True,
     uses: Container[str] | None = None,
     after_each: Callable[[], None] = lambda: None,
@@ -295,18 +298,18 @@ def compile_all(
 
     A program calls this once before it starts other processes: they then only read the cache.
 
-    bfloat16     whether those of bfloat16 products are compiled, too
-    uses         of the kernels that not every run needs, those with these; None = all
-    after_each   is called after each kernel, and now and then while other processes compile
-    processes    that compile at the same time: Numba compiles one function at a time in a process
+    bfloat16     whether kernels of bfloat16 products are compiled, too
+    uses         features of the run (`Kernel.use`); kernels of other features are left out; None = all kernels
+    after_each   called after each kernel, and now and then while other processes compile
+    processes    number of processes that compile at the same time; within one, Numba compiles one function at a time
     """
     wanted = _wanted(bfloat16, uses)
-    missing = [each for each in wanted if not each.is_cached(each.kind_of(dtype))]
-    own, *others = _shares(missing, processes if PLACE.folder is not None else 1)
+    missing = [kernel for kernel in wanted if not kernel.is_cached(kernel.kind_of(dtype))]
+    share_here, *others = _shares(missing, processes if PLACE.folder is not None else 1)
     started = [_start_compiling(share, dtype) for share in others if share]
     try:
-        for each in own:
-            each.compile(each.kind_of(dtype))
+        for kernel in share_here:
+            kernel.compile(kernel.kind_of(dtype))
             after_each()
         for process in started:
             while process.poll() is None:
@@ -316,36 +319,36 @@ def compile_all(
     finally:
         for process in started:
             process.kill()
-    for each in wanted:
-        if each not in own:
-            each.compile(each.kind_of(dtype))
+    for kernel in wanted:
+        if kernel not in share_here:
+            kernel.compile(kernel.kind_of(dtype))
             after_each()
 
 
 def _shares(kernels: Iterable[Kernel], count: int) -> list[list[Kernel]]:
     """Share kernels out among processes, the largest first, each to the one that has least to do."""
     shares: list[list[Kernel]] = [[] for _ in range(count)]
-    for each in sorted(kernels, key=lambda each: -each.cost):
+    for kernel in sorted(kernels, key=lambda kernel: -kernel.cost):
         # Another process has to start and to import first.
-        min(shares, key=lambda share: sum(k.cost for k in share) + 4 * (share is not shares[0])).append(each)
+        min(shares, key=lambda share: sum(k.cost for k in share) + 4 * (share is not shares[0])).append(kernel)
     return shares
 
 
-def compile_later(dtype: Any, uses: Container[str]) -> None:
-    """Compile the kernels of some uses in another process while a core is idle; a first call waits for its end."""
-    needed = (each for each in _all_kernels() if each.use in uses)
-    missing = [each for each in needed if not each.is_cached(each.kind_of(dtype))]
+def compile_later(dtype: DTypeLike, uses: Container[str]) -> None:
+    """Compile the kernels of these features in another process of low priority; their first call waits for its end."""
+    needed = (kernel for kernel in _all_kernels() if kernel.use in uses)
+    missing = [kernel for kernel in needed if not kernel.is_cached(kernel.kind_of(dtype))]
     if missing and PLACE.folder is not None:
         _start_compiling(missing, dtype, priority=19)
 
 
-def _start_compiling(kernels: Sequence[Kernel], dtype: Any, priority: int = 0) -> "subprocess.Popen[bytes]":
+def _start_compiling(kernels: Sequence[Kernel], dtype: DTypeLike, priority: int = 0) -> "subprocess.Popen[bytes]":
     """Compile kernels in another process, which leaves them in the cache on disk; `Kernel.compile` waits for its end.
 
     priority   of the process, from 0 to 19, the lowest, where the system has priorities
     """
     code = f"from {__name__} import _compile_named; _compile_named()"
-    arguments = [np.dtype(dtype).char, str(priority), *(each.name for each in kernels)]
+    arguments = [np.dtype(dtype).char, str(priority), *(kernel.name for kernel in kernels)]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | PLACE.environment,
@@ -355,8 +358,8 @@ def _start_compiling(kernels: Sequence[Kernel], dtype: Any, priority: int = 0) -
         start_new_session=True,  # Ctrl-C is for this process
     )
     atexit.register(process.kill)
-    for each in kernels:
-        each._processes[each.kind_of(dtype)] = process
+    for kernel in kernels:
+        kernel._processes[kernel.kind_of(dtype)] = process
     return process
 
 
@@ -367,11 +370,11 @@ def _compile_named() -> None:
         os.nice(int(priority))
     for name in names:
         importlib.import_module(name.rpartition(".")[0])
-        for each in KERNELS:
-            if each.name == name:
-                each.compile(each.kind_of(dtype))
+        for kernel in KERNELS:
+            if kernel.name == name:
+                kernel.compile(kernel.kind_of(dtype))
 
 
-def all_cached(dtype: Any, bfloat16: bool = True, uses: Container[str] | None = None) -> bool:
-    """Return whether the cache on disk holds what compile_all would compile, so that it will take little time."""
-    return all(each.is_cached(each.kind_of(dtype)) for each in _wanted(bfloat16, uses))
+def all_cached(dtype: DTypeLike, bfloat16: bool = True, uses: Container[str] | None = None) -> bool:
+    """Return whether the cache on disk holds all that `compile_all` would compile."""
+    return all(kernel.is_cached(kernel.kind_of(dtype)) for kernel in _wanted(bfloat16, uses))

@@ -1,7 +1,6 @@
 """The head: unembedding and cross-entropy in one kernel, so that the logits of a chunk live in one task only.
 
-The forward turns the logits into their gradient in place and hands it on; the two backwards are matrix products with
-it.
+The forward kernel overwrites the logits with their gradient and returns it; the two backward kernels multiply by it.
 """
 
 import numpy as np
@@ -13,7 +12,7 @@ from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
 from daskgpt.kernels.simd.math import exp, fma, log, maximum
 from daskgpt.kernels.simd.reductions import sum_of
 
-# Logits that are summed while they are in the first cache.
+# Number of logits that fit into the first cache, where they are summed.
 _PIECE = 2048
 
 
@@ -61,7 +60,7 @@ def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int
 
     Shapes   x (b, t, C), wte (V padded, C), targets (b, t) -> losses (b, t), dlogits (b, t, V padded)
     Dtype    int32 targets; float32 or float64, one for x and wte
-    Cost     2 b t C V operations in BLAS, 1 exp a logit
+    Cost     2 b t C V operations in BLAS, 1 exp per logit
     Errors   ValueError for a target outside the vocabulary, or shapes that do not fit
     """
     where = "crossentropy.forward"
@@ -73,13 +72,13 @@ def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int
 
 
 def softmax_losses(logits: np.ndarray, targets: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Return the cross-entropy of every token from its logits, which are turned into their gradient in place.
+    """Return the cross-entropy of every token from its logits, and overwrite the logits with their gradient.
 
     loss = log(sum(exp(logits))) - logits[target];  logits become softmax(logits) - onehot(target), padding 0
 
     Shapes   logits (b, t, V padded), targets (b, t) -> losses (b, t)
     Dtype    int32 targets; float32 or float64
-    Cost     1 exp a logit
+    Cost     1 exp per logit
     Errors   ValueError for a target outside the vocabulary, or shapes that do not fit
     """
     where = "crossentropy.forward"
@@ -149,7 +148,7 @@ def backward_wte(
 def mean_forward(losses: np.ndarray, shares: np.ndarray, *, total: np.ndarray, accumulate: bool) -> np.ndarray:
     """Add the shares of some tokens in the mean loss to a total.
 
-    total = sum(losses * shares);  a share is 1 / (B T), or where only some targets count, 1 / their number or 0
+    total = sum(losses * shares);  a share is 1 / (B T); where only N targets count, 1 / N for those and 0 for others
 
     Shapes   losses, shares (b, t) -> total ()
     Dtype    float32 or float64, one for losses and total; shares are rounded to it

@@ -1,7 +1,7 @@
 """Dropout: in training, random numbers of an array are set to 0, and the others are scaled up to keep the mean.
 
-The random numbers are Philox's function of a key and a counter: there is no state, and any task computes its own. Each
-follows from the stream of its sequence, the place in the model, and the position there.
+Random numbers are computed by Philox from a key and a counter, without a state, so each task computes those that it
+needs. A number depends on the stream of its sequence, the place in the model, and the position there.
 """
 
 import numpy as np
@@ -35,9 +35,9 @@ def _two_rounds(a, b, c, d, key, other):
 
 @helper
 def philox(a, b, c, d, key, other):
-    """Philox4x32-10: four random words of a counter of four words and a key of two, each an uint64 below 2**32.
+    """Return four random words for a counter of four words and a key of two (Philox4x32-10), all uint64 below 2**32.
 
-    The rounds are no loop: a loop over counters becomes vector code only where there is none in it.
+    The rounds are written out: LLVM makes vector code of a loop over counters only if it holds no other loop.
 
     Source   Salmon et al. 2011, doi:10.1145/2063384.2063405
     """
@@ -70,11 +70,11 @@ def factors_of_row(stream, place, part, row, threshold, kept, factors, count):
 
 
 @kernel("L1 n n", use="dropout")
-def _streams(found, seed, step):
+def _streams(keys, seed, step):
     key, number = np.uint64(seed), np.uint64(step)
-    for i in range(found.size):
+    for i in range(keys.size):
         a, b, _, _ = philox(np.uint64(i), number & _LOWER, number >> _HALF, np.uint64(0), key & _LOWER, key >> _HALF)
-        found[i] = np.int64(a | (b << _HALF))
+        keys[i] = np.int64(a | (b << _HALF))
 
 
 def streams(seed: int, step: int, sequences: int) -> np.ndarray:
@@ -83,13 +83,13 @@ def streams(seed: int, step: int, sequences: int) -> np.ndarray:
     Shapes   -> (sequences,)
     Dtype    int64
     """
-    found = np.empty(sequences, np.int64)
-    _streams(found, int(np.uint64(seed % _SIXTY_FOUR_BITS).astype(np.int64)), step)
-    return found
+    keys = np.empty(sequences, np.int64)
+    _streams(keys, int(np.uint64(seed % _SIXTY_FOUR_BITS).astype(np.int64)), step)
+    return keys
 
 
 def threshold_of(rate: float) -> int:
-    """Return the word below which a number is dropped: a share of all words."""
+    """Return the threshold of random words: a number is dropped if its word lies below it."""
     return min(round(rate * NUMBERS), NUMBERS - 1)
 
 
@@ -107,10 +107,11 @@ def dropped(x: np.ndarray, streams: np.ndarray, positions: np.ndarray, place: in
     """Return x with a share of its numbers set to 0 and the others divided by 1 - rate. The gradient is the same for
     dy.
 
-    The stream of the sequence, the place, the position of the token and the channel decide which numbers.
+    Which numbers are dropped depends on the stream of the sequence, the place, the position of the token and the
+    channel.
 
-    place    number of the place in the model: others are dropped elsewhere
-    rate     the share, at least 0 and below 1
+    place    number of the place in the model
+    rate     share of the numbers that are dropped, at least 0 and below 1
 
     Shapes   x (b, t, C), streams (b,), positions (t,) -> y (b, t, C)
     Dtype    float32 or float64; int64 streams, int32 positions

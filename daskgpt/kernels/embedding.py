@@ -71,7 +71,7 @@ def backward_wte(
 ) -> np.ndarray:
     """Return the gradient of the token table, or some rows of it: each token's rows of dy, added in order.
 
-    Tokens of other rows are skipped: the forward has checked all tokens.
+    Tokens whose rows lie outside are skipped; `forward` has checked all tokens.
 
     Shapes   dy (b, t, C), tokens (b, t) -> total (rows, C), those of the gradient from first_row on
     Dtype    int32 tokens; float32 or float64, one for dy and total

@@ -1,8 +1,8 @@
 """Flush subnormal numbers to zero in the calling thread.
 
-A subnormal number (below 1.2e-38 in float32) makes an x86 processor take a slow path of some hundred cycles;
-gradients that fade out are full of them. The two bits that switch this off, FTZ for results and DAZ for arguments,
-belong to the thread: each thread that runs kernels sets them. On other processors these functions do nothing.
+An operation on a subnormal number (below 1.2e-38 in float32) takes an x86 processor a hundred cycles or more, and
+vanishing gradients are full of them. The two bits that avoid this, FTZ for results and DAZ for arguments, are part of
+a thread's state, so each thread that runs kernels sets them. On other processors these functions do nothing.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ def _write_state(builder, state):
 
 @kernel("n n")
 def _set_state(state, adding):
-    """Write the state, or add its bits to what is set; return the previous state."""
+    """Write the state, or set its bits in addition to those already set; return the previous state."""
     previous = _read_state()
     _write_state(state | previous if adding else state)
     return previous
 
 
 def set_flush_to_zero() -> int:
-    """Make the calling thread treat subnormal numbers as zero; returns the previous state for `restore`."""
+    """Make the calling thread treat subnormal numbers as zero; return the previous state for `restore`."""
     return _set_state(_FLUSH_TO_ZERO | _SUBNORMALS_ARE_ZERO, 1)
 
 
@@ -66,5 +66,5 @@ def flush_to_zero() -> Iterator[None]:
 
 
 def flushes() -> bool:
-    """Return whether the calling thread flushes: half of the smallest normal number is zero."""
+    """Return whether the calling thread treats subnormal numbers as zero."""
     return bool((_SMALLEST_NORMAL * _HALF)[0] == 0)

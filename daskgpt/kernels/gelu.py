@@ -1,7 +1,7 @@
 """GELU in its tanh form, and its gradient.
 
-With u = sqrt(2/π) (x + 0.044715 x³) the published formula is 0.5 x (1 + tanh(u)); the kernels compute the same as x
-sigmoid(2u), which needs one exp, one division and keeps its precision where 1 + tanh(u) cancels.
+With u = sqrt(2/π) (x + 0.044715 x³) the published formula is 0.5 x (1 + tanh(u)). The kernels compute the equal
+x sigmoid(2u), which takes one exp and one division and stays precise where 1 + tanh(u) would cancel.
 """
 
 import math

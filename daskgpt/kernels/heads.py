@@ -36,12 +36,12 @@ def _forward(x, positions, heads, key_heads, base, y):
     for row in range(x.shape[0]):
         position = float(positions[row % positions.size])
         for head in range(heads):
-            own = head // group
+            key_head = head // group
             _turned(x[row], head * size, position, base, size, 1.0, y[row], head * size, False)
-            key = heads + own
+            key = heads + key_head
             _turned(x[row], key * size, position, base, size, 1.0, y[row], (heads + head) * size, False)
             for j in range(size):
-                y[row, (2 * heads + head) * size + j] = x[row, (heads + key_heads + own) * size + j]
+                y[row, (2 * heads + head) * size + j] = x[row, (heads + key_heads + key_head) * size + j]
 
 
 @kernel("r2 i1 n n s w2", use="heads")
@@ -51,12 +51,12 @@ def _backward(dy, positions, heads, key_heads, base, dx):
     for row in range(dy.shape[0]):
         position = float(positions[row % positions.size])
         for head in range(heads):
-            own, again = head // group, head % group > 0
+            key_head, again = head // group, head % group > 0
             _turned(dy[row], head * size, position, base, size, -1.0, dx[row], head * size, False)
-            key = heads + own
+            key = heads + key_head
             _turned(dy[row], (heads + head) * size, position, base, size, -1.0, dx[row], key * size, again)
             for j in range(size):
-                place = (heads + key_heads + own) * size + j
+                place = (heads + key_heads + key_head) * size + j
                 value = dy[row, (2 * heads + head) * size + j]
                 dx[row, place] = value + dx[row, place] if again else value
 
@@ -66,7 +66,7 @@ def forward(x: np.ndarray, positions: np.ndarray, *, heads: int, key_heads: int,
 
     Shapes   x (b, t, (NH + 2 KH) HS), positions (t,) -> y (b, t, 3 NH HS)
     Dtype    int32 positions; float32 or float64
-    Cost     2 sines and 2 cosines a pair of channels
+    Cost     2 sines and 2 cosines per pair of channels
     Errors   ValueError when the shapes do not fit
     Source   Su et al. 2021, arXiv:2104.09864; Ainslie et al. 2023, arXiv:2305.13245
     """
@@ -79,7 +79,7 @@ def forward(x: np.ndarray, positions: np.ndarray, *, heads: int, key_heads: int,
 
 
 def backward(dy: np.ndarray, positions: np.ndarray, *, heads: int, key_heads: int, turned_by: float) -> np.ndarray:
-    """Return the gradient of `forward` with respect to x: turned back, those of a shared head summed in order.
+    """Return the gradient of `forward` with respect to x; gradients of a shared head are summed in order.
 
     Shapes   dy (b, t, 3 NH HS), positions (t,) -> dx (b, t, (NH + 2 KH) HS)
     Dtype    int32 positions; float32 or float64

@@ -14,7 +14,7 @@ EPSILON = 1e-5
 
 @helper
 def _centre(x, i, centred):
-    """Row i less its mean; returns 1 / standard deviation. The squares are the centred row's: nothing cancels."""
+    """Write row i minus its mean; return 1 / standard deviation, from the centred row, so nothing cancels."""
     real = x.dtype.type
     channels = x.shape[1]
     inverse = real(1) / real(channels)

@@ -1,7 +1,7 @@
-"""Undocumented parts of Numba, which are read here alone, so that functions that kernels include cost less to compile.
+"""All uses of undocumented parts of Numba. They reduce the time to compile functions that kernels include.
 
-Used with the versions of Numba that `SEEN_IN` names; with others, kernels are compiled in Numba's own way, with the
-same bits and more time.
+They apply to the versions of Numba that `SEEN_IN` names. With others, Numba compiles kernels in its own way, which
+takes longer and gives the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PYTHON, _C, _ENVIRONMENT = "_ZN7cpython", "cfunc.", "_ZN08NumbaEnv"  # begin th
 
 
 def without_literals(dispatcher: Any) -> Any:
-    """Compile a function once for all numbers of a type: Numba's type of a number in the source is that number."""
+    """Compile a function once for all numbers of a type; Numba would give each literal in the source its own type."""
     if KNOWN:
         find, unliteral = dispatcher.get_call_template, numba.types.unliteral
         dispatcher.get_call_template = lambda args, kws: find(
@@ -33,21 +33,21 @@ def without_literals(dispatcher: Any) -> Any:
 
 @contextlib.contextmanager
 def optimized_once() -> Iterator[None]:
-    """Compile a kernel in this thread, and optimize the functions that it includes with the kernel alone.
+    """Compile the kernel of this `with` block without separate machine code for the functions that it includes.
 
-    Numba optimizes each included function and makes machine code of it, and does both once more for the kernel with
-    all of them. A function that Python cannot call is only ever included, so the first time is left out for those.
+    Numba optimizes and compiles each included function, and does both again for the kernel with all of them. A
+    function that Python cannot call is only ever included, so the first compilation is left out.
     """
     if not KNOWN:
         yield
         return
     with global_compiler_lock:
         codegen = cpu_target.target_context.codegen()
-        own, codegen._library_class = codegen._library_class, _Library
+        library, codegen._library_class = codegen._library_class, _Library
         try:
             yield
         finally:
-            codegen._library_class = own
+            codegen._library_class = library
 
 
 class _Library(JITCodeLibrary):
@@ -57,7 +57,7 @@ class _Library(JITCodeLibrary):
 
     @property
     def _is_included(self) -> bool:
-        names = (each.name for each in self._final_module.functions if not each.is_declaration)
+        names = (function.name for function in self._final_module.functions if not function.is_declaration)
         return not any(name.startswith((_PYTHON, _C)) for name in names)
 
     def _optimize_final_module(self) -> None:
@@ -67,7 +67,7 @@ class _Library(JITCodeLibrary):
     def _finalize_final_module(self) -> None:
         included, whole = self._is_included, self._final_module
         if included:  # Python and Numba look for nothing but the function's environment in its machine code
-            names = [each.name for each in whole.global_variables if each.name.startswith(_ENVIRONMENT)]
+            names = [variable.name for variable in whole.global_variables if variable.name.startswith(_ENVIRONMENT)]
             lines = "".join(f'@"{name}" = common global ptr null\n' for name in names)
             self._final_module = llvmlite.binding.parse_assembly(lines)
         super()._finalize_final_module()

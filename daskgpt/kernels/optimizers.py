@@ -1,7 +1,7 @@
 """Updates of parameters: AdamW, momentum SGD, Muon, and the norm that clips gradients.
 
-An update `NAME_inplace` writes over the weight and its moments; `NAME` leaves them as they are and returns new arrays
-of the same bits.
+An update `NAME_inplace` overwrites the weight and its moments; `NAME` leaves them unchanged and returns new arrays
+with the same bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def next_weight(weight, m, v, step):
 
 
 class Step(NamedTuple):
-    """The numbers of a step that a tensor's elements share, in the order of `step_scalars`."""
+    """Numbers of an AdamW step that all elements of a tensor share, in the order of `step_scalars`."""
 
     rate: float
     m_scale: float
@@ -114,7 +114,7 @@ def _momentum(weight, gradient, m, rate, beta, decay):
 def momentum_inplace(
     weight: np.ndarray, gradient: np.ndarray, m: np.ndarray, hyper: np.ndarray, *, beta: float, weight_decay: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make one step of momentum with decoupled decay, written over weight and m, which are returned.
+    """Make one step of momentum SGD with decoupled decay; weight and m are updated in place and returned.
 
     m' = beta m + g;  weight' = weight - rate (m' + weight_decay weight);  hyper = [rate]
 
@@ -136,10 +136,10 @@ momentum = into_new_arrays(momentum_inplace)
 
 # Of Muon.
 _ITERATIONS = 5
-A, B, C = 3.4445, -4.7750, 2.0315  # of the polynomial, whose slope at 0 is as steep as five steps allow
+A, B, C = 3.4445, -4.7750, 2.0315  # coefficients of the polynomial, whose slope at 0 is as steep as five steps allow
 _LEAST_NORM = 1e-7
 
-# Rows of a symmetric product that are made at once, and the side of the patches that a matrix is turned by.
+# Rows of a symmetric product that are computed at once, and the side of the patches in which a matrix is transposed.
 _BAND, _PATCH = 16, 16
 
 # The matrix after one Newton-Schulz step, in memory of its own.
@@ -171,7 +171,7 @@ def _add_scaled(x, y, factor):
 
 @kernel("r2 w2", use="muon")
 def _turn(x, y):
-    """y = xᵀ, a patch at a time: its lines stay in the first cache."""
+    """Write y = xᵀ in patches, whose cache lines stay in the first cache."""
     rows, columns = x.shape
     for i0 in range(0, rows, _PATCH):
         for j0 in range(0, columns, _PATCH):
@@ -182,9 +182,9 @@ def _turn(x, y):
 
 @helper
 def _symmetric(blas, x, y):
-    """y = x xᵀ, the upper half of which is made, by bands of rows, and the lower one copied from it.
+    """Write y = x xᵀ: compute its upper half in bands of rows, and copy the lower half from it.
 
-    Both halves are sums of the same products; where a product's sums have one order, they are the same numbers.
+    Both halves are sums of the same products, so a product with a fixed order of sums would give the same bits.
     """
     (n, k), size = x.shape, x.itemsize
     source, target, zero = address_of(x), address_of(y), x.dtype.type(0)
@@ -242,13 +242,12 @@ def _turned(x: np.ndarray) -> np.ndarray:
 
 
 def orthogonalised(x: np.ndarray, step: Iteration = iteration) -> np.ndarray:
-    """Return about the nearest matrix with orthonormal rows or columns: U Vᵀ of x = U S Vᵀ, with singular values near
-    1.
+    """Return an approximation of the nearest matrix with orthonormal rows or columns, U Vᵀ where x = U S Vᵀ.
 
-    Five steps of a polynomial move the singular values of x / |x| towards 1, the smallest fastest: those from 0.01 on
+    Five steps of a polynomial move the singular values of x / |x| towards 1, the smallest fastest: those above 0.01
     end between 0.68 and 1.14.
 
-    Shapes   x (n, k) -> (n, k); x is written over
+    Shapes   x (n, k) -> (n, k); x is overwritten
     Dtype    float32 or float64
     Cost     5 steps of 3 a² b + a³ operations for sides a <= b
     Source   Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"
@@ -286,16 +285,16 @@ def muon_inplace(
     maps: int,
     step: Iteration = iteration,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make one step of Muon with decoupled decay, written over weight and m, which are returned.
+    """Make one step of Muon with decoupled decay; weight and m are updated in place and returned.
 
     m' = beta m + (1 - beta) g;  d = beta m' + (1 - beta) g  (Nesterov)
     weight' = weight - rate (scale sqrt(max(n, k)) orthogonalised(d) + weight_decay weight);  hyper = [rate, ...]
 
-    An orthogonal matrix times the root of its longer side has numbers of root mean square 1: scale is that of a step,
-    in units of the rate.
+    An orthogonal matrix times the square root of its longer side has elements of root mean square 1, so a step has the
+    root mean square `scale` times the rate.
 
     Shapes   weight, gradient, m (maps n, k), hyper (1 or more,) float64 -> weight, m; the maps lie one below the other,
-             and each is orthogonalised for itself
+             and each is orthogonalised on its own
     Dtype    float32 or float64, one for all but hyper
     Source   Jordan et al. 2024, as of `orthogonalised`; the scale: Liu et al. 2025, arXiv:2502.16982
     Errors   ValueError when the shapes do not fit, or weight or m cannot be written
@@ -305,21 +304,21 @@ def muon_inplace(
     _check_state("muon", weight, gradient, m=m)
     rate = float(hyper[0])
     for first in range(0, maps * rows, rows):
-        own = slice(first, first + rows)
+        rows_of_map = slice(first, first + rows)
         direction = np.empty((rows, columns), weight.dtype)
-        _direction(flat(gradient[own]), flat(m[own]), flat(direction), beta, 1 - beta)
+        _direction(flat(gradient[rows_of_map]), flat(m[rows_of_map]), flat(direction), beta, 1 - beta)
         length = scale * math.sqrt(max(rows, columns))
-        _step(flat(weight[own]), flat(orthogonalised(direction, step)), rate, length, weight_decay)
+        _step(flat(weight[rows_of_map]), flat(orthogonalised(direction, step)), rate, length, weight_decay)
     return weight, m
 
 
 muon = into_new_arrays(muon_inplace)
 
 
-# The norm of all gradients together, in an order that no chunk, task or worker changes. A tensor's squares are summed
-# in float64 (a float32's square is exact there) by units of 64 rows, in each by 32 lanes that meet in a tree. The units
-# are summed one after the other, tensor by tensor. Tasks that sum gradients have whole units of rows, so they make the
-# same numbers.
+# The norm of all gradients, summed in an order that no chunk, task or worker changes. Squares of a tensor are summed in
+# float64 (which holds the square of a float32 exactly) in units of 64 rows, each by 32 lanes that meet in a tree. The
+# sums of units are added one after the other, tensor by tensor. Tasks that sum gradients have whole units of rows, so
+# they compute the same numbers.
 UNIT_ROWS = 64  # bands of sums over the batch are multiples of it (`graph.calls`)
 GRAD_INFO = 3  # numbers after the optimizer's: norm, factor of the gradients, whether the update is made
 LIMITS = 2  # of loss and norm, above which no update is made
@@ -347,11 +346,11 @@ def _squares(x):
 
 
 def squares(gradient: np.ndarray) -> np.ndarray:
-    """Return sums of squares of a gradient, or of some whole units of its rows: one per unit, for a vector one in all.
+    """Return the sums of squares of a gradient, or of whole units of its rows: one per unit; a vector is one unit.
 
     Shapes   any -> (units,) float64
     Dtype    float32 or float64
-    Cost     the gradient once through memory
+    Cost     reads the gradient once
     """
     if gradient.ndim < 2:
         return np.array([_squares(flat(gradient))])
@@ -362,21 +361,21 @@ def squares(gradient: np.ndarray) -> np.ndarray:
 def guard(
     hyper: np.ndarray, loss: np.ndarray, *sums: np.ndarray | list[np.ndarray], clip: float, limits: bool
 ) -> np.ndarray:
-    """Return the input of an update that replaces hyper, and whether the update is made.
+    """Return the hyper array of an update, with the factor of the gradients and whether the update is made.
 
-    hyper    of the optimizer, then the limits of loss and norm
-    loss     of this step, ()
+    hyper    scalars of the optimizer, then the limits of loss and norm
+    loss     loss of this step, ()
     sums     for each tensor, the results of `squares` for it or for its parts, in order
     clip     the largest norm, to which larger gradients are scaled down; 0 = none
     limits   whether updates are skipped if loss or norm is above its limit
 
-    Shapes   (S + 2,) -> (S + 3,) float64: hyper of the optimizer; the norm; what gradients are multiplied by,
-             1 if they are not clipped; 1 if the update is made, else 0
+    Shapes   (S + 2,) -> (S + 3,) float64: scalars of the optimizer; the norm; the factor of the gradients, 1 without
+             clipping; 1 if the update is made, else 0
     Source   Pascanu et al. 2013, arXiv:1211.5063, as `torch.nn.utils.clip_grad_norm_` has it
     """
     total = 0.0
-    for own in sums:
-        for part in own if isinstance(own, list) else [own]:
+    for sums_of_tensor in sums:
+        for part in sums_of_tensor if isinstance(sums_of_tensor, list) else [sums_of_tensor]:
             for value in part.tolist():
                 total += value
     norm = math.sqrt(total)

@@ -14,7 +14,7 @@ EPSILON = 1e-5
 
 @helper
 def _scale(row):
-    """1 / root of the mean square of a row."""
+    """Return 1 / root of the mean square of a row."""
     real = row.dtype.type
     return real(1) / math.sqrt(fma(dot(row, row), real(1) / real(row.size), real(EPSILON)))
 

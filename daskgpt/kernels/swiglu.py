@@ -33,7 +33,7 @@ def _backward(dy, x, dx):
 def forward(x: np.ndarray) -> np.ndarray:
     """Return the gated half of the channels.
 
-    y = gate sigmoid(gate) up, where gate is the first half of the channels, and up the second one
+    y = gate sigmoid(gate) up, where gate is the first half of the channels, and up the second half
 
     Shapes   x (b, t, 2H) -> y (b, t, H)
     Dtype    float32 or float64

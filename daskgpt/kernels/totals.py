@@ -3,9 +3,9 @@
 The tree of n parts is total(lo, hi) = total(lo, mid) + total(mid, hi), where mid - lo is the largest power of two below
 hi - lo. So parts 2^k i ... 2^k (i + 1) - 1 form a subtree, wherever a sum of consecutive parts begins.
 
-Parts are summed one after the other. The totals of complete subtrees are kept in a list, like the ones of a binary
-counter: after part g of a sum that begins with part 0, the last total is added to the one before it as many times as
-the binary form of g ends in ones. After the last part, the totals that are left are added from the right.
+Parts are summed one after the other. The totals of complete subtrees are kept in a list, like the digits 1 of a binary
+counter: after part g of a sum that begins with part 0, the last total is added to the one before it once for each
+trailing 1 in the binary form of g. After the last part, the remaining totals are added from the right.
 """
 
 from collections.abc import Iterable
@@ -15,20 +15,20 @@ import numpy as np
 
 
 def subtrees(first: int, last: int) -> list[tuple[int, int]]:
-    """Return the fewest subtrees, (lo, hi) each, that parts first ... last - 1 of a larger tree consist of."""
-    found = []
+    """Return the fewest subtrees, (lo, hi) each, that together make up parts first ... last - 1 of a larger tree."""
+    ranges = []
     while first < last:
         size = first & -first or 1 << last.bit_length()
         while first + size > last:
             size //= 2
-        found.append((first, first + size))
+        ranges.append((first, first + size))
         first += size
-    return found
+    return ranges
 
 
 @cache
 def level(part: int, first: int = 0) -> int:
-    """Return the number of totals in the list before a part is summed, which is the place of its own total.
+    """Return the number of totals in the list before a part is summed, which is the place of the part's total.
 
     first   the part that the sum begins with
     """

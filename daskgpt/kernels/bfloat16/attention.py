@@ -1,11 +1,11 @@
 """Causal self-attention whose products run in bfloat16: `attention` with rounded operands and float32 sums.
 
-All products are patches of 32 x 32 sums. The forward walks over 32 queries at a time and keeps their scores against the
-keys up to the diagonal. The backward walks over 32 keys at a time and computes the scores transposed, a row a key:
-rounded, the probabilities and their gradients are then the left operands of dv = pᵀ dy and dk = dsᵀ q as they stand,
-and with the rows in pairs the right operand of dqᵀ = kᵀ dsᵀ. Only dqᵀ is transposed, once a head. What lies beyond the
-tokens or the head is zero in the panels; what lies beyond the diagonal is left out of sums and is zero in operands. So
-are the probabilities that dropout drops, and what it leaves is made larger after the sums.
+All products are patches of 32 x 32 sums. The forward kernel takes 32 queries at a time and keeps their scores against
+the keys up to the diagonal. The backward kernel takes 32 keys at a time and computes the scores transposed, one row per
+key. Rounded, the probabilities and their gradients are then the left operands of dv = pᵀ dy and dk = dsᵀ q, and with
+their rows in pairs the right operand of dqᵀ = kᵀ dsᵀ. Only dqᵀ is transposed, once per head. Panels hold zeros beyond
+the tokens and the head. Scores beyond the diagonal are left out of sums, and are zero in operands. So are the
+probabilities that dropout drops; the others are scaled up after the sums.
 """
 
 import math
@@ -29,7 +29,7 @@ from daskgpt.kernels.simd.reductions import dot_at, folded
 
 @lanes.instruction("n n n")
 def raise_columns(builder, tops, scores, count):
-    """16 partial maxima at tops = the larger ones of them and `count` of the 32 scores. NaN is passed over."""
+    """Raise 16 partial maxima at `tops` to `count` of the 32 scores, where those are larger; NaN is ignored."""
     top = lanes.load(builder, tops)
     for first in lanes.PARTS:
         score = lanes.load(builder, scores, first * 4)
@@ -40,19 +40,19 @@ def raise_columns(builder, tops, scores, count):
 
 @lanes.instruction("n", "s")
 def largest(builder, address):
-    """The largest of 16 float32 numbers."""
+    """Return the largest of 16 float32 numbers."""
     return lanes.call(builder, "llvm.vector.reduce.fmax.v16f32", lanes.F32, [lanes.load(builder, address)])
 
 
 @lanes.instruction("n", "s")
 def sum_of_lanes(builder, address):
-    """The sum of 16 float32 numbers."""
+    """Return the sum of 16 float32 numbers."""
     return folded(builder, lanes.load(builder, address))
 
 
 @lanes.instruction("n n n n s s")
 def exponentials(builder, scores, target, totals, count, scale, top):
-    """p = exp(scale score - top) of `count` of 32 scores, then zeros: rounded at target, added to 16 totals."""
+    """Write p = exp(scale score - top) of `count` of 32 scores, rounded, then zeros; add them to 16 totals."""
     scale, negative_top = lanes.splat(builder, scale), lanes.splat(builder, builder.fneg(top))
     total = lanes.load(builder, totals)
     for first in lanes.PARTS:
@@ -64,7 +64,7 @@ def exponentials(builder, scores, target, totals, count, scale, top):
 
 
 def _key_gradients(builder, place, first, hidden, scale):
-    """p and ds of one key and 16 queries, rounded; zero for the first `hidden` queries of the patch."""
+    """Return p and ds of one key and 16 queries, rounded; zero for the first `hidden` queries of the patch."""
     scores, gradients, logsumexp, deltas = (lanes.load(builder, address, first * 4) for address in place)
     score = builder.fmul(scores, scale)
     p = lanes.exp(builder, builder.fsub(score, logsumexp))
@@ -76,7 +76,7 @@ def _key_gradients(builder, place, first, hidden, scale):
 
 @lanes.instruction("n n n n n n n n s")
 def score_gradients(builder, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
-    """Two keys' rows of a transposed patch of scores and of dp: rounded rows of p and ds, and ds in pairs of rows.
+    """Compute rounded rows of p and ds, and pairs of ds, from the rows of two keys in patches of scores and of dp.
 
     p = exp(scale score - logsumexp);  ds = scale p (dp - delta)
     """
@@ -99,7 +99,7 @@ _LOWER, _HALF = lanes.constant(_COUNTERS, 2**32 - 1), lanes.constant(_COUNTERS, 
 
 
 def _philox(builder, counter, key, other):
-    """Four vectors of words, as `dropout.philox` makes them of numbers."""
+    """Return four vectors of random words, as `dropout.philox` does for single numbers."""
     a, b, c, d = counter
     for _ in range(ROUNDS):
         first = builder.mul(a, lanes.constant(_COUNTERS, FIRST_MULTIPLIER))
@@ -108,15 +108,15 @@ def _philox(builder, counter, key, other):
         c = builder.xor(builder.xor(builder.lshr(first, _HALF), d), lanes.splat(builder, other))
         b, d = builder.and_(second, _LOWER), builder.and_(first, _LOWER)
         key, other = (
-            builder.and_(builder.add(each, lanes.whole(step)), lanes.whole(2**32 - 1))
-            for each, step in ((key, FIRST_STEP), (other, SECOND_STEP))
+            builder.and_(builder.add(word, lanes.whole(step)), lanes.whole(2**32 - 1))
+            for word, step in ((key, FIRST_STEP), (other, SECOND_STEP))
         )
     return a, b, c, d
 
 
 @lanes.instruction("n n n n n n n s")
 def _factors(builder, target, stream, place, part, query, group, threshold, kept):
-    """Factors of 16 queries and the keys 4 group ... 4 group + 3, a row of a patch a key: see `factors_of_patch`."""
+    """Write the factors of 16 queries and of keys 4 group ... 4 group + 3, a row per key; see `factors_of_patch`."""
     queries = builder.add(lanes.splat(builder, query), ir.Constant(_COUNTERS, list(range(lanes.LANES))))
     counter = lanes.splat(builder, group), queries, lanes.splat(builder, place), lanes.splat(builder, part)
     key, other = builder.and_(stream, lanes.whole(2**32 - 1)), builder.lshr(stream, lanes.whole(32))
@@ -132,7 +132,7 @@ def _factors(builder, target, stream, place, part, query, group, threshold, kept
 
 @helper
 def factors_of_patch(stream, place, part, query, key, threshold, kept, patch):
-    """A row of 32 queries for each of 32 keys: 0 if a probability is dropped, else `kept`; as `factors_of_row`."""
+    """Write a row of 32 queries per key, 32 keys: 0 where a probability is dropped, else `kept` (`factors_of_row`)."""
     for group in range(8):
         for half in range(2):
             _factors(
@@ -143,7 +143,7 @@ def factors_of_patch(stream, place, part, query, key, threshold, kept, patch):
 
 @lanes.instruction("n n")
 def drop_halves(builder, target, factors):
-    """32 bfloat16 numbers at target: zero where one of the 32 float32 numbers at `factors` is."""
+    """Set those of 32 bfloat16 numbers at target to zero whose float32 number at `factors` is zero."""
     for first in lanes.PARTS:
         gone = builder.fcmp_ordered("==", lanes.load(builder, factors, first * 4), lanes.constant(lanes.REALS, 0.0))
         value = builder.select(
@@ -154,20 +154,20 @@ def drop_halves(builder, target, factors):
 
 @lanes.instruction("n n")
 def multiply_reals(builder, target, factors):
-    """32 float32 numbers at target = they times the 32 at `factors`."""
+    """Multiply 32 float32 numbers at target by the 32 at `factors`."""
     for first in lanes.PARTS:
         product = builder.fmul(lanes.load(builder, target, first * 4), lanes.load(builder, factors, first * 4))
         lanes.store(builder, product, target, first * 4)
 
 
 _ZERO, _ONE, _LEAST = np.float32(0), np.float32(1), np.float32(-np.inf)
-# Queries that two keys before the diagonal's patch must not be seen by: none.
+# Number of hidden queries in a patch before the diagonal.
 _NONE = -2
 
 
 @helper
 def _score_queries(unit, q, keys, steps, patch, zeros, scores, tops):
-    """Scores of 32 queries against the keys up to patch `patch`, the diagonal's, and their partial maxima."""
+    """Compute the scores of 32 queries against the keys up to `patch`, on the diagonal, and their partial maxima."""
     for i in range(512):
         write_real(tops, i, _LEAST)
     for j in range(patch + 1):
@@ -179,7 +179,7 @@ def _score_queries(unit, q, keys, steps, patch, zeros, scores, tops):
 
 @helper
 def _softmax(scores, patch, scale, tops, totals, p):
-    """exp(scale (score - maximum)) of 32 queries as a left panel; tops and totals begin with a number a query."""
+    """Write exp(scale (score - maximum)) of 32 queries as a left panel; tops and totals have one number per query."""
     for i in range(512):
         write_real(totals, i, _ZERO)
     for row in range(32):
@@ -196,7 +196,7 @@ def _softmax(scores, patch, scale, tops, totals, p):
 
 @helper
 def _drop_queries(p, patch, stream, place, head, threshold, kept, factors):
-    """Zeros for what is dropped of a left panel of 32 queries' probabilities."""
+    """Set the dropped probabilities of a left panel of 32 queries to zero."""
     for row in range(32):
         factors_of_row(stream, place, head, patch * 32 + row, threshold, kept, factors, (patch + 1) * 32)
         for j in range(patch + 1):
@@ -205,7 +205,7 @@ def _drop_queries(p, patch, stream, place, head, threshold, kept, factors):
 
 @helper
 def _store_output(sums, totals, rows, size, kept, target, target_step):
-    """Rows of y = kept sums / total."""
+    """Write rows of y = kept sums / total."""
     width = (size + 31) // 32 * 32
     for row in range(rows):
         inverse = kept / read_real(totals, row * 16)
@@ -250,7 +250,7 @@ def _forward(qkv, y, logsumexp, unit, sizes, scratch, streams, dropout, kept, fa
 
 @helper
 def _prepare_queries(dy, y, logsumexp, row_numbers, tokens, size, offsets, deltas):
-    """Compute the logarithm of the sum and delta = sum(dy y) of each query; zeros where one only fills a patch."""
+    """Compute the logarithm of the sum and delta = sum(dy y) of each query; zeros for rows that only fill a patch."""
     for i in range((tokens + 31) // 32 * 32):
         offset, delta = _ZERO, _ZERO
         if i < tokens:
@@ -262,7 +262,7 @@ def _prepare_queries(dy, y, logsumexp, row_numbers, tokens, size, offsets, delta
 
 @helper
 def _transpose_patch(patch, spare, rows, columns, target, target_step):
-    """rows x columns at target = the transpose of the columns x rows in a patch."""
+    """Write rows x columns numbers at target, the transpose of columns x rows in a patch."""
     for corner in range(4):
         row, column = corner // 2 * 16, corner % 2 * 16
         for i in range(16):
@@ -275,24 +275,24 @@ def _transpose_patch(patch, spare, rows, columns, target, target_step):
 
 @helper
 def _pack_head(q, dy, qkv_step, dy_step, kv_bytes, tokens, size, rows, pairs, panel, long_panel):
-    """Panels of a head. rows: k, v (left), q, dy (right), a row a token; pairs: q, dy (right), k (left)."""
-    each, each_long = (tokens + 31) // 32 * panel, (size + 31) // 32 * long_panel
+    """Pack the panels of a head. rows: k, v (left), q, dy (right), a row per token; pairs: q, dy (right), k (left)."""
+    head_bytes, long_head_bytes = (tokens + 31) // 32 * panel, (size + 31) // 32 * long_panel
     for which in range(2):
         place = q + (which + 1) * kv_bytes
-        tiles.pack_rows(place, qkv_step, tokens, size, False, rows + which * each, panel)
+        tiles.pack_rows(place, qkv_step, tokens, size, False, rows + which * head_bytes, panel)
         place, step = (dy, dy_step) if which else (q, qkv_step)
-        tiles.pack_rows(place, step, tokens, size, True, rows + (2 + which) * each, panel)
-        tiles.pack_pairs(place, step, tokens, size, False, pairs + which * each_long, long_panel)
-    tiles.pack_pairs(q + kv_bytes, qkv_step, tokens, size, True, pairs + 2 * each_long, long_panel)
+        tiles.pack_rows(place, step, tokens, size, True, rows + (2 + which) * head_bytes, panel)
+        tiles.pack_pairs(place, step, tokens, size, False, pairs + which * long_head_bytes, long_panel)
+    tiles.pack_pairs(q + kv_bytes, qkv_step, tokens, size, True, pairs + 2 * long_head_bytes, long_panel)
 
 
 @helper
 def _differentiate_patch(
     unit, left, right, v, dy, steps, zeros, work, offsets, deltas, p, ds, diagonal, scale, factors
 ):  # fmt: skip
-    """32 keys against 32 queries: p and ds as left tiles, and ds in pairs behind the two patches at `work`.
+    """Compute p and ds of 32 keys and 32 queries as left tiles, and ds in pairs behind the two patches at `work`.
 
-    factors   of dropout, a patch like the scores; 0 if there is none
+    factors   address of the dropout factors, a patch like the scores; 0 without dropout
     """
     tiles.multiply_patch(unit, left, right, steps, zeros, 0, work, ROW)
     tiles.multiply_patch(unit, v, dy, steps, zeros, 0, work + PATCH, ROW)
@@ -320,7 +320,7 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
     channels, nothing, scale = heads * size, tiles.zero_row(), _ONE / np.float32(math.sqrt(size))
     patches, steps = (tokens + 31) // 32, (size + 31) // 32
     panel, long_panel, row_bytes = steps * STEP, patches * STEP, 12 * channels
-    each, k_pairs, p, ds = patches * panel, pairs + 2 * steps * long_panel, lefts, lefts + long_panel
+    head_bytes, k_pairs, p, ds = patches * panel, pairs + 2 * steps * long_panel, lefts, lefts + long_panel
     for head in range(sequences * heads):
         sequence, column = head // heads, head % heads * size
         start = (sequence * tokens * channels + column) * 4
@@ -333,13 +333,13 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
         )  # fmt: skip
         for j in range(patches):
             for i in range(j, patches):
-                key, query = rows + j * panel, rows + 2 * each + i * panel
+                key, query = rows + j * panel, rows + 2 * head_bytes + i * panel
                 if threshold > 0:
                     factors_of_patch(
                         streams[sequence], place, head % heads, i * 32, j * 32, threshold, kept, factors
                     )  # fmt: skip
                 _differentiate_patch(
-                    unit, key, query, key + each, query + each, steps, nothing, work, offsets + i * ROW,
+                    unit, key, query, key + head_bytes, query + head_bytes, steps, nothing, work, offsets + i * ROW,
                     deltas + i * ROW, p + (i - j) * STEP, ds + (i - j) * STEP, i == j, scale,
                     factors if threshold > 0 else 0,
                 )  # fmt: skip
@@ -374,8 +374,8 @@ def forward(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return causal self-attention as `attention.forward` does, its products' operands rounded to bfloat16.
 
-    The probabilities are rounded before they are divided by their sum, which is that of the numbers not rounded. On the
-    portable unit q, k and v are rounded, the probabilities are not. Dropout drops the same probabilities.
+    The probabilities are rounded before they are divided by their sum, which is taken before rounding. The portable
+    unit rounds q, k and v, but not the probabilities. Dropout drops the same probabilities.
 
     Shapes   qkv (b, T, 3C), streams (b,) or None -> y (b, T, C), logsumexp (b, NH, T)
     Dtype    float32; operands bfloat16, sums and softmax float32; int64 streams

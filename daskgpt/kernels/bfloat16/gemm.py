@@ -1,8 +1,8 @@
 """Products of linear layers in bfloat16 with float32 sums: packed weights, y = x weightᵀ + bias, dx = dy weight, and
 dweight = dyᵀ x.
 
-On the portable unit operands are rounded to bfloat16, and float32 BLAS multiplies them. BLAS may sum a row in another
-order when there are more rows or fewer, so a row's last bits can depend on the others there.
+On the portable unit, operands are rounded to bfloat16 and a float32 BLAS multiplies them. A BLAS may sum a row in an
+order that depends on the number of rows, so the last bits of a row can depend on the other rows.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from daskgpt.kernels.simd.lanes import address_of
 class PackedWeight:
     """A weight (outputs, channels) in bfloat16, laid out for y = x weightᵀ and for dx = dy weight.
 
-    In tiles, `forward` holds a panel for every 32 outputs and `backward` one for every 32 channels. The portable unit
-    keeps the rounded weight in float32 instead, one array for both. It can be sent to another process whose unit uses
-    the same layout.
+    In tiles, `forward` holds a panel for every 32 outputs and `backward` one for every 32 channels. For the portable
+    unit one float32 array of rounded values serves both products. A packed weight can be sent to another process whose
+    unit uses the same layout.
     """
 
     outputs: int
@@ -40,7 +40,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory: one array that serves both products counts once."""
+        """Bytes of memory; an array that serves both products counts once."""
         return sum(array.nbytes for array in {id(array): array for array in (self.forward, self.backward)}.values())
 
 
@@ -74,7 +74,7 @@ class TrainedWeight:
 
 @dataclass(frozen=True, slots=True)
 class TrainedRows:
-    """Some rows of a trained matrix, to be updated in place."""
+    """Rows first ... last - 1 of a trained matrix, to be updated in place."""
 
     weight: TrainedWeight
     first: int
@@ -107,7 +107,7 @@ def check_layout(where: str, weight: PackedWeight) -> None:
 
 
 def empty_weight(outputs: int, channels: int) -> PackedWeight:
-    """Memory for a packed weight, to be filled by pack_weight."""
+    """Return a packed weight without values, which `pack_weight` fills."""
     if unit() is Unit.PORTABLE:
         both = np.empty((outputs, channels), FLOAT32)
         return PackedWeight(outputs, channels, False, both, both)
@@ -118,11 +118,11 @@ def empty_weight(outputs: int, channels: int) -> PackedWeight:
 def pack_weight(weight: np.ndarray, packed: PackedWeight | None = None, *, first: int = 0) -> PackedWeight:
     """Round a weight to bfloat16 and lay it out for both products.
 
-    With `packed`, write over its rows from `first` on: several tasks can pack parts of one weight.
+    With `packed`, overwrite its rows from `first` on, so that several tasks can pack parts of one weight.
 
     Shapes   weight (O, C), or (rows, C) with `packed` -> PackedWeight
     Dtype    float32 -> bfloat16
-    Cost     reads 4 bytes and writes 4 bytes a number
+    Cost     reads and writes 4 bytes per number
     Errors   TypeError when weight is not float32; ValueError when the channels do not fit or the rows do not begin and
              end at multiples of 32 (or the last row); RuntimeError for another unit's layout
     """
@@ -147,7 +147,7 @@ _ROWS_BYTES = 1 << 20
 # A summed axis longer than this is cut into pieces of half the length, for up to this many rows at a time, so that the
 # weight is read less often.
 _LONGEST, _DEEP_ROWS = 2048, 256
-# Fewer bands of rows than this use a panel up faster than it can be fetched ahead.
+# With fewer bands of rows than this, a panel is multiplied faster than the next one can be fetched.
 _PATCHES_TO_FETCH = 3
 
 
@@ -160,7 +160,7 @@ def _store_patch(patch, rows, columns, target, row_bytes):
 
 @kernel("h1 h1 h1 H1 n n3 n6", cost=6)
 def _multiply(x, weight, bias, y, unit, sizes, plan):
-    """The loops, from outside: rows that fit in the cache, pieces of the summed axis, panels, steps, bands of rows."""
+    """Multiply. Loops from outside: rows that fit the cache, pieces of the summed axis, panels, steps, row bands."""
     wide_vectors()
     tiles.open_unit(unit)
     rows, depth, width = sizes
@@ -199,7 +199,7 @@ def _multiply(x, weight, bias, y, unit, sizes, plan):
 
 @functools.lru_cache(1024)
 def _plan(rows: int, depth: int, width: int) -> tuple[int, int, int, int, int]:
-    """Bytes of a chunk's left panels and of its sums, its rows, its depth, bytes between columns of patches."""
+    """Return bytes of a block's left panels and sums, its rows, its depth, and bytes between columns of patches."""
     if depth > _LONGEST:
         chunk_rows, chunk_depth = max(32, min(_DEEP_ROWS, ceiling(rows, 32))), _LONGEST // 2
         patch_step = chunk_rows // 32 * PATCH
@@ -212,7 +212,7 @@ def _plan(rows: int, depth: int, width: int) -> tuple[int, int, int, int, int]:
 
 
 def _padded(bias: np.ndarray, width: int) -> np.ndarray:
-    """The bias with zeros up to a multiple of 32 numbers."""
+    """Return the bias with zeros up to a multiple of 32 numbers."""
     if width % 32:
         bias, given = np.zeros(ceiling(width, 32), FLOAT32), bias
         bias[:width] = given
@@ -247,7 +247,7 @@ def _product(
 
 
 def forward(x: np.ndarray, weight: Weight, bias: np.ndarray | None = None) -> np.ndarray:
-    """Linear layer in bfloat16 with float32 sums.
+    """Return the output of a linear layer, in bfloat16 with float32 sums.
 
     y = x weightᵀ + bias
 
@@ -260,7 +260,7 @@ def forward(x: np.ndarray, weight: Weight, bias: np.ndarray | None = None) -> np
 
 
 def backward_x(dy: np.ndarray, weight: Weight) -> np.ndarray:
-    """Gradient of a linear layer with respect to its input, in bfloat16 with float32 sums.
+    """Return the gradient of a linear layer with respect to its input, in bfloat16 with float32 sums.
 
     dx = dy weight
 
@@ -272,13 +272,13 @@ def backward_x(dy: np.ndarray, weight: Weight) -> np.ndarray:
     return _product("bfloat16.backward_x", "dy", dy, weight, True)
 
 
-# dy's and x's panels that are multiplied with each other, and the rows of sums, share the second cache.
+# The panels of dy and x that are multiplied by each other share the second cache with the rows of sums.
 _LEFT_BYTES, _RIGHT_BYTES, _MOST_ROWS = 1 << 19, 1 << 19, 256
 
 
 @helper
 def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target, target_step):
-    """32 rows of sums, `columns` wide: target = start + a left panel @ the right panels.
+    """Compute 32 rows of sums, `columns` wide: target = start + a left panel @ the right panels.
 
     A start_step of 0 starts every patch with the same 32 numbers.
     """
@@ -304,7 +304,7 @@ def _copy_rows(source, source_step, target, target_step, rows, columns):
 
 @helper
 def _pack_runs(source, row_bytes, runs, tokens, columns, transposed, target, panel):
-    """Panels of several runs of tokens, each from the start of a step on."""
+    """Pack the panels of several runs of tokens; each run begins at the start of a step."""
     for run in range(runs):
         place = source + run * tokens * row_bytes
         tiles.pack_pairs(
@@ -314,7 +314,7 @@ def _pack_runs(source, row_bytes, runs, tokens, columns, transposed, target, pan
 
 @kernel("h1 h1 H1 n n n6 n5", cost=6)
 def _sum_tokens(dy, x, total, unit, accumulate, sizes, plan):
-    """The loops, from outside: bands of rows, bands of columns, 32 rows."""
+    """Sum over the tokens. Loops from outside: bands of rows, bands of columns, 32 rows."""
     wide_vectors()
     tiles.open_unit(unit)
     runs, tokens, outputs, channels, first, last = sizes
@@ -345,10 +345,10 @@ def _sum_tokens(dy, x, total, unit, accumulate, sizes, plan):
 
 
 def runs_of_tokens(dy: np.ndarray) -> tuple[int, int]:
-    """Return the number of runs that are multiplied, and the tokens of each; a sequence starts with a step of its own.
+    """Return the number of runs that are multiplied, and the tokens of each; each sequence begins a new step.
 
-    A unit adds up the products of 32 tokens (a tile) or of two (a pair) in its own way. The tokens of one such step
-    must not depend on the chunk: a chunk's sequences are runs, or one run if each of them fills its steps.
+    How the products of a step's tokens, 32 (a tile) or two (a pair), are added depends on the unit. Which tokens form
+    a step must not depend on the chunk: each sequence of a chunk is a run, or all are one run if each fills its steps.
     """
     tokens = dy.shape[-2] if dy.ndim > 1 else 1
     sequences = dy.size // max(tokens * dy.shape[-1], 1)
@@ -357,7 +357,7 @@ def runs_of_tokens(dy: np.ndarray) -> tuple[int, int]:
 
 @functools.lru_cache(1024)
 def _gradient_plan(steps: int, channels: int) -> tuple[int, int]:
-    """Return rows and columns of a patch, for a number of steps of 32 tokens."""
+    """Return the rows and columns of a patch, for a number of steps of 32 tokens."""
     step_bytes = steps * STEP
     rows = min(_MOST_ROWS, max(64, _LEFT_BYTES // step_bytes * 32))
     return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // step_bytes * 32))
@@ -372,7 +372,8 @@ def backward_weight(
 
     Shapes   dy (..., O), x (..., C) -> total (rows, C), the rows of the gradient from `first_row` on
     Dtype    float32; dy and x are rounded to bfloat16, sums are float32
-    Cost     2 O C operations a token; a weight's rows can be shared out to several tasks without a change of bits
+    Cost     2 O C operations per token; the rows of a weight can be divided among several tasks without a change of
+             bits
     Errors   TypeError for other dtypes; ValueError when shapes do not fit, rows do not exist or total cannot be written
     """
     where, outputs, channels = "bfloat16.backward_weight", dy.shape[-1], x.shape[-1]
@@ -386,7 +387,7 @@ def backward_weight(
             total[...] = 0
         return total
     if unit() is Unit.PORTABLE:
-        # A weight's rows come in bands: each of them rounds its own part of dy alone.
+        # The rows of a weight are computed in bands, each of which rounds only its own part of dy.
         part = rounded(rows(dy)[:, first_row:last])
         return blas.matmul(part, rows(rounded(x)), total, transpose_a=True, accumulate=accumulate)
     runs, tokens = runs_of_tokens(dy)

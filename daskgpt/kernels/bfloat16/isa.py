@@ -31,8 +31,8 @@ class Unit(enum.IntEnum):
 def outruns_float32(unit: Unit) -> bool:
     """Return whether products with this unit take less time here than float32 products do.
 
-    With AVX-512, AMD multiplies pairs of bfloat16 twice as fast as float32 (200 and 105 GFLOP/s a core measured), Intel
-    not even as fast (88 and 140).
+    With AVX-512, AMD's processors multiply pairs of bfloat16 twice as fast as float32 (200 and 105 GFLOP/s per core
+    measured), and Intel's more slowly (88 and 140).
     """
     return unit is Unit.AMX or (unit is Unit.AVX512 and llvmlite.binding.get_host_cpu_name().startswith("znver"))
 
@@ -45,7 +45,7 @@ def compiles(unit: Unit) -> bool:
 
 
 def request_tiles() -> bool:
-    """Ask Linux for the tile registers of this process; True when they are granted. Asking again costs little."""
+    """Ask Linux for the tile registers of this process; return whether they are granted. Asking again costs little."""
     if platform.system() != "Linux":
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
@@ -59,15 +59,15 @@ def works(unit: Unit) -> bool:
 
 @functools.cache
 def unit() -> Unit:
-    """The unit that multiplies in this process: the fastest here, or the one that DASKGPT_MATMUL names.
+    """Return the unit that multiplies in this process: the fastest one, or the one that DASKGPT_MATMUL names.
 
     Errors   ValueError for an unknown name, RuntimeError when the processor or the operating system lacks the unit
     """
     name = os.environ.get(VARIABLE)
     if not name:
-        fast = (each for each in (Unit.AMX, Unit.AVX512) if works(each) and outruns_float32(each))
+        fast = (kind for kind in (Unit.AMX, Unit.AVX512) if works(kind) and outruns_float32(kind))
         return next(fast, Unit.PORTABLE)
-    names = {each.name.lower(): each for each in Unit}
+    names = {kind.name.lower(): kind for kind in Unit}
     if name not in names:
         raise refusal(ValueError, VARIABLE, "the unit must be amx, avx512 or portable", {VARIABLE: name}, _ADVICE)
     if not works(names[name]):

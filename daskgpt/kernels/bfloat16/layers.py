@@ -22,7 +22,7 @@ from daskgpt.kernels.crossentropy import scale_rows, softmax_losses
 def crossentropy_forward(
     x: np.ndarray, wte: TrainedWeight, targets: np.ndarray, vocabulary: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cross-entropy of every token, and its gradient with respect to the logits, as `crossentropy.forward`.
+    """Return what `crossentropy.forward` returns: losses, and their gradient with respect to the logits.
 
     Shapes   x (b, t, C), wte (V padded, C), targets (b, t) -> losses (b, t), dlogits (b, t, V padded)
     Dtype    int32 targets, float32
@@ -32,7 +32,7 @@ def crossentropy_forward(
 
 
 def crossentropy_backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: TrainedWeight) -> np.ndarray:
-    """dx = dy (dlogits wte).
+    """Return dx = dy (dlogits wte).
 
     Shapes   dy (b, t), dlogits (b, t, V padded), wte (V padded, C) -> dx (b, t, C)
     Dtype    float32
@@ -43,7 +43,7 @@ def crossentropy_backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: TrainedWei
 def crossentropy_backward_wte(
     dy: np.ndarray, dlogits: np.ndarray, x: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
 ) -> np.ndarray:
-    """dwte = dlogitsᵀ (dy x), or some rows of it.
+    """Return dwte = dlogitsᵀ (dy x), or some rows of it.
 
     Shapes   dy (b, t), dlogits (b, t, V padded), x (b, t, C) -> total (rows, C), from first_row on
     Dtype    float32
@@ -52,9 +52,10 @@ def crossentropy_backward_wte(
 
 
 class PackedUpdate:
-    """An optimizer's kernel for trained matrices as well: it works on their float32 values, which are packed again.
+    """An optimizer's kernel that also takes trained matrices: it updates their float32 values and packs them again.
 
-    Into new arrays it is called with a whole `TrainedWeight` and returns another; in place with some `TrainedRows`.
+    A kernel that returns new arrays takes a whole `TrainedWeight` and returns another; one that works in place takes
+    `TrainedRows`.
     """
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
@@ -76,7 +77,7 @@ class PackedUpdate:
 
 
 def iteration(x: np.ndarray) -> np.ndarray:
-    """Return one Newton-Schulz step, as `optimizers.iteration`, the operands of its three products rounded.
+    """Return one Newton-Schulz step as `optimizers.iteration` does, with rounded operands in its three products.
 
     Shapes   x (n, k) -> (n, k)
     Dtype    float32
@@ -88,7 +89,7 @@ def iteration(x: np.ndarray) -> np.ndarray:
 
 
 def muon_inplace(*arrays: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Update a matrix as `optimizers.muon_inplace` does, its products in bfloat16."""
+    """Update a matrix as `optimizers.muon_inplace` does, with products in bfloat16."""
     return optimizers.muon_inplace(*arrays, step=iteration, **options)
 
 

@@ -9,16 +9,16 @@ from daskgpt.kernels.arguments import flat
 from daskgpt.kernels.compilation import kernel, wide_vectors
 from daskgpt.kernels.simd import lanes
 
-# What the kernels accept. NumPy has no bfloat16, so its numbers are kept as uint16.
+# Dtype of bfloat16 arrays: NumPy has no bfloat16, so its numbers are kept as uint16.
 BFLOAT16 = np.dtype(np.uint16)
 FLOAT32 = np.dtype(np.float32)
 
-# Stands for an operand that is not given: its size is 0.
+# Stands for a missing operand: its size is 0.
 NOTHING = np.empty(0, BFLOAT16)
 
 
 def check_float32(where: str, **arrays: np.ndarray) -> None:
-    """Raise TypeError unless these arrays, by their names, are float32."""
+    """Raise TypeError, with the name of the argument, unless these arrays are float32."""
     for name, array in arrays.items():
         if array.dtype != FLOAT32:
             got = {f"{name}.dtype": array.dtype}
@@ -26,17 +26,17 @@ def check_float32(where: str, **arrays: np.ndarray) -> None:
 
 
 def words(array: np.ndarray) -> np.ndarray:
-    """An array as 16-bit words: its own memory, to be written as well, where it is contiguous, else a copy's."""
+    """Return an array as 16-bit words: a writable view if it is contiguous, else a copy."""
     return flat(array).view(BFLOAT16)
 
 
 def ceiling(number: int, step: int) -> int:
-    """The smallest multiple of `step` that is not below `number`."""
+    """Return the smallest multiple of `step` that is not below `number`."""
     return -(-number // step) * step
 
 
 def aligned(size: int) -> np.ndarray:
-    """`size` bfloat16 numbers at the start of a cache line, not set."""
+    """Return `size` bfloat16 numbers, not set, that begin at a cache line."""
     line = 64 // BFLOAT16.itemsize
     memory = np.empty(size + line, BFLOAT16)
     first = -(memory.ctypes.data // BFLOAT16.itemsize) % line
@@ -44,7 +44,7 @@ def aligned(size: int) -> np.ndarray:
 
 
 def _convert(builder, count, convert, source, source_kind, target):
-    """Up to 16 numbers; whole vectors without a mask, which only AVX-512 has for 16-bit numbers."""
+    """Convert up to 16 numbers; whole vectors take no mask, which only AVX-512 has for 16-bit numbers."""
     with builder.if_else(builder.icmp_signed(">=", count, lanes.whole(lanes.LANES))) as (full, rest):
         with full:
             lanes.store(builder, convert(builder, lanes.load(builder, source, 0, source_kind)), target)
@@ -57,13 +57,13 @@ def _convert(builder, count, convert, source, source_kind, target):
 
 @lanes.instruction("n n n")
 def _round_exactly(builder, source, target, count):
-    """Up to 16 bfloat16 numbers at target = as many float32 numbers at source, subnormal ones too."""
+    """Round up to 16 float32 numbers at source, including subnormal ones, to bfloat16 numbers at target."""
     _convert(builder, count, partial(lanes.round_to_bfloat16, subnormal=True), source, lanes.REALS, target)
 
 
 @lanes.instruction("n n n")
 def _widen(builder, source, target, count):
-    """Up to 16 float32 numbers at target = as many bfloat16 numbers at source."""
+    """Widen up to 16 bfloat16 numbers at source to float32 numbers at target."""
     _convert(builder, count, lanes.widen, source, lanes.HALVES, target)
 
 
@@ -114,7 +114,7 @@ def from_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """The float32 numbers that bfloat16 can hold, nearest to those of x.
+    """Return x rounded to bfloat16, as float32 numbers.
 
     Shapes   x (...) -> y (...)
     Dtype    float32

@@ -1,10 +1,10 @@
-"""The two units' instructions, as Numba intrinsics, and the one product both compute: a patch of 32 x 32 sums.
+"""Instructions of the two units, as Numba intrinsics, and the one product that both compute: a patch of 32 x 32 sums.
 
 A *tile* is 1 KB: 16 rows of 64 bytes. Left tiles hold 16 rows of 32 bfloat16 numbers. Right tiles hold 16 pairs of rows
 of 16 columns, the two numbers of a pair side by side. A *panel* has 32 rows of the left operand (or 32 columns of the
 right one): along the summed axis, 32 numbers a step, two tiles. A *patch* of sums is 32 rows of 32 float32 numbers.
 
-On a processor without the unit the intrinsics generate nothing; `isa` sees to it that they are not reached.
+On a processor without the unit the intrinsics generate no code; `isa` ensures that they are not called.
 """
 
 import llvmlite.binding
@@ -35,7 +35,7 @@ _CONFIGURATION = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] *
 
 
 def _constant_bytes(builder, name, content):
-    """The address of bytes that do not change."""
+    """Return the address of constant bytes."""
     kind = ir.ArrayType(lanes.I8, len(content))
     variable = cgutils.global_constant(builder, name, ir.Constant(kind, bytearray(content)))
     variable.align = 64
@@ -44,7 +44,7 @@ def _constant_bytes(builder, name, content):
 
 @lanes.instruction("", "n")
 def zero_row(builder):
-    """Address of the 32 float32 numbers that the sums of a product without a bias start with."""
+    """Return the address of 32 float32 zeros, with which the sums of a product without a bias start."""
     return _constant_bytes(builder, "zero_row", bytes(ROW))
 
 
@@ -62,7 +62,7 @@ def release_tiles(builder):
 
 
 def _move(name):
-    """An intrinsic of a tile's number, which is a literal, an address, and the bytes from row to row."""
+    """Return an intrinsic of a tile's number (a literal), an address, and the bytes from row to row."""
 
     @intrinsic
     def move(typing_context, tile, address, step):
@@ -104,7 +104,7 @@ _OPERANDS = "=r,=r,=r,r,0,1,2,~{memory},~{cc}," + ",".join(f"~{{tmm{tile}}}" for
 
 @lanes.instruction("n n n")
 def multiply_tiles(builder, left, right, steps):
-    """Tiles 0 to 3 += a left panel @ a right panel, over `steps` (at least one)."""
+    """Add a left panel @ a right panel to tiles 0 to 3, over `steps` (at least one)."""
     if compiles(Unit.AMX):
         llvmlite.binding.initialize_native_asmparser()
         kind = ir.FunctionType(ir.LiteralStructType([lanes.I64] * 3), [lanes.I64] * 4)
@@ -133,7 +133,7 @@ def _multiply_pair(builder, sums, left, right):
 
 @lanes.instruction("n n n n n n n")
 def _multiply_rows(builder, left, right, steps, start, start_step, total, total_step):
-    """8 rows x 32 columns at total = those at start + 8 rows of a left panel @ a right panel, by AVX512-BF16."""
+    """Compute 8 x 32 numbers at total = those at start + 8 rows of a left panel @ a right panel, by AVX512-BF16."""
     if not compiles(Unit.AVX512):
         return
     sums = {(row, half): cgutils.alloca_once(builder, lanes.REALS) for row in range(_GROUP) for half in (0, 1)}
@@ -173,10 +173,10 @@ def _multiply_by_vectors(left, right, steps, start, start_step, total, total_ste
 
 @helper
 def multiply_patch(unit, left, right, steps, start, start_step, total, total_step):
-    """32 x 32 float32 sums at `total` = those at `start` + a left panel @ a right panel, over `steps`.
+    """Compute 32 x 32 float32 sums at `total` = those at `start` + a left panel @ a right panel, over `steps`.
 
     start_step and total_step are the bytes from row to row; a start_step of 0 starts every row with the same numbers.
-    Each sum continues where it was: how the summed axis is cut into calls does not change a bit.
+    A call continues the sums of the call before it, so dividing the summed axis into calls does not change a bit.
     """
     if unit == AMX:
         _multiply_by_tiles(left, right, steps, start, start_step, total, total_step)
@@ -203,7 +203,8 @@ def fetch_step(step):
 def touch_patch(unit, patch, step):
     """Read a patch that is about to be written, rows `step` bytes apart.
 
-    Writes alone keep fewer cache lines on their way: with few tokens this makes a weight's gradient a third faster.
+    A processor has more reads than writes under way at a time: with few tokens, this makes the gradient of a weight a
+    third faster.
     """
     if unit == AMX:
         load_tile(4, patch, step)
@@ -214,14 +215,14 @@ def touch_patch(unit, patch, step):
 
 @helper
 def open_unit(unit):
-    """Open the unit before the first product of a kernel."""
+    """Prepare the unit for the first product of a kernel."""
     if unit == AMX:
         _load_configuration()
 
 
 @helper
 def close_unit(unit):
-    """Close the unit after the last product of a kernel: a thread that keeps its tiles is slower to switch."""
+    """Release the unit after the last product of a kernel: a thread that holds tiles is slower to switch."""
     if unit == AMX:
         release_tiles()
 
@@ -237,7 +238,7 @@ def close_unit(unit):
 
 
 def _rounded(builder, source, first, count):
-    """Numbers first .. first + 15 of `count` float32 numbers, rounded to bfloat16."""
+    """Return numbers first .. first + 15 of `count` float32 numbers, rounded to bfloat16."""
     return lanes.round_to_bfloat16(
         builder, lanes.load_masked(builder, source, first * 4, lanes.below(builder, count, first))
     )
@@ -245,20 +246,20 @@ def _rounded(builder, source, first, count):
 
 @lanes.instruction("n n n")
 def round_columns(builder, source, target, count):
-    """32 bfloat16 numbers at target = `count` float32 numbers at source, then zeros."""
+    """Write 32 bfloat16 numbers: `count` float32 numbers at source, rounded, then zeros."""
     for first in lanes.PARTS:
         lanes.store(builder, _rounded(builder, source, first, count), target, first * 2)
 
 
 def store_pairs(builder, upper, lower, target):
-    """16 pairs of bfloat16 numbers at target, those of `upper` before those of `lower`."""
+    """Write 16 pairs of bfloat16 numbers, each with a number of `upper` before one of `lower`."""
     upper, lower = builder.zext(upper, lanes.BITS), builder.zext(lower, lanes.BITS)
     lanes.store(builder, builder.or_(upper, builder.shl(lower, lanes.constant(lanes.BITS, 16))), target)
 
 
 @lanes.instruction("n n n n n")
 def pair_columns(builder, upper, lower, target, upper_count, lower_count):
-    """16 pairs at target: the float32 numbers at `upper` rounded to bfloat16, each before the one at `lower`; zeros."""
+    """Write 16 pairs, each a float32 number at `upper` before one at `lower`, rounded to bfloat16; then zeros."""
     first, second = _rounded(builder, upper, 0, upper_count), _rounded(builder, lower, 0, lower_count)
     store_pairs(builder, first, second, target)
 
@@ -273,7 +274,7 @@ def transpose_tile(builder, tile):
 
 @lanes.instruction("n n n")
 def store_columns(builder, source, target, count):
-    """`count` of 32 float32 numbers at target = those at source."""
+    """Copy `count` of 32 float32 numbers from source to target."""
     for first in lanes.PARTS:
         value = lanes.load(builder, source, first * 4)
         lanes.store_masked(builder, value, target, first * 4, lanes.below(builder, count, first))
@@ -281,7 +282,7 @@ def store_columns(builder, source, target, count):
 
 @lanes.instruction("n n n")
 def copy_row(builder, source, target, count):
-    """`count` float32 numbers at target = those at source."""
+    """Copy `count` float32 numbers from source to target."""
     with cgutils.for_range(builder, builder.lshr(count, lanes.whole(4))) as loop:
         place = builder.shl(loop.index, lanes.whole(6))
         lanes.store(builder, lanes.load(builder, source, place), target, place)
@@ -308,7 +309,7 @@ def _pack_tile_of_pairs(place, row_bytes, rows, columns, tile):
 
 @helper
 def pack_rows(source, row_bytes, rows, columns, transposed, target, panel_bytes):
-    """Panels of 32 rows, summed over the columns, 32 to a step."""
+    """Pack panels of 32 rows, to be summed over the columns, 32 per step."""
     for row in range(0, rows, 32):
         for column in range(0, columns, 32):
             tile = target + row // 32 * panel_bytes + column // 32 * STEP
@@ -322,7 +323,7 @@ def pack_rows(source, row_bytes, rows, columns, transposed, target, panel_bytes)
 
 @helper
 def pack_pairs(source, row_bytes, rows, columns, transposed, target, panel_bytes):
-    """Panels of 32 columns, summed over the rows, 32 to a step, the numbers of two rows side by side."""
+    """Pack panels of 32 columns, to be summed over the rows, 32 per step, with the numbers of two rows side by side."""
     for row in range(0, rows, 32):
         for column in range(0, columns, 32):
             tile = target + column // 32 * panel_bytes + row // 32 * STEP
@@ -336,7 +337,7 @@ def pack_pairs(source, row_bytes, rows, columns, transposed, target, panel_bytes
 
 @helper
 def pack_weight_rows(source, row, rows, outputs, channels, forward, backward):
-    """Rows of a float32 weight, from a multiple of 32 on, in both layouts, 32 x 32 numbers at a time."""
+    """Pack rows of a float32 weight, from a multiple of 32 on, in both layouts, 32 x 32 numbers at a time."""
     forward_panel, backward_panel = (channels + 31) // 32 * STEP, (outputs + 31) // 32 * STEP
     row_bytes = channels * 4
     for i in range(0, rows, 32):

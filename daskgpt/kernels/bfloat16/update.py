@@ -26,15 +26,15 @@ from daskgpt.kernels.optimizers import adamw_inplace, next_moment, next_weight, 
 from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
 from daskgpt.kernels.totals import additions, level, tree_add
 
-# The rows of sums, and the panels of x that all of them are multiplied with, share the second cache.
+# The rows of sums share the second cache with the panels of x.
 _SUMS_BYTES, _RIGHT_BYTES, _MOST_ROWS = 3 << 19, 1 << 19, 256
-# Columns of the table of runs of tokens: addresses of dy and x, tokens, which total they enter, whether that begins
-# with them at zero, and how many additions of two totals follow.
+# Columns of the table of runs of tokens: addresses of dy and x, number of tokens, the total that they are added to,
+# whether that total begins with them at zero, and how many additions of two totals follow.
 _DY, _X, _TOKENS, _TOTAL, _FRESH, _ADDITIONS = range(6)
 
 
 class Plan(NamedTuple):
-    """Addresses of panels and totals, bytes from total to total and from row to row, the size of a patch."""
+    """Memory of an update: addresses of panels and totals, bytes per total and per row, the size of a patch."""
 
     left: int
     right: int
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 @helper
 def _pack_x(runs, channels, right):
-    """The right panels of all runs, one after the other."""
+    """Pack the right panels of all runs, one after the other."""
     for run in range(len(runs)):
         x, tokens = runs[run, _X], runs[run, _TOKENS]
         panel = (tokens + 31) // 32 * STEP
@@ -64,7 +64,7 @@ def _add_rows(source, target, step, rows, columns):
 
 @helper
 def _sum_runs(unit, runs, outputs, channels, row0, rows, plan):
-    """The first total (+)= dyᵀ x for `rows` rows, run after run, the others being those of groups that wait."""
+    """Sum dyᵀ x of all runs into the first total, for `rows` rows; the other totals hold groups to be added later."""
     right, total_step, sums_step = plan.right, plan.total_step, plan.sums_step
     for run in range(len(runs)):
         tokens, sums = runs[run, _TOKENS], plan.totals + runs[run, _TOTAL] * total_step
@@ -97,7 +97,7 @@ def _sum_runs(unit, runs, outputs, channels, row0, rows, plan):
 
 @helper
 def _step(weight, gradient, m, v, channels, step):
-    """AdamW of one row; addresses of float32 numbers."""
+    """Make the AdamW step of one row; arguments are addresses of float32 numbers."""
     for i in range(channels):
         g = read_real(gradient, i)
         new_m = next_moment(read_real(m, i), g, step.beta1, step.keep1)
@@ -123,9 +123,9 @@ def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, size
         _sum_runs(unit, runs, outputs, channels, row0, rows, plan)
         place = row0 * row_bytes
         for row in range(rows):
-            own = place + row * row_bytes
-            gradients, m_row, v_row = plan.totals + row * plan.sums_step, address_of(m) + own, address_of(v) + own
-            _step(address_of(weight) + own, gradients, m_row, v_row, channels, step)
+            offset = place + row * row_bytes
+            gradients, m_row, v_row = plan.totals + row * plan.sums_step, address_of(m) + offset, address_of(v) + offset
+            _step(address_of(weight) + offset, gradients, m_row, v_row, channels, step)
         source = address_of(weight) + place
         tiles.pack_weight_rows(source, row0, rows, outputs, channels, address_of(forward), address_of(backward))
     tiles.close_unit(unit)
@@ -133,7 +133,7 @@ def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, size
 
 @functools.lru_cache(1024)
 def _plan(longest: int, channels: int, totals: int) -> tuple[int, int]:
-    """Return rows and columns of a patch, for runs of up to `longest` steps of 32 tokens and a number of totals."""
+    """Return the rows and columns of a patch, for runs of up to `longest` steps of 32 tokens and a number of totals."""
     rows = min(_MOST_ROWS, max(32, _SUMS_BYTES // (channels * 4 * totals) // 32 * 32))
     return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // (longest * STEP) * 32))
 
@@ -181,14 +181,14 @@ def _in_two_steps(parts, groups, start, state, first, last, options):
 
 
 def _runs(dy, x):
-    """The addresses of each run of tokens in dy and in x, and its length."""
+    """Return the address of each run of tokens in dy and in x, and its length."""
     runs, tokens = runs_of_tokens(dy)
     down, across = tokens * dy.shape[-1] * dy.itemsize, tokens * x.shape[-1] * x.itemsize
     return [(dy.ctypes.data + run * down, x.ctypes.data + run * across, tokens) for run in range(runs)]
 
 
 def _table(operands, groups, started):
-    """The fields of every run; the first group continues from a gradient where it is `started`."""
+    """Return the table of runs; if `started`, the first group continues from a gradient."""
     runs = [(*place, group) for (dy, x), group in zip(operands, groups) for place in _runs(dy, x)]
     rows, before, count = [], 0 if started else None, 1 + groups[-1]
     for (*place, group), after in zip(runs, [*(run[-1] for run in runs[1:]), None]):
@@ -226,17 +226,17 @@ def linear_update(
 ) -> None:
     """Update rows first ... last - 1 of a linear layer's weight by AdamW, in place, straight from dy and x.
 
-    g = start + Σ_parts Σ_tokens dyᵀ x, then adamw_inplace, then pack_weight: the same bits as these three in a row
+    g = start + Σ_parts Σ_tokens dyᵀ x, then adamw_inplace, then pack_weight, with the bits of these three kernels
 
     parts    pairs of dy and x, in the order in which their rows are summed
-    groups   of each part the group whose total it enters, see `kernels.totals`; the first one continues from start
-    start    these rows of the gradient that the sum continues from, or None
+    groups   group of each part, whose total the part is added to, see `kernels.totals`; the first continues from start
+    start    rows first ... last - 1 of the gradient that the sum continues from, or None
     state    weight, m, v (whole), hyper
-    options  of adamw_inplace
+    options  options of adamw_inplace
 
     Shapes   dy (..., O), x (..., C), start (last - first, C), weight, m, v (O, C), hyper (3,) float64
     Dtype    float32; dy and x are rounded
-    Cost     2 O C operations a token, 28 bytes a number; the gradient stays in the second cache, some rows at a time
+    Cost     2 O C operations per token, 28 bytes per number; rows of the gradient stay in the second cache
     Errors   TypeError for other dtypes; ValueError when shapes or groups do not fit, rows do not begin and end at
              multiples of 32 (or the last row), or an array cannot be written; RuntimeError for another unit's layout
     """

@@ -1,7 +1,7 @@
 """The next tokens of some texts: GPT-2 over a few rows, each a token of a text whose keys and values are kept.
 
-Nothing here makes an array: weights, kept keys and values and the memory to work in are the caller's, for as many calls
-as there are tokens. Every thread normalizes all rows for itself, which costs less than to wait for one that does.
+No array is allocated here: the caller owns the weights, the kept keys and values, and the scratch memory, and passes
+them to each call. Every thread normalizes all rows itself, which costs less than waiting for another thread.
 """
 
 import math
@@ -18,7 +18,7 @@ from daskgpt.kernels.simd.lanes import address_of, read, read_real
 from daskgpt.kernels.simd.math import fma
 from daskgpt.kernels.simd.reductions import dot, sum_of
 
-# Columns of the table of addresses, a row a block; `keys` and `values` are those that are kept, of all texts.
+# Columns of the table of addresses, which has a row per block; `keys` and `values` are the kept ones of all texts.
 TENSORS = (
     *("ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias"),
     *("ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"),
@@ -26,20 +26,20 @@ TENSORS = (
 )
 _LN_1, _C_ATTN, _ATTN_PROJ, _LN_2, _C_FC, _MLP_PROJ, _KEYS = range(0, len(TENSORS), 2)  # each with the column after it
 _VALUES = _KEYS + 1
-# The same of the last row of that table.
+# Columns of the last row of that table.
 OUTSIDE = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
 _WTE, _WPE, _LN_F = range(3)
-# Columns of a row: which text, the token's position in what is kept of it, and the token.
+# Columns of a row: the text, the token's position among its kept tokens, and the token.
 _TEXT, _POSITION, _TOKEN = range(3)
-# Of `sizes`.
+# Positions in `sizes`.
 _CHANNELS, _HEADS, _VOCABULARY, _CAPACITY, _WIDTH, _HALVES, _MEAN = range(7)
 
-_PART_BYTES = 1 << 16  # of a matrix, that a thread takes at once
+_PART_BYTES = 1 << 16  # of a matrix: a thread takes this much at once
 _ACTIVATED, _ADDED, _KEPT, _SCORES = range(4)
 
 
 def stages(blocks: int) -> int:
-    """Stages of a step, each with two counters (`thread_barrier`)."""
+    """Return the number of stages of a step, each of which has two counters (`thread_barrier`)."""
     return 5 * blocks + 1
 
 
@@ -60,7 +60,7 @@ def _weight(halves, place, index):
 
 @part
 def _normalise(mean_too, weight, bias, x, i, y, channels):
-    """Layernorm of row i, or rmsnorm, into y."""
+    """Write the layernorm or rmsnorm of row i into y."""
     stay_apart()
     wide_vectors()
     inverse = np.float32(1) / np.float32(channels)
@@ -77,7 +77,7 @@ def _normalise(mean_too, weight, bias, x, i, y, channels):
 
 @helper
 def _finish(what, bias, out, m, first, last, x):
-    """Finish one vector's new numbers: add the bias, and GELU or the sum with the residual stream."""
+    """Add the bias to the new numbers of one vector, then apply GELU or add them to the residual stream."""
     if what == _SCORES:
         return
     for o in range(first, last):
@@ -90,8 +90,8 @@ def _finish(what, bias, out, m, first, last, x):
 
 
 @part
-def _product(what, halves, weight, bias, xs, columns, out, outputs, x, texts, stage, team):
-    """out = xs weightᵀ and what is done with it, parts of the weight shared out over the threads.
+def _product(what, weight, bias, xs, columns, out, outputs, x, texts, stage, team):
+    """Compute out = xs weightᵀ and what follows from it; the threads divide the rows of the weight among themselves.
 
     texts   rows, table of addresses, block, sizes
     team    counters, thread, threads
@@ -100,14 +100,15 @@ def _product(what, halves, weight, bias, xs, columns, out, outputs, x, texts, st
     wide_vectors()
     rows, tensors, block, sizes = texts
     counters, thread, threads = team
+    halves = sizes[_HALVES] != 0
     pitch = columns * (2 if halves else 4)
     part_rows = max(_PART_BYTES // (ROWS * pitch), 1) * ROWS
     parts = (outputs + part_rows - 1) // part_rows
-    vectors, own = out.shape[0], np.int64(thread)
+    vectors, index = out.shape[0], np.int64(thread)
     y, x_pitch, y_pitch = address_of(out), xs.shape[1] * 4, out.shape[1] * 4
-    while own < parts:
+    while index < parts:
         following = next_part(counters, stage)
-        first, last = own * part_rows, min((own + 1) * part_rows, outputs)
+        first, last = index * part_rows, min((index + 1) * part_rows, outputs)
         for o in range(first, last, ROWS):
             then = o + ROWS if o + ROWS < last else following * part_rows
             count = min(ROWS, last - o)
@@ -119,22 +120,23 @@ def _product(what, halves, weight, bias, xs, columns, out, outputs, x, texts, st
             _finish(what, bias, out, m, first, last, x)
             if what == _KEPT:
                 keep(halves, out[m], first, last, rows[m], tensors[block, _KEYS], tensors[block, _VALUES], sizes)
-        own = following
+        index = following
     meet(counters, stage, threads)
 
 
 @part
-def _attention(halves, qkv, y, scores, row, texts, stage, team):
-    """Attention of every row and head, shared out over the threads; `texts` and `team` as of `_product`."""
+def _attention(qkv, y, scores, row, texts, stage, team):
+    """Compute the attention of every row and head, divided among the threads; see `_product` for `texts` and `team`."""
     stay_apart()
     wide_vectors()
     rows, tensors, block, sizes = texts
     counters, thread, threads = team
+    halves = sizes[_HALVES] != 0
     channels, heads, capacity, width = sizes[_CHANNELS], sizes[_HEADS], sizes[_CAPACITY], sizes[_WIDTH]
     head_size, size = channels // heads, 2 if halves else 4
-    own = np.int64(thread)
-    while own < rows.shape[0] * heads:
-        m, head = own // heads, own % heads
+    pair = np.int64(thread)
+    while pair < rows.shape[0] * heads:
+        m, head = pair // heads, pair % heads
         number = rows[m, _TEXT] * heads + head
         keys = tensors[block, _KEYS] + number * capacity * head_size * size
         values = tensors[block, _VALUES] + number * capacity * width * size
@@ -142,7 +144,7 @@ def _attention(halves, qkv, y, scores, row, texts, stage, team):
         attend(halves, query, keys, values, head_size, width, rows[m, _POSITION] + 1, scores, row)
         for c in range(head_size):
             y[m, head * head_size + c] = row[c]
-        own = next_part(counters, stage)
+        pair = next_part(counters, stage)
     meet(counters, stage, threads)
 
 
@@ -150,9 +152,9 @@ def _attention(halves, qkv, y, scores, row, texts, stage, team):
 def decode_step(
     tensors, sizes, rows, wanted, x, normal, qkv, y, hidden, scores, row, logits, counters, thread, threads
 ):
-    """One thread's share of a step: rows of tokens to the logits of those that are wanted.
+    """Run one thread's share of a step, from rows of tokens to the logits of the wanted rows.
 
-    x        the residual stream, of which nothing is kept
+    x        scratch memory for the residual stream
     sizes    channels, heads, vocabulary, capacity, width, bfloat16, mean
 
     Shapes   tensors (blocks + 1, len(TENSORS)), rows (n, 3), wanted (w,); x, y (n, C16), normal (threads, at least n,
@@ -164,38 +166,25 @@ def decode_step(
     wide_vectors()
     channels, halves, mean_too = sizes[_CHANNELS], sizes[_HALVES] != 0, sizes[_MEAN] != 0
     blocks, n = tensors.shape[0] - 1, rows.shape[0]
-    own, stage, team = normal[thread], 0, (counters, thread, threads)
+    normed, stage, team = normal[thread], 0, (counters, thread, threads)
     _embed(halves, tensors[blocks, _WTE], tensors[blocks, _WPE], rows, x, channels)
     for block in range(blocks):
         at, texts = tensors[block], (rows, tensors, block, sizes)
         for i in range(n):
-            _normalise(mean_too, at[_LN_1], at[_LN_1 + 1], x, i, own[i], channels)
-        _product(_KEPT, halves, at[_C_ATTN], at[_C_ATTN + 1], own, channels, qkv, 3 * channels, x, texts, stage, team)
-        _attention(halves, qkv, y, scores[thread], row[thread], texts, stage + 1, team)
-        _product(
-            _ADDED, halves, at[_ATTN_PROJ], at[_ATTN_PROJ + 1], y, channels, qkv, channels, x, texts, stage + 2, team
-        )
+            _normalise(mean_too, at[_LN_1], at[_LN_1 + 1], x, i, normed[i], channels)
+        _product(_KEPT, at[_C_ATTN], at[_C_ATTN + 1], normed, channels, qkv, 3 * channels, x, texts, stage, team)
+        _attention(qkv, y, scores[thread], row[thread], texts, stage + 1, team)
+        _product(_ADDED, at[_ATTN_PROJ], at[_ATTN_PROJ + 1], y, channels, qkv, channels, x, texts, stage + 2, team)
         for i in range(n):
-            _normalise(mean_too, at[_LN_2], at[_LN_2 + 1], x, i, own[i], channels)
+            _normalise(mean_too, at[_LN_2], at[_LN_2 + 1], x, i, normed[i], channels)
         _product(
-            _ACTIVATED, halves, at[_C_FC], at[_C_FC + 1], own, channels, hidden, 4 * channels, x, texts, stage + 3, team
+            _ACTIVATED, at[_C_FC], at[_C_FC + 1], normed, channels, hidden, 4 * channels, x, texts, stage + 3, team
         )
         _product(
-            _ADDED,
-            halves,
-            at[_MLP_PROJ],
-            at[_MLP_PROJ + 1],
-            hidden,
-            4 * channels,
-            qkv,
-            channels,
-            x,
-            texts,
-            stage + 4,
-            team,
+            _ADDED, at[_MLP_PROJ], at[_MLP_PROJ + 1], hidden, 4 * channels, qkv, channels, x, texts, stage + 4, team
         )
         stage += 5
     for i in range(wanted.size):
-        _normalise(mean_too, tensors[blocks, _LN_F], tensors[blocks, _LN_F + 1], x, wanted[i], own[i], channels)
+        _normalise(mean_too, tensors[blocks, _LN_F], tensors[blocks, _LN_F + 1], x, wanted[i], normed[i], channels)
     wte, texts = tensors[blocks, _WTE], (rows, tensors, blocks, sizes)
-    _product(_SCORES, halves, wte, 0, own, channels, logits, sizes[_VOCABULARY], x, texts, stage, team)
+    _product(_SCORES, wte, 0, normed, channels, logits, sizes[_VOCABULARY], x, texts, stage, team)

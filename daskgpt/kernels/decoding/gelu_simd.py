@@ -1,8 +1,8 @@
-"""GELU of some numbers beside each other, fewer than a loop that Numba vectorizes would need to be faster for it."""
+"""GELU of consecutive numbers, too few for a loop that Numba vectorizes to be faster."""
 
 import math
-from typing import Any
 
+from llvmlite import ir
 from numba.core import cgutils
 
 from daskgpt.kernels.simd.lanes import (
@@ -24,7 +24,7 @@ from daskgpt.kernels.simd.lanes import (
 _SLOPE, _CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715  # see `kernels.gelu`
 
 
-def _gelu(builder: Any, v: Any) -> Any:
+def _gelu(builder: ir.IRBuilder, v: ir.Value) -> ir.Value:
     one = constant(REALS, 1.0)
     inner = fma(builder, builder.fmul(constant(REALS, _CUBIC), v), v, one)
     power = exp(builder, builder.fmul(builder.fmul(constant(REALS, -_SLOPE), v), inner))
@@ -33,7 +33,7 @@ def _gelu(builder: Any, v: Any) -> Any:
 
 @instruction("n n")
 def gelu_at(builder, place, count):
-    """GELU, tanh form, of `count` float32 numbers at an address, in place."""
+    """Apply GELU, in its tanh form, to `count` float32 numbers at an address, in place."""
     with cgutils.for_range(builder, builder.lshr(count, whole(4))) as loop:
         offset = builder.mul(loop.index, whole(VECTOR))
         store(builder, _gelu(builder, load(builder, place, offset)), place, offset)

@@ -1,6 +1,6 @@
 """Attention of one query over kept keys and values.
 
-A head's keys lie in groups of 64 positions, channel by channel, so that 64 scores are summed beside each other; its
+The keys of a head lie in groups of 64 positions, channel by channel, so that 64 scores are summed at a time. Its
 values lie position by position, with zeros up to a multiple of 16 channels. Both are read from one end to the other.
 """
 
@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba.core import cgutils
 
 from daskgpt.kernels.compilation import helper
@@ -35,8 +36,8 @@ from daskgpt.kernels.simd.reductions import sum_of
 GROUP = 64  # positions of keys
 
 
-def _sums(builder: Any, values: list[Any], vectors: int, halves: bool) -> None:
-    """out = sum over i of factor i times row i, of `vectors` times 16 numbers; row i lies at rows + i pitch."""
+def _sums(builder: ir.IRBuilder, values: list[ir.Value], vectors: int, halves: bool) -> None:
+    """Write code of out = sum over i of factor i times row i, of `vectors` times 16 numbers, at rows + i pitch."""
     factors, rows, pitch, count, out = values
     kind, size = (HALVES, 2) if halves else (REALS, 4)
     totals = [cgutils.alloca_once(builder, REALS) for _ in range(vectors)]
@@ -46,8 +47,8 @@ def _sums(builder: Any, values: list[Any], vectors: int, halves: bool) -> None:
         factor = splat(builder, load(builder, factors, builder.shl(loop.index, whole(2)), F32))
         row = builder.add(rows, builder.mul(loop.index, pitch))
         for number, total in enumerate(totals):
-            found = load(builder, row, number * LANES * size, kind)
-            real = widen(builder, found) if halves else found
+            numbers = load(builder, row, number * LANES * size, kind)
+            real = widen(builder, numbers) if halves else numbers
             builder.store(fma(builder, factor, real, builder.load(total)), total)
     for number, total in enumerate(totals):
         store(builder, builder.load(total), out, number * LANES * 4)
@@ -66,7 +67,7 @@ _four, _one = _of(4), _of(1)
 
 @helper
 def _nearest_half(value):
-    """The bfloat16 nearest to a float32 number, as its 16 bits; ties to even, NaN stays NaN."""
+    """Return the 16 bits of the bfloat16 nearest to a float32 number; ties go to even, NaN stays NaN."""
     bits = np.uint32(np.float32(value).view(np.uint32))
     if value != value:
         return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
@@ -75,10 +76,10 @@ def _nearest_half(value):
 
 @helper
 def keep(halves, numbers, first, last, row, keys, values, sizes):
-    """Keep the new keys and values among numbers first .. last - 1 of a token's queries, keys and values.
+    """Store the keys and values among numbers first .. last - 1 of a token's queries, keys and values.
 
     row           text, position, token
-    keys, values  addresses of those of a block
+    keys, values  addresses of the kept keys and values of a block
     sizes         channels, heads, vocabulary, capacity, width
     """
     channels, capacity, width = sizes[0], sizes[3], sizes[4]
@@ -104,7 +105,7 @@ def keep(halves, numbers, first, last, row, keys, values, sizes):
 
 @helper
 def attend(halves, query, head_keys, head_values, head_size, width, limit, scores, out):
-    """Attention of one head's query over the first `limit` positions, into `out`, a row of `width` numbers.
+    """Write the attention of one head's query over the first `limit` positions to `out`, a row of `width` numbers.
 
     query    address of head_size float32 numbers
     scores   a row to work in, of limit numbers up to the next multiple of 64
@@ -113,7 +114,7 @@ def attend(halves, query, head_keys, head_values, head_size, width, limit, score
     place = address_of(scores)
     for first in range(0, limit, GROUP):
         keys = head_keys + first * head_size * size
-        # Sums over channels: the query's are the factors, the rows 64 keys' numbers of one channel.
+        # Sums over channels: the factors are the query's numbers, a row has the numbers of 64 keys in one channel.
         _four(halves, query, keys, GROUP * size, head_size, place + 4 * first)
     scale = np.float32(1) / np.float32(math.sqrt(np.float32(head_size)))
     top = scale * maximum(scores[:limit])
@@ -121,7 +122,7 @@ def attend(halves, query, head_keys, head_values, head_size, width, limit, score
         scores[j] = exp(scale * scores[j] - top)
     inverse = np.float32(1) / sum_of(scores[:limit])
     c = 0
-    while c < width:  # sums over positions: the probabilities are the factors, the rows values
+    while c < width:  # sums over positions: the factors are the probabilities, the rows are the values
         if c + GROUP <= width:
             _four(halves, place, head_values + c * size, width * size, limit, address_of(out) + 4 * c)
             c += GROUP

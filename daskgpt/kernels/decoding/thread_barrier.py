@@ -1,9 +1,9 @@
 """Threads that share a task: tickets for its parts, and barriers.
 
-Each stage has two counters in memory of the caller, which sets them before: how many parts have been given away (at
-first as many as there are threads, whose first parts have their own numbers), and how many threads have arrived. A
-thread that waits looks again and again, which takes less than a microsecond where every thread has a core, and offers
-its core to others after a while where not.
+Each stage has two counters, which the caller allocates and sets: the number of parts that threads have taken (at first
+the number of threads, since thread n begins with part n), and the number of threads that have arrived. A waiting
+thread reads the counter again and again; if every thread has a core, this takes less than a microsecond. After a while
+it offers its core to other threads.
 """
 
 from numba import types
@@ -12,15 +12,15 @@ from numba.extending import intrinsic
 from daskgpt.kernels.compilation import helper
 from daskgpt.kernels.simd.lanes import I32, I64, address_of, call
 
-# Whole numbers from one counter to the next: each in cache lines of its own.
+# Distance of two counters in whole numbers, so that each has cache lines to itself.
 APART = 16
-# Looks before a thread offers its core to others: some ten microseconds.
+# Reads of a counter, some ten microseconds, before a thread offers its core to others.
 _LOOKS = 4096
 
 
 @intrinsic
 def _add_one(typing_context, place):
-    """The whole number at an address before one was added to it."""
+    """Add one to the whole number at an address; return the number before."""
 
     def generate(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], I64.as_pointer())
@@ -31,7 +31,7 @@ def _add_one(typing_context, place):
 
 @intrinsic
 def _look(typing_context, place):
-    """The whole number at an address, and with it all that was written before it was."""
+    """Return the whole number at an address; whatever was written before it is visible then."""
 
     def generate(context, builder, signature, arguments):
         return builder.load_atomic(builder.inttoptr(arguments[0], I64.as_pointer()), "acquire", 8)
@@ -49,7 +49,7 @@ def _offer_core(typing_context):
 
 @helper
 def next_part(counters, stage):
-    """Number of a part of a stage that no thread has."""
+    """Return the number of a part of a stage that no thread has taken."""
     return _add_one(address_of(counters) + (2 * stage) * 8 * APART)
 
 

@@ -1,1 +1,1 @@
-"""Float32 products: a BLAS called by its address inside kernels, and one of our own."""
+"""Float32 products inside kernels: a BLAS that is called by its address, and the package's own product."""

@@ -42,7 +42,7 @@ VARIABLE = "DASKGPT_BLAS"
 
 
 def _libraries() -> Iterator[Path]:
-    """NumPy's extension module (a lookup there searches what it is linked to), then the libraries in the wheel."""
+    """Yield NumPy's extension module, through which the libraries it links to are searched, then those in the wheel."""
     extension = importlib.import_module("numpy._core._multiarray_umath").__file__
     if extension is not None:
         yield Path(extension)
@@ -53,7 +53,7 @@ def _libraries() -> Iterator[Path]:
 
 @functools.cache
 def find_gemm(letter: str) -> int:
-    """Address of cblas_sgemm (`letter` "s") or cblas_dgemm ("d") in NumPy's BLAS; 0 if there is none."""
+    """Return the address of cblas_sgemm (`letter` "s") or cblas_dgemm ("d") in NumPy's BLAS; 0 if there is none."""
     for path in _libraries():
         try:
             library = ctypes.CDLL(str(path))
@@ -67,22 +67,22 @@ def find_gemm(letter: str) -> int:
 
 
 def gemm_address(dtype: np.dtype) -> int:
-    """The `blas` argument of `gemm` for arrays of `dtype`.
+    """Return the `blas` argument of `gemm` for arrays of `dtype`.
 
-    Errors   ValueError when the environment variable DASKGPT_BLAS says anything but own, numpy or portable;
-             RuntimeError when it says own and the processor has no fused multiply-adds of vectors
+    Errors   ValueError when the environment variable DASKGPT_BLAS is anything but own, numpy or portable;
+             RuntimeError when it is own and the processor has no fused multiply-adds of vectors
     """
     choice, single = _choice(), dtype.char == "f"
     if choice == "own" and single:
         return sgemm.address()
-    found = find_gemm("s" if single else "d") if choice != "portable" else 0
-    return found or _PORTABLE.address(dtype.char)
+    address = find_gemm("s" if single else "d") if choice != "portable" else 0
+    return address or _PORTABLE.address(dtype.char)
 
 
 def one_order(dtype: np.dtype) -> bool:
     """Return whether a product's sums have one order whatever its shapes, so that no chunk changes a bit.
 
-    A library's order depends on the shapes. Nothing is compiled to find out.
+    In a library the order depends on the shapes. No kernel is compiled for the answer.
     """
     return dtype.char == "f" and _choice() == "own"
 
@@ -96,8 +96,8 @@ def _choice() -> str:
 
 
 def _portable(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """The arguments and the result of cblas_?gemm, row-major, for alpha 1. Each sum continues from beta * c."""
-    # The caller defines only the lower half of the orders: 111 is as it is, 112 transposed.
+    """Compute cblas_?gemm, row-major, for alpha 1. Each sum continues from beta * c."""
+    # The caller defines only the lower half of the two orders: 111 is not transposed, 112 is.
     b_transposed = b_order & 1 == 0
     a_row, a_column = (1, lda) if a_order & 1 == 0 else (lda, 1)
     zero = beta - beta
@@ -121,7 +121,7 @@ _PORTABLE = Kernel(_portable, "n n n n n n f n n n n f n n")
 
 @intrinsic
 def _call_blas(typing_context, blas, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """cblas_?gemm at address `blas`.
+    """Call cblas_?gemm at address `blas`.
 
     Every whole number and every pointer is passed as 64 bits. A library with 32-bit integers reads the lower half of
     the register or of the 8-byte stack slot, which is where a little-endian 64-bit processor has the same value.
@@ -140,7 +140,7 @@ def _call_blas(typing_context, blas, a_order, b_order, m, n, k, alpha, a, lda, b
 
 @helper
 def gemm(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
-    """c (m, n) = a (m, k) @ b (k, n) + beta * c, inside a kernel.
+    """Compute c (m, n) = a (m, k) @ b (k, n) + beta * c inside a kernel.
 
     a, b and c are addresses, lda, ldb and ldc their row lengths in elements. A transposed a is stored (k, m), a
     transposed b (n, k). The dtype is that of beta. With beta = 0, c is not read.
@@ -152,7 +152,7 @@ def gemm(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc
 
 @helper
 def product(blas, a_transposed, b_transposed, a, b, beta, c):
-    """c = a @ b + beta * c of 2-D arrays inside a kernel; c may have more columns than the product."""
+    """Compute c = a @ b + beta * c of 2-D arrays inside a kernel; c may have more columns than the product."""
     m, k = (a.shape[1], a.shape[0]) if a_transposed else a.shape
     n = b.shape[0] if b_transposed else b.shape[1]
     a_at, b_at, c_at = address_of(a), address_of(b), address_of(c)
@@ -162,13 +162,13 @@ def product(blas, a_transposed, b_transposed, a, b, beta, c):
 
 @kernel("n n r2 r2 n w2")
 def multiply(blas, b_transposed, a, b, accumulate, c):
-    """c = a @ b, or a @ bᵀ, added to what is there with `accumulate`; what c has of further columns stays."""
+    """Write a @ b, or a @ bᵀ, to c, or add it with `accumulate`; further columns of c stay unchanged."""
     product(blas, 0, b_transposed, a, b, a.dtype.type(accumulate), c)
 
 
 @kernel("n r2 n r2 n w2")
 def multiply_rows(blas, a, first_row, b, accumulate, c):
-    """c = rows of aᵀ @ b, from `first_row` on and as many as c has, added to what is there with `accumulate`."""
+    """Write as many rows of aᵀ @ b as c has, from `first_row` on, to c, or add them with `accumulate`."""
     (k, lda), n, (m, ldc) = a.shape, b.shape[1], c.shape
     a_at = address_of(a) + first_row * a.itemsize
     gemm(blas, 1, 0, m, n, k, a_at, lda, address_of(b), n, a.dtype.type(accumulate), address_of(c), ldc)
@@ -180,7 +180,7 @@ def _matmul(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, 
 
 
 def _row_length(name: str, array: np.ndarray, shape: tuple[int, int], dtype: np.dtype) -> int:
-    """The distance of two rows in elements."""
+    """Return the distance of two rows in elements."""
     if array.shape != shape or array.dtype != dtype:
         rule, got = f"{name} must have shape {shape} and dtype {dtype}", {"shape": array.shape, "dtype": array.dtype}
         raise refusal(ValueError, "matmul", rule, got, "Check the shapes and the transpose flags.")
@@ -201,7 +201,7 @@ def matmul(
     transpose_b: bool = False,
     accumulate: bool = False,
 ) -> np.ndarray:
-    """Matrix product of two 2-D arrays into a third.
+    """Write the matrix product of two 2-D arrays into a third, or add it to that.
 
     out = a @ b  (+ out)
 

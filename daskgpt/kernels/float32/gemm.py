@@ -1,17 +1,17 @@
 """Float32 matrix product in vector registers, with cblas_sgemm's interface.
 
-What differs from a library's product: a transformer multiplies few rows by large weights that come from memory, so a
-weight should be touched once, and meanwhile the next part of it should be on its way. Every tile of sums fetches its
-share of what comes next into the second cache; later tiles pack it, or read it where it lies.
+A transformer multiplies few rows by large weights that come from memory. So, unlike in a library's product, a weight is
+read once, and its next part is fetched meanwhile: every tile of sums fetches a share of it into the second cache; later
+tiles pack that share, or read it where it lies.
 
     b transposed   y = x Wᵀ    few rows: W's rows stream past the packed columns of xᵀ, and the sums are turned to y
                                many rows: the rows of x stream past the packed columns of Wᵀ
-    none           dx = dy W   the rows of dy stay in the cache, W's columns are packed while the ones before them work
+    none           dx = dy W   the rows of dy stay in the cache, columns of W are packed while earlier ones are used
     a transposed   dW = dyᵀ x  strips of dy's columns stream past packed columns of x
 
-A sum starts at beta times what is there and runs over all steps in order, with one rounding a step. Nothing else
-decides its bits: not the tile, the other rows and columns, the transposes, alignment or thread, nor how the summed axis
-is cut into products that continue from one another (beta 1).
+A sum starts at beta times the number in c and runs over all steps in order, with one rounding per step. Its bits depend
+on nothing else: not on the tile, the other rows and columns, the transposes, alignment or thread, nor on how the summed
+axis is divided into products that continue one another (beta 1).
 """
 
 import functools
@@ -31,7 +31,7 @@ from daskgpt.kernels.simd.memory import PAGE, give_back, slots, take
 DEPTH = 384
 # Columns of the right operand that are packed at once, and rows of the left one that stay in the second cache.
 COLUMNS, BAND = 768, 384
-# Rows of a transposed result that are turned at once, and the bytes from row to row.
+# Rows of a transposed result that are transposed at once, and the bytes from row to row.
 GROUP, GROUP_STEP = 32, (COLUMNS + LANES) * 4
 
 PANELS, STRIP, _TILE = DEPTH * COLUMNS * 4, 2 * DEPTH * VECTOR, GROUP * GROUP_STEP
@@ -39,7 +39,7 @@ SCRATCH = PANELS + STRIP + _TILE + PAGE
 
 
 class Work(NamedTuple):
-    """Constants of one product: the code, and three places of the scratch memory."""
+    """Addresses of one product: the table of code, and three places in the scratch memory."""
 
     functions: int
     panels: int
@@ -49,7 +49,7 @@ class Work(NamedTuple):
 
 @helper
 def panel_width(columns):
-    """Vectors of the next panel: three, but four vectors are better cut into two and two."""
+    """Return the number of vectors in the next panel: three, but two if four are left."""
     vectors = (columns + LANES - 1) // LANES
     return WIDTH if vectors == 3 or vectors > 4 else min(vectors, 2)
 
@@ -71,20 +71,21 @@ def panel_at(panels, steps, column):
 
 @helper
 def plan_ahead(rows, lines, step, calls, steps):
-    """Return how `calls` tiles share the fetching of rows of `lines` cache lines.
+    """Return how `calls` tiles share the fetching of rows of `lines` cache lines: (share, count, lines, step).
 
-    A tile's rows, its lines every 16 steps, lines, step.
+    share   rows that a tile fetches
+    count   lines that it fetches every 16 steps
     """
-    each = (rows + calls - 1) // calls
+    share = (rows + calls - 1) // calls
     times = max(steps // LINE, 1)
-    return each, (each * lines + times - 1) // times, lines, step
+    return share, (share * lines + times - 1) // times, lines, step
 
 
 @helper
 def share_ahead(plan, start, call):
     """Return this tile's part of what is fetched of the rectangle at `start`."""
-    each, count, lines, step = plan
-    return start + call * each * step, count, lines, step
+    share, count, lines, step = plan
+    return start + call * share * step, count, lines, step
 
 
 @helper
@@ -96,7 +97,7 @@ def _copy_part(source, source_step, target, target_step, rows, columns):
 
 @helper
 def multiply_rows(work, kind, rows, width, steps, left, right, packed, c, columns, ahead, beta):
-    """Up to 8 rows of one panel. Operands are pairs of an address and a step."""
+    """Multiply up to 8 rows by one panel. Operands are pairs of an address and a step."""
     (a, a_step), (b, b_step), (at, step) = left, right, c
     start, count, lines, ahead_step = ahead
     whole = columns >= width * LANES
@@ -118,7 +119,7 @@ def multiply_rows(work, kind, rows, width, steps, left, right, packed, c, column
 
 @helper
 def _pack_transposed(work, panel, right, width, steps, columns):
-    """One panel of an operand whose columns are contiguous."""
+    """Pack one panel of an operand whose columns are contiguous."""
     at, step = right
     for part in range(width):
         exist = columns - part * LANES
@@ -131,7 +132,7 @@ def _pack_transposed(work, panel, right, width, steps, columns):
 
 @helper
 def pack(work, panels, right, transposed, steps, columns):
-    """The right operand as panels: one after the other, each with rows of 1 to 3 vectors."""
+    """Pack the right operand as panels, one after the other, each with rows of 1 to 3 vectors."""
     at, step = right
     done = 0
     while done < columns:
@@ -146,8 +147,8 @@ def pack(work, panels, right, transposed, steps, columns):
 @helper
 def copy_strip(work, plan, source, columns, steps, call, strip):
     """Copy the rows of a strip, 16 columns of a transposed left operand, that tile `call` has fetched."""
-    each, _, _, step = plan
-    first, last = min(call * each, steps), min((call + 1) * each, steps)
+    share, _, _, step = plan
+    first, last = min(call * share, steps), min((call + 1) * share, steps)
     if last > first and columns > 0:
         place = strip + first * ROWS * 4
         tiles.copy_halves(work.functions, source + first * step, step, last - first, columns, place, steps * ROWS * 4)
@@ -155,15 +156,15 @@ def copy_strip(work, plan, source, columns, steps, call, strip):
 
 @helper
 def pack_share(work, plan, width, right, columns, steps, call, panel):
-    """Pack what a tile has fetched."""
-    each, _, _, step = plan
-    first = call * each
+    """Pack the rows that tile `call` has fetched."""
+    share, _, _, step = plan
+    first = call * share
     if first < steps:
         source, target = right + first * step, panel + first * width * VECTOR
-        tiles.copy_rows(work.functions, width, source, step, min(each, steps - first), columns, target)
+        tiles.copy_rows(work.functions, width, source, step, min(share, steps - first), columns, target)
 
 
-# Attention's products: up to this many steps, and numbers of the left operand, packing does not pay.
+# Up to this many steps, and numbers of the left operand, as in attention, packing takes more time than it saves.
 _SHORT, _SMALL = 64, 8192
 # Numbers of rows and of elements of the result below which it may be written by columns.
 _FEW, _RESIDENT = 192, 2**20
@@ -171,7 +172,7 @@ _FEW, _RESIDENT = 192, 2**20
 
 @helper
 def _turn(work, rows, columns, c, out):
-    """Columns of the result as rows of the tile, or, with `out`, back."""
+    """Copy columns of the result to rows of the tile, or back with `out`."""
     at, step = c
     for row in range(0, rows, LANES):
         for column in range(0, columns, LANES):
@@ -188,7 +189,7 @@ def _turn(work, rows, columns, c, out):
 
 @helper
 def _sum_group(work, rows, columns, steps, left, panels, following, beta):
-    """Multiply a few rows of the left operand by all packed columns. following: the rows after them."""
+    """Multiply a few rows of the left operand by all packed columns; `following` is the address of the next rows."""
     a, a_step = left
     plan = plan_ahead(ROWS, (steps + LINE - 1) // LINE, a_step, count_panels(columns), steps)
     for row in range(0, rows, ROWS):
@@ -199,15 +200,15 @@ def _sum_group(work, rows, columns, steps, left, panels, following, beta):
             width, ahead = panel_width(columns - done), share_ahead(plan, start, call)
             right = panel_at(panels, steps, done), width * VECTOR
             sums = work.tile + row * GROUP_STEP + done * 4, GROUP_STEP
-            some, full = min(ROWS, rows - row), width * LANES
-            multiply_rows(work, tiles.BY_ROWS, some, width, steps, (source, a_step), right, 0, sums, full, ahead, beta)
+            count, full = min(ROWS, rows - row), width * LANES
+            multiply_rows(work, tiles.BY_ROWS, count, width, steps, (source, a_step), right, 0, sums, full, ahead, beta)
             done += width * LANES
             call += 1
 
 
 @helper
 def _sum_columns(work, rows, columns, k, left, c, beta):
-    """The transposed result, a group of its rows at a time, each over all steps."""
+    """Compute the transposed result, a group of its rows at a time, each over all steps."""
     (a, a_step), (at, step) = left, c
     padded = (columns + LANES - 1) // LANES * LANES
     for group in range(0, rows, GROUP):
@@ -225,10 +226,10 @@ def _sum_columns(work, rows, columns, k, left, c, beta):
 
 @helper
 def _sum_strip(work, rows, columns, steps, left, strip, other, c, beta):
-    """Make LANES rows of the result: multiply their strip, already copied, by all packed columns.
+    """Compute LANES rows of the result: multiply their strip, already copied, by all packed columns.
 
-    Every other tile copies what the one before it has fetched of the next strip, and fetches more; the tiles between
-    them fetch the result's next rows.
+    Of the tiles, every other one copies the part of the next strip that the one before it fetched, and fetches another
+    part; the tiles in between fetch the next rows of the result.
     """
     (a, a_step), (at, step) = left, c
     half = (count_panels(columns) + 1) // 2
@@ -246,9 +247,9 @@ def _sum_strip(work, rows, columns, steps, left, strip, other, c, beta):
                 ahead = share_ahead(plan, following, share)
                 if share > 0:
                     copy_strip(work, plan, following, rows - LANES, steps, share - 1, other)
-            some, right = min(ROWS, rows - row), (panel_at(work.panels, steps, done), width * VECTOR)
+            count, right = min(ROWS, rows - row), (panel_at(work.panels, steps, done), width * VECTOR)
             multiply_rows(
-                work, tiles.BY_COLUMNS, some, width, steps, source, right, 0, (sums, step), columns - done, ahead, beta
+                work, tiles.BY_COLUMNS, count, width, steps, source, right, 0, (sums, step), columns - done, ahead, beta
             )
             done += width * LANES
             call += 1
@@ -271,7 +272,7 @@ def _sum_strips(work, rows, columns, steps, left, c, beta):
 def _sum_rows(work, rows, columns, steps, left, c, beta):
     """Multiply rows of the left operand by all packed columns.
 
-    Of the tiles of ROWS rows, every other fetches the next ones, those between them the result's.
+    Of the tiles of ROWS rows, every other one fetches the next rows; the tiles in between fetch rows of the result.
     """
     (a, a_step), (at, step) = left, c
     half, lines = (count_panels(columns) + 1) // 2, (steps + LINE - 1) // LINE
@@ -285,18 +286,18 @@ def _sum_rows(work, rows, columns, steps, left, c, beta):
             ahead = share_ahead(plan, source + ROWS * a_step, call // 2)
             if call % 2 == 1:
                 ahead = share_ahead(plan_of_sums, sums + ROWS * step - WIDTH * VECTOR, 0)
-            some, right = min(ROWS, rows - row), (panel_at(work.panels, steps, done), width * VECTOR)
-            own, rest, kind = (source, a_step), columns - done, tiles.BY_ROWS
-            multiply_rows(work, kind, some, width, steps, own, right, 0, (sums, step), rest, ahead, beta)
+            count, right = min(ROWS, rows - row), (panel_at(work.panels, steps, done), width * VECTOR)
+            rows_of_a, rest, kind = (source, a_step), columns - done, tiles.BY_ROWS
+            multiply_rows(work, kind, count, width, steps, rows_of_a, right, 0, (sums, step), rest, ahead, beta)
             done += width * LANES
             call += 1
 
 
 @helper
 def _sum_panel(work, rows, width, steps, left, right, packed, panel, columns, c, beta):
-    """All rows of one panel of columns. While they are multiplied, the next panel is fetched and packed, tile by tile.
+    """Multiply all rows by one panel of columns; meanwhile, fetch and pack the next panel, tile by tile.
 
-    Only the first panel is not packed yet: its first tile of rows leaves it packed.
+    Only the first panel is not packed before: its first tile of rows packs it.
     """
     (a, a_step), (b, b_step), (at, step) = left, right, c
     calls = (rows + ROWS - 1) // ROWS
@@ -314,8 +315,8 @@ def _sum_panel(work, rows, width, steps, left, right, packed, panel, columns, c,
         kind, source = tiles.BY_ROWS, (panel, width * VECTOR)
         if fuses and call == 0:
             kind, source = tiles.BY_ROWS_PACKING, right
-        some, rows_of_a, sums = min(ROWS, rows - row), (a + row * a_step, a_step), (at + row * step, step)
-        multiply_rows(work, kind, some, width, steps, rows_of_a, source, panel, sums, columns, ahead, beta)
+        count, rows_of_a, sums = min(ROWS, rows - row), (a + row * a_step, a_step), (at + row * step, step)
+        multiply_rows(work, kind, count, width, steps, rows_of_a, source, panel, sums, columns, ahead, beta)
         if more > 0 and call > 0:
             pack_share(work, plan, next_width, following, more, steps, call - 1, other)
     if more > 0:
@@ -324,7 +325,7 @@ def _sum_panel(work, rows, width, steps, left, right, packed, panel, columns, c,
 
 @helper
 def _sum_panels(work, rows, columns, steps, left, right, c, beta):
-    """Nothing is transposed: the left operand stays in the second cache, panels of the right one stream past."""
+    """Multiply operands that are not transposed: the left one stays in the second cache, the right one streams past."""
     (b, b_step), (at, step) = right, c
     done = call = 0
     while done < columns:
@@ -338,7 +339,7 @@ def _sum_panels(work, rows, columns, steps, left, right, c, beta):
 
 @helper
 def _by_turned_columns(work, transposed, m, n, k, left, right, c, beta):
-    """The right operand is packed, as many steps at once as there is room for: each time the result is turned."""
+    """Pack as many steps of the right operand at once as there is room for, and transpose the result each time."""
     (a, a_step), (b, b_step), (at, step) = left, right, c
     most = COLUMNS if k <= DEPTH else COLUMNS // 2
     for first in range(0, n, most):
@@ -357,7 +358,7 @@ def _by_turned_columns(work, transposed, m, n, k, left, right, c, beta):
 
 @helper
 def _by_packed_columns(work, by_columns, transposed, m, n, k, left, right, c, beta):
-    """The right operand is packed, COLUMNS columns and DEPTH steps at a time."""
+    """Pack the right operand, COLUMNS columns and DEPTH steps at a time, and multiply by it."""
     (a, a_step), (b, b_step), (at, step) = left, right, c
     for first in range(0, n, COLUMNS):
         count, sums = min(COLUMNS, n - first), (at + first * 4, step)
@@ -374,7 +375,7 @@ def _by_packed_columns(work, by_columns, transposed, m, n, k, left, right, c, be
 
 @helper
 def _in_place(work, by_columns, m, n, k, left, right, c, beta):
-    """Make a small product of whole panels, without packing or fetching ahead."""
+    """Compute a small product of whole panels, without packing or fetching ahead."""
     (a, a_step), (b, b_step), (at, step) = left, right, c
     kind = tiles.BY_COLUMNS if by_columns else tiles.BY_ROWS
     down = 4 if by_columns else a_step
@@ -383,8 +384,8 @@ def _in_place(work, by_columns, m, n, k, left, right, c, beta):
             sums = at + row * step + done * 4, step
             rows, columns = (a + row * down, a_step), (b + done * 4, b_step)
             ahead = a, 0, 1, 0
-            some = min(ROWS, m - row)
-            multiply_rows(work, kind, some, 2, k, rows, columns, 0, sums, 2 * LANES, ahead, beta)
+            count = min(ROWS, m - row)
+            multiply_rows(work, kind, count, 2, k, rows, columns, 0, sums, 2 * LANES, ahead, beta)
 
 
 @helper
@@ -405,9 +406,9 @@ def _sgemm(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc
     panels = (taken + PAGE - 1) // PAGE * PAGE
     work = Work(tiles.code(), panels, panels + PANELS, panels + PANELS + STRIP)
     a_part, b_part, c_part = (a, lda * 4), (b, ldb * 4), (c, ldc * 4)
-    # 111 is as it is, 112 transposed. The caller defines only the lower half of these two numbers.
+    # 111 is not transposed, 112 is. The caller defines only the lower half of these two numbers.
     a_transposed, b_transposed = a_order & 1 == 0, b_order & 1 == 0
-    # What is cheaper to turn: a and c, or b. A result that does not stay in the caches is written best by rows.
+    # Transposing a and c may be cheaper than transposing b. A result larger than the caches is best written by rows.
     turned = (n + k) * m < n * k and (m < _FEW or m * n < _RESIDENT)
     if b_transposed and (a_transposed or turned):
         _by_turned_columns(work, not a_transposed, n, m, k, b_part, a_part, c_part, beta)
@@ -426,9 +427,9 @@ _SGEMM = kernel("n n n n n n s n n n n s n n", cost=28)(_sgemm) if has_fma() els
 
 @functools.cache
 def address() -> int:
-    """Address of a function with cblas_sgemm's arguments, whole numbers in 64 bits; compiled at the first call.
+    """Return the address of a function with cblas_sgemm's arguments, in 64 bits; it is compiled at the first call.
 
-    c = beta c + a b, row-major; alpha has to be 1 and is not looked at
+    c = beta c + a b, row-major; alpha must be 1 and is not read
 
     Shapes   a (m, k), b (k, n), c (m, n); a transposed a is stored (k, m), a transposed b (n, k)
     Dtype    float32

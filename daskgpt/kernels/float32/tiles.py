@@ -1,38 +1,37 @@
-"""Code of the float32 product: tiles of sums in vector registers, copies and transposes, and a table of it all.
+"""Code of the float32 product: tiles of sums in vector registers, copies, transposes, and a table of these functions.
 
-The functions stand in a table, and what calls them gets its address: Numba compiles a helper with everything that it
-calls, and these would be compiled once more for every helper. On a processor without fused multiply-adds the table is
-empty; `gemm` sees to it that it is not used. Addresses and distances are in bytes.
+Callers get the address of the table: Numba compiles a helper with everything that it calls, so each helper would
+otherwise compile these functions again. On a processor without fused multiply-adds the table is empty, and `gemm`
+ensures that it is not used. Addresses and distances are in bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
 from daskgpt.kernels.simd import lanes
 
-# By the registers of the processor that code is compiled for. 32 registers of 16 numbers (AVX-512): a tile of 8 rows
-# and 3 vectors. 16 registers of 8 (AVX2), and 32 of 4, which LLVM makes the same vectors of (NEON): 4 rows and 3
-# vectors. Sums, a row of the right operand and a number of the left one then fill the registers. No bit of a product
-# depends on it.
+# The size of a tile follows from the registers of the processor. With 32 registers of 16 numbers (AVX-512), a tile has
+# 8 rows and 3 vectors; with 16 registers of 8 numbers (AVX2), or 32 of 4 (NEON), 4 rows and 3 vectors. The sums, a row
+# of the right operand and a number of the left one then fill the registers. No bit of a product depends on the size.
 LANES = 16 if lanes.has_avx512() else 8
 VECTOR = 4 * LANES
 REALS, MASK = ir.VectorType(lanes.F32, LANES), ir.VectorType(lanes.I1, LANES)
+Values = list[ir.Value]
 # Rows and vectors of the largest tile.
 ROWS, WIDTH = LANES // 2, 3
 # Numbers in a cache line: the number of steps between two prefetches.
 LINE = 16
 
 
-def _row_masks(builder: Any, rows: Any, columns: Any) -> list[Any]:
-    """For each row of a square: its first `columns` lanes if it is one of the first `rows`, else none."""
+def _row_masks(builder: ir.IRBuilder, rows: ir.Value, columns: ir.Value) -> Values:
+    """Return a mask for each row of a square: `columns` lanes for each of the first `rows` rows, none for others."""
     mask, nothing = lanes.below(builder, columns, lanes=LANES), lanes.constant(MASK, 0)
     return [builder.select(builder.icmp_signed("<", lanes.whole(row), rows), mask, nothing) for row in range(LANES)]
 
 
-def transpose_body(builder: Any, *arguments: Any) -> None:
+def transpose_body(builder: ir.IRBuilder, *arguments: ir.Value) -> None:
     source, step, rows, columns, target, target_step, target_rows, target_columns, beta = arguments
     source, target = (builder.inttoptr(address, lanes.POINTER) for address in (source, target))
     sources, targets = (
@@ -52,7 +51,7 @@ def transpose_body(builder: Any, *arguments: Any) -> None:
 
 
 def _transpose_patch(
-    builder: Any, sources: list[Any], targets: list[Any], masks: list[Any], target_masks: list[Any], beta: Any
+    builder: ir.IRBuilder, sources: Values, targets: Values, masks: Values, target_masks: Values, beta: ir.Value
 ) -> None:
     values = lanes.transposed(
         builder, [lanes.load_masked(builder, row, 0, mask, REALS) for row, mask in zip(sources, masks, strict=True)]
@@ -70,7 +69,9 @@ def _transpose_patch(
 
 
 def copy_body(width: int) -> Callable[..., None]:
-    def body(builder: Any, source: Any, step: Any, rows: Any, columns: Any, target: Any) -> None:
+    def body(
+        builder: ir.IRBuilder, source: ir.Value, step: ir.Value, rows: ir.Value, columns: ir.Value, target: ir.Value
+    ) -> None:
         source, target = (builder.inttoptr(address, lanes.POINTER) for address in (source, target))
         masks = [lanes.below(builder, columns, LANES * part, LANES) for part in range(width)]
         with cgutils.for_range(builder, rows) as loop:
@@ -84,7 +85,7 @@ def copy_body(width: int) -> Callable[..., None]:
     return body
 
 
-def copy_halves_body(builder: Any, *arguments: Any) -> None:
+def copy_halves_body(builder: ir.IRBuilder, *arguments: ir.Value) -> None:
     source, step, rows, columns, target, distance = arguments
     source, target = (builder.inttoptr(address, lanes.POINTER) for address in (source, target))
     mask, half = lanes.below(builder, columns, lanes=LANES), LANES // 2
@@ -106,24 +107,24 @@ _TILE_KINDS, _TRANSPOSE_KINDS = [lanes.I64] * 12 + [lanes.F32], [lanes.I64] * 8 
 _COPY_KINDS, _HALVES_KINDS = [lanes.I64] * 5, [lanes.I64] * 6
 
 
-def function(module: Any, name: str, kinds: list[Any], body: Callable[..., None]) -> Any:
-    """The module's own function of this name, made at its first use."""
-    found = module.globals.get(name)
-    if found is None:
-        found = ir.Function(module, ir.FunctionType(lanes.VOID, kinds), name)
-        found.linkage = "internal"
-        found.attributes.add("noinline")
-        builder = ir.IRBuilder(found.append_basic_block("entry"))
-        body(builder, *found.args)
+def function(module: ir.Module, name: str, kinds: list[ir.Type], body: Callable[..., None]) -> ir.Function:
+    """Return the function of this name in a module; define it at its first use."""
+    definition = module.globals.get(name)
+    if definition is None:
+        definition = ir.Function(module, ir.FunctionType(lanes.VOID, kinds), name)
+        definition.linkage = "internal"
+        definition.attributes.add("noinline")
+        builder = ir.IRBuilder(definition.append_basic_block("entry"))
+        body(builder, *definition.args)
         builder.ret_void()
-    return found
+    return definition
 
 
 class _Tile:
-    """Code of rows x (LANES width) sums, which continue from beta * what was there: + left @ right, step by step.
+    """Code of rows x (LANES width) sums: total = beta * total + left @ right, step by step.
 
-    A left operand by rows has its summed axis contiguous, one by columns its rows; left_step is the distance along the
-    other axis. A tile that packs also leaves the right operand's vectors behind, one after the other.
+    The summed axis of a left operand by rows is contiguous, or its rows are (by columns); left_step is the distance
+    along the other axis. A tile that packs also writes the vectors of the right operand, one after the other.
     """
 
     def __init__(self, kind: int, rows: int, width: int) -> None:
@@ -131,10 +132,10 @@ class _Tile:
         self.name = f"sgemm_tile_{kind}_{rows}_{width}"
         self.places = [(row, part) for row in range(rows) for part in range(width)]
 
-    def function(self, module: Any) -> Any:
+    def function(self, module: ir.Module) -> ir.Function:
         return function(module, self.name, _TILE_KINDS, self._body)
 
-    def _body(self, builder: Any, *arguments: Any) -> None:
+    def _body(self, builder: ir.IRBuilder, *arguments: ir.Value) -> None:
         self.builder = builder
         steps, left, self.left_step, right, self.right_step, packed, total, total_step, *rest = arguments
         ahead, ahead_count, ahead_lines, ahead_step, beta = rest
@@ -154,15 +155,14 @@ class _Tile:
         for place, variable in self.sums.items():
             lanes.store(builder, builder.load(variable), total, sums[place])
 
-    def _addresses_of_sums(self, step: Any) -> dict[tuple[int, int], Any]:
-        """The distance of every vector of sums from the first."""
+    def _addresses_of_sums(self, step: ir.Value) -> dict[tuple[int, int], ir.Value]:
+        """Return the distance of every vector of sums from the first."""
         builder = self.builder
         rows = [builder.mul(step, lanes.whole(row)) for row in range(self.rows)]
         return {(row, part): builder.add(rows[row], lanes.whole(VECTOR * part)) for row, part in self.places}
 
-    def _start(self, sums: dict[tuple[int, int], Any], total: Any, beta: Any) -> None:
-        """The sums' first values: that a sum continues where it was is what makes its bits the same however it is
-        cut."""
+    def _start(self, sums: dict[tuple[int, int], ir.Value], total: ir.Value, beta: ir.Value) -> None:
+        """Set the first values of the sums. Calls that continue a sum give the same bits as one call."""
         builder, zero = self.builder, lanes.constant(REALS, 0.0)
         self.sums = {place: cgutils.alloca_once_value(builder, zero) for place in self.places}
         scale = lanes.splat(builder, beta, LANES)
@@ -170,10 +170,10 @@ class _Tile:
             for place, variable in self.sums.items():
                 builder.store(builder.fmul(lanes.load(builder, total, sums[place], REALS), scale), variable)
 
-    def _move(self, variable: Any, offset: Any) -> None:
+    def _move(self, variable: ir.Value, offset: ir.Value) -> None:
         self.builder.store(lanes.at(self.builder, self.builder.load(variable), offset, lanes.I8), variable)
 
-    def _look_ahead(self, count: Any, lines: Any, step: Any) -> None:
+    def _look_ahead(self, count: ir.Value, lines: ir.Value, step: ir.Value) -> None:
         """Fetch the next `count` lines of a rectangle of `lines` lines a row."""
         builder = self.builder
         beyond = builder.sub(step, builder.shl(lines, lanes.whole(6)))
@@ -209,16 +209,16 @@ class _Tile:
             self._move(self.left, lanes.whole(4 * count))
 
 
-# Where the functions stand in the table.
+# Positions of functions in the table.
 _TRANSPOSE, _COPY_HALVES = 0, 4
 
 
-def _number(kind: Any, rows: Any, width: Any) -> Any:
+def _number(kind: int, rows: int, width: int) -> int:
     """Return the number of a tile; 1, 2 and 3 copy rows of one, two and three vectors."""
     return kind * 64 + rows * 4 + width
 
 
-def _functions(module: Any) -> Iterator[tuple[int, Any]]:
+def _functions(module: ir.Module) -> Iterator[tuple[int, ir.Function]]:
     yield _TRANSPOSE, function(module, "sgemm_transpose", _TRANSPOSE_KINDS, transpose_body)
     yield _COPY_HALVES, function(module, "sgemm_copy_halves", _HALVES_KINDS, copy_halves_body)
     for width in _WIDTHS:
@@ -244,15 +244,17 @@ def code(builder):
     return builder.ptrtoint(table, lanes.I64)
 
 
-def _call(builder: Any, table: Any, number: Any, kinds: list[Any], arguments: Sequence[Any]) -> None:
+def _call(
+    builder: ir.IRBuilder, table: ir.Value, number: ir.Value, kinds: list[ir.Type], arguments: Sequence[ir.Value]
+) -> None:
     place = builder.add(table, builder.shl(number, lanes.whole(3)))
-    found = builder.load(builder.inttoptr(place, lanes.POINTER.as_pointer()))
-    builder.call(builder.bitcast(found, ir.FunctionType(lanes.VOID, kinds).as_pointer()), arguments)
+    address = builder.load(builder.inttoptr(place, lanes.POINTER.as_pointer()))
+    builder.call(builder.bitcast(address, ir.FunctionType(lanes.VOID, kinds).as_pointer()), arguments)
 
 
 @lanes.instruction("n n n n n n7 n n n n s")
 def multiply(builder, code, kind, rows, width, steps, operands, ahead, ahead_count, ahead_lines, ahead_step, beta):
-    """`rows` (1, 2, 4 or 8) x LANES `width` (1, 2, 3) numbers at total = beta * those numbers + left @ right.
+    """Compute `rows` (1, 2, 4 or 8) x LANES `width` (1, 2, 3) numbers: total = beta * total + left @ right.
 
     operands: left, left_step, right, right_step, where to pack the right one, total, total_step.
     """
@@ -263,9 +265,10 @@ def multiply(builder, code, kind, rows, width, steps, operands, ahead, ahead_cou
 
 @lanes.instruction("n n4 n n n n s")
 def transpose(builder, code, operands, target, target_step, target_rows, target_columns, beta):
-    """LANES x LANES numbers at target = those at source, transposed, + beta * what was there.
+    """Compute LANES x LANES numbers: target = the transpose of source + beta * target.
 
-    operands: source, its step, rows and columns; beyond them it counts as zero. Beyond its own, target is not touched.
+    operands: source, its step, rows and columns; beyond these, source counts as zero, and target is not changed beyond
+    its own rows and columns.
     """
     values = [*cgutils.unpack_tuple(builder, operands), target, target_step, target_rows, target_columns, beta]
     _call(builder, code, lanes.whole(_TRANSPOSE), _TRANSPOSE_KINDS, values)
@@ -273,12 +276,12 @@ def transpose(builder, code, operands, target, target_step, target_rows, target_
 
 @lanes.instruction("n n n n n n n")
 def copy_rows(builder, code, width, source, step, rows, columns, target):
-    """`rows` rows of LANES `width` numbers, one after the other at target; beyond `columns` of source they are zero."""
+    """Copy `rows` rows of LANES `width` numbers to target, one after the other; zeros beyond `columns` of source."""
     _call(builder, code, width, _COPY_KINDS, [source, step, rows, columns, target])
 
 
 @lanes.instruction("n n n n n n n")
 def copy_halves(builder, code, source, step, rows, columns, target, distance):
-    """`rows` rows of LANES numbers, half of each at target, half `distance` further; past `columns` zeros."""
+    """Copy `rows` rows of LANES numbers, half of each to target, half `distance` further; zeros beyond `columns`."""
     values = [source, step, rows, columns, target, distance]
     _call(builder, code, lanes.whole(_COPY_HALVES), _HALVES_KINDS, values)

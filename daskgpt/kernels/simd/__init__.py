@@ -1,1 +1,1 @@
-"""Code on many numbers at a time: lanes of vectors, elementary functions, reductions, and memory to work in."""
+"""Code on many numbers at a time: lanes of vectors, elementary functions, reductions, and scratch memory."""

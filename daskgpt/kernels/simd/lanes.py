@@ -1,11 +1,11 @@
-"""Code on several numbers at a time, in LLVM's vector types: what intrinsics and emitted functions are built from.
+"""Code on several numbers at a time, in LLVM's vector types, from which intrinsics and emitted functions are built.
 
 A function takes an llvmlite builder first and returns a value. How many lanes there are follows from the type of its
 arguments, LANES being the default. A place in memory is a pointer or an address (a whole number), and a distance in
 bytes from it. The intrinsics at the end are for kernels: they read and write single numbers at an address.
 
-A loop that Numba vectorizes first compares every pair of its arrays for overlap, and may round its last numbers
-differently from the others: numbers that never fill a vector. That pays for long arrays, not for a few columns.
+A loop that Numba vectorizes first compares every pair of its arrays for overlap, and may round the last numbers, which
+do not fill a vector, differently from the others. That pays for long arrays, not for a few columns.
 """
 
 import functools
@@ -21,13 +21,13 @@ from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import numba_type
 
-# What the processor can do, as Numba compiles for it: NUMBA_CPU_FEATURES can take instructions away.
+# Instruction sets that Numba compiles for: NUMBA_CPU_FEATURES can remove some of the processor's.
 X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 
 
 @functools.cache
 def features() -> frozenset[str]:
-    """LLVM's names of the instruction sets of an x86 processor; none elsewhere."""
+    """Return LLVM's names of the instruction sets of an x86 processor; none elsewhere."""
     if not X86:
         return frozenset()
     listed = cpu_target.target_context.codegen().magic_tuple()[2]
@@ -76,88 +76,90 @@ _POLYNOMIAL = (
 
 
 def whole(number: int) -> ir.Constant:
-    """A constant of 64 bits."""
+    """Return a constant of 64 bits."""
     return ir.Constant(I64, number)
 
 
-def constant(kind: Any, number: float) -> ir.Constant:
-    """The same number in every lane; `kind` may be a single number's type."""
+def constant(kind: ir.Type, number: float) -> ir.Constant:
+    """Return the same number in every lane; `kind` may be the type of a single number."""
     return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
 
 
-def call(builder: Any, name: str, result: Any, arguments: list[Any], **options: Any) -> Any:
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, arguments: list[ir.Value], **options: Any) -> ir.Value:
     """Call one of LLVM's intrinsics, or a function of the C library."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments, **options)
 
 
-def at(builder: Any, place: Any, offset: Any, kind: Any) -> Any:
-    """Pointer to a value of `kind`, `offset` bytes on."""
+def at(builder: ir.IRBuilder, place: ir.Value, offset: ir.Value, kind: ir.Type) -> ir.Value:
+    """Return a pointer to a value of `kind`, `offset` bytes after `place`."""
     offset = whole(offset) if isinstance(offset, int) else offset
     if isinstance(place.type, ir.PointerType):
         return builder.bitcast(builder.gep(place, [offset], source_etype=I8), kind.as_pointer())
     return builder.inttoptr(builder.add(place, offset), kind.as_pointer())
 
 
-def load(builder: Any, place: Any, offset: Any = 0, kind: Any = REALS) -> Any:
-    """A vector, or one number, aligned like one number."""
+def load(builder: ir.IRBuilder, place: ir.Value, offset: ir.Value = 0, kind: ir.Type = REALS) -> ir.Value:
+    """Load a vector, or one number, aligned like one number."""
     return builder.load(at(builder, place, offset, kind), align=_BYTES[getattr(kind, "element", kind)])
 
 
-def store(builder: Any, value: Any, place: Any, offset: Any = 0) -> None:
-    """Write a vector, or one number."""
+def store(builder: ir.IRBuilder, value: ir.Value, place: ir.Value, offset: ir.Value = 0) -> None:
+    """Store a vector, or one number."""
     element = getattr(value.type, "element", value.type)
     builder.store(value, at(builder, place, offset, value.type), align=_BYTES[element])
 
 
-def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
-    """The same value in every lane."""
+def splat(builder: ir.IRBuilder, value: ir.Value, lanes: int = LANES) -> ir.Value:
+    """Return a vector with the same value in every lane."""
     undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(I32, 0))
     return shuffle(builder, first, first, [0] * lanes)
 
 
-def shuffle(builder: Any, left: Any, right: Any, order: list[int]) -> Any:
-    """Lanes of two vectors, numbered through both."""
+def shuffle(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, order: list[int]) -> ir.Value:
+    """Return lanes of two vectors, which are numbered through both."""
     return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(I32, len(order)), order))
 
 
-def below(builder: Any, count: Any, first: int = 0, lanes: int = LANES) -> Any:
+def below(builder: ir.IRBuilder, count: ir.Value, first: int = 0, lanes: int = LANES) -> ir.Value:
     """Return which of the lanes, numbered from `first` on, are below a 64-bit count."""
     limits = splat(builder, builder.trunc(count, I32), lanes)
     numbers = ir.Constant(limits.type, [first + lane for lane in range(lanes)])
     return builder.icmp_signed("<", numbers, limits)
 
 
-def load_masked(builder: Any, place: Any, offset: Any, mask: Any, kind: Any = REALS) -> Any:
-    """A vector; where the mask is not set, memory is not read and the number is 0."""
+def load_masked(
+    builder: ir.IRBuilder, place: ir.Value, offset: ir.Value, mask: ir.Value, kind: ir.Type = REALS
+) -> ir.Value:
+    """Load a vector; where the mask is not set, memory is not read and the number is 0."""
     name = f"llvm.masked.load.v{kind.count}{_NAMES[kind.element]}.p0"
     align, pointer = ir.Constant(I32, _BYTES[kind.element]), at(builder, place, offset, kind)
     return call(builder, name, kind, [pointer, align, mask, ir.Constant(kind, None)])
 
 
-def store_masked(builder: Any, value: Any, place: Any, offset: Any, mask: Any) -> None:
-    """Write the numbers where the mask is set."""
+def store_masked(builder: ir.IRBuilder, value: ir.Value, place: ir.Value, offset: ir.Value, mask: ir.Value) -> None:
+    """Store the numbers where the mask is set."""
     kind = value.type
     name = f"llvm.masked.store.v{kind.count}{_NAMES[kind.element]}.p0"
     align, pointer = ir.Constant(I32, _BYTES[kind.element]), at(builder, place, offset, kind)
     call(builder, name, VOID, [value, pointer, align, mask])
 
 
-def prefetch(builder: Any, place: Any, offset: Any = 0) -> None:
+def prefetch(builder: ir.IRBuilder, place: ir.Value, offset: ir.Value = 0) -> None:
     """Fetch a cache line into the second cache; any place is allowed."""
     call(builder, "llvm.prefetch.p0", VOID, [at(builder, place, offset, I8), *(ir.Constant(I32, n) for n in (0, 2, 1))])
 
 
-def fma(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """left right + total of float32 numbers with one rounding."""
+def fma(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
+    """Return left right + total of float32 numbers with one rounding."""
     kind = total.type
     name = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
     return call(builder, f"llvm.fma.{name}", kind, [left, right, total])
 
 
-def exp(builder: Any, x: Any) -> Any:
-    """e**x of a float32 number or of each lane.
+def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Return e**x of a float32 number or of each lane.
 
     x is n ln(2) + r; the polynomial gives exp(r), and n is added to its exponent bits. At most 2 units in the last
     place; x is clamped to -87 ... 88.72, so never 0 and never infinite; NaN stays NaN.
@@ -183,11 +185,11 @@ def exp(builder: Any, x: Any) -> Any:
     return builder.bitcast(builder.add(builder.bitcast(y, bits), power), kind)
 
 
-def round_to_bfloat16(builder: Any, reals: Any, subnormal: bool = False) -> Any:
-    """float32 numbers as the 16 bits of the nearest bfloat16, ties to even; NaN stays NaN.
+def round_to_bfloat16(builder: ir.IRBuilder, reals: ir.Value, subnormal: bool = False) -> ir.Value:
+    """Return the 16 bits of the bfloat16 nearest to each float32 number; ties go to even, NaN stays NaN.
 
-    The processor's own instruction turns subnormal numbers into zeros, which the products would read them as anyway.
-    With `subnormal`, and on processors without the instruction, they are rounded like others.
+    The processor's instruction turns subnormal numbers into zeros, as the products would. With `subnormal`, and on
+    processors without the instruction, they are rounded like others.
     """
     lanes = reals.type.count
     bits, halves = ir.VectorType(I32, lanes), ir.VectorType(I16, lanes)
@@ -196,25 +198,25 @@ def round_to_bfloat16(builder: Any, reals: Any, subnormal: bool = False) -> Any:
     given, half = builder.bitcast(reals, bits), constant(bits, 16)
     odd = builder.and_(builder.lshr(given, half), constant(bits, 1))
     nearest = builder.add(builder.add(given, constant(bits, 0x7FFF)), odd)
-    # Adding could carry a NaN's bits over into infinity or a sign: it keeps its upper half and becomes quiet.
+    # Rounding up could turn a NaN into infinity or change its sign: a NaN keeps its upper half and becomes quiet.
     nan = builder.icmp_unsigned(">", builder.and_(given, constant(bits, 0x7FFFFFFF)), constant(bits, 0x7F800000))
     rounded = builder.select(nan, builder.or_(given, constant(bits, 0x00400000)), nearest)
     return builder.trunc(builder.lshr(rounded, half), halves)
 
 
-def widen(builder: Any, halves: Any) -> Any:
-    """bfloat16 numbers, given as their 16 bits, as float32: exact."""
+def widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
+    """Return bfloat16 numbers, given as 16 bits, as float32, which is exact."""
     lanes = halves.type.count
     bits = ir.VectorType(I32, lanes)
     wide = builder.shl(builder.zext(halves, bits), constant(bits, 16))
     return builder.bitcast(wide, ir.VectorType(F32, lanes))
 
 
-def _transposed_quads(builder: Any, rows: list[Any]) -> list[Any]:
-    """Four rows, every four of their lanes transposed: lane 4 q + i of vector l is lane 4 q + l of row i."""
+def _transposed_quads(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Transpose every four lanes of four rows: lane 4 q + i of vector l is lane 4 q + l of row i."""
     lanes = rows[0].type.count
 
-    def interleave(left: Any, right: Any, unit: int, upper: int) -> Any:
+    def interleave(left: ir.Value, right: ir.Value, unit: int, upper: int) -> ir.Value:
         # In each four lanes the lower or upper `unit`s of both, in turn: one instruction on x86.
         firsts = [quad + first for quad in range(0, lanes, 4) for first in range(2 * upper, 2 * upper + 2, unit)]
         order = [base + first + lane for first in firsts for base in (0, lanes) for lane in range(unit)]
@@ -225,8 +227,8 @@ def _transposed_quads(builder: Any, rows: list[Any]) -> list[Any]:
     return [interleave(pairs[0][half], pairs[1][half], 2, upper) for half in (0, 1) for upper in (0, 1)]
 
 
-def _transposed_by_quads(builder: Any, vectors: list[Any]) -> list[Any]:
-    """As many vectors as each has groups of four lanes: group g of result q is group q of vector g."""
+def _transposed_by_quads(builder: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
+    """Transpose groups of four lanes, as many per vector as there are vectors: group g of q becomes group q of g."""
     if len(vectors) == 1:
         return vectors
     lanes = vectors[0].type.count
@@ -238,26 +240,26 @@ def _transposed_by_quads(builder: Any, vectors: list[Any]) -> list[Any]:
     return [vector for two in zip(*parts, strict=True) for vector in two]
 
 
-def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """The columns of a square of 32-bit numbers, as many rows as lanes (4, 8 or 16)."""
+def transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Return the columns of a square of 32-bit numbers, with as many rows as lanes (4, 8 or 16)."""
     quads = [_transposed_quads(builder, rows[first : first + 4]) for first in range(0, len(rows), 4)]
     by_lane = [_transposed_by_quads(builder, [quad[lane] for quad in quads]) for lane in range(4)]
     return [vectors[quad] for quad in range(len(quads)) for vectors in by_lane]
 
 
 def instruction(arguments: str, result: str = "") -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of a function that writes its code.
+    """Return a decorator that turns a function that writes LLVM code into an intrinsic.
 
-    `instruction("n n s", "n")` decorates a function of an llvmlite builder and of the values of two whole numbers and
-    of a float32 number, each by its name, which returns a whole number; without a result it returns nothing. The words
-    are those of `compilation.kernel`.
+    `instruction("n n s", "n")` decorates a function of an llvmlite builder, two whole numbers and a float32 number,
+    which returns a whole number; without a second text the intrinsic returns nothing. The letters are those of
+    `compilation.kernel`.
     """
     typed = (numba_type(result) if result else types.void)(*map(numba_type, arguments.split()))
 
     def decorate(write_code: Callable[..., Any]) -> Any:
         @functools.wraps(write_code)
-        def definition(typing_context: Any, *kinds: Any) -> Any:
-            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        def definition(typing_context, *kinds):
+            def generate(context, builder, signature, values):
                 made = write_code(builder, *values)
                 return made if result else context.get_dummy_value()
 
@@ -270,7 +272,7 @@ def instruction(arguments: str, result: str = "") -> Callable[[Callable[..., Any
 
 @intrinsic
 def address_of(typing_context, array):
-    """Address of the first element of an array."""
+    """Return the address of the first element of an array."""
 
     def generate(context, builder, signature, arguments):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -285,7 +287,7 @@ def _element(builder, address, index, kind):
 
 @intrinsic
 def read(typing_context, address, index, like):
-    """Number `index` of those at an address, which have the type of `like`."""
+    """Return number `index` of the numbers at an address, which have the type of `like`."""
 
     def generate(context, builder, signature, arguments):
         return builder.load(_element(builder, arguments[0], arguments[1], context.get_value_type(like)))
@@ -295,7 +297,7 @@ def read(typing_context, address, index, like):
 
 @intrinsic
 def write(typing_context, address, index, value):
-    """Set number `index` of those at an address, which have the type of `value`."""
+    """Set number `index` of the numbers at an address, which have the type of `value`."""
 
     def generate(context, builder, signature, arguments):
         address, index, value = arguments
@@ -307,7 +309,7 @@ def write(typing_context, address, index, value):
 
 @instruction("n n", "s")
 def read_real(builder, address, index):
-    """Number `index` of the float32 numbers at an address."""
+    """Return number `index` of the float32 numbers at an address."""
     return builder.load(_element(builder, address, index, F32))
 
 

@@ -10,7 +10,6 @@ float64 uses the C library's exp and log. The float32 versions differ from the e
 """
 
 import math
-from typing import Any
 
 import numba
 import numpy as np
@@ -25,8 +24,8 @@ def _exp_float32(builder, x):
     return lanes.exp(builder, x)
 
 
-def exp(x: Any) -> Any:
-    """e**x of one number: inside kernels the versions below, in plain Python the C library's."""
+def exp(x: float) -> float:
+    """Return e**x of one number: inside kernels by the versions below, in plain Python by the C library."""
     return math.exp(x)
 
 
@@ -47,7 +46,7 @@ _L6, _L7, _L8 = _f(2.0000714765e-1), _f(-2.4999993993e-1), _f(3.3333331174e-1)
 
 @helper
 def _log_float32(x):
-    """x = m 2**n with m around 1; Cephes' polynomial for log(m), then n log(2) in two parts."""
+    """Return log(x) for x = m 2**n with m around 1: Cephes' polynomial for log(m), then n log(2) in two parts."""
     bits = _f(x).view(np.int32)
     n = _f((bits >> np.int32(23)) - np.int32(126))
     m = np.int32((bits & np.int32(0x7FFFFF)) | np.int32(0x3F000000)).view(np.float32)
@@ -66,8 +65,8 @@ def _log_float32(x):
     return fma(n, _LOG_2_HIGH, z + fma(_f(-0.5), z * z, y))
 
 
-def log(x: Any) -> Any:
-    """Natural logarithm of one number: inside kernels the versions below, in plain Python the C library's."""
+def log(x: float) -> float:
+    """Return the natural logarithm of one number: inside kernels by the versions below, in plain Python by C's."""
     return math.log(x)
 
 
@@ -80,7 +79,7 @@ def _log(x):
 
 @helper
 def sigmoid(x):
-    """1 / (1 + exp(-x)) of one number."""
+    """Return 1 / (1 + exp(-x)) of one number."""
     one = type(x)(1)
     return one / (one + exp(-x))
 
@@ -95,11 +94,11 @@ def _fma(typing_context, left, right, total):
 
 @helper
 def fma(left, right, total):
-    """left * right + total of single numbers with one rounding, on every processor."""
+    """Return left * right + total of single numbers with one rounding, on every processor."""
     return _fma(left, right, total)
 
 
-def maximum(row: Any) -> Any:
+def maximum(row: np.ndarray) -> float:
     """Return the largest number of a row. It may ignore a NaN, which stays in the row when the maximum is
     subtracted."""
     return row.max()
@@ -107,13 +106,13 @@ def maximum(row: Any) -> Any:
 
 @helper
 def _flip(bits):
-    """The bits of a float as a whole number with the same order, and back."""
+    """Turn the bits of a float into a whole number of the same order, or back."""
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @helper
 def _maximum_float32(row):
-    """Maximum by whole numbers: LLVM makes vector code of it without having to assume that there is no NaN."""
+    """Return the maximum by comparing whole numbers, which LLVM vectorizes without assuming that there is no NaN."""
     top = np.int32(-(2**31))
     for j in range(row.size):
         top = max(top, _flip(np.float32(row[j]).view(np.int32)))

@@ -1,7 +1,7 @@
 """Scratch memory of kernels, kept from call to call: fresh memory costs a page fault every 4 KB.
 
-A function called from Python gets memory of its own thread (`Scratch`). Compiled code has no such look-up: a function
-that it calls by its address takes memory out of slots that all threads share, and puts it back (`slots`, `take`,
+A function called from Python gets memory of its own thread (`Scratch`). Compiled code cannot look that up: a function
+that is called by its address takes memory from slots that all threads share, and gives it back (`slots`, `take`,
 `give_back`).
 """
 
@@ -16,14 +16,14 @@ from daskgpt.kernels.compilation import helper
 from daskgpt.kernels.simd.lanes import I64, POINTER, VOID, call, instruction, whole
 
 PAGE = 4096
-# Places for addresses of free memory.
+# Number of slots for addresses of free memory.
 _SLOTS = 64
 
 
 class Scratch(threading.local):
     """One thread's memory, which only grows.
 
-    before_growing   is called in a thread whenever its memory grows, the thread's first use included
+    before_growing   called in a thread whenever its memory grows, also at the thread's first use
     """
 
     def __init__(self, before_growing: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class Scratch(threading.local):
         self.size, self.address = 0, 0
 
     def __call__(self, *sizes: int) -> list[int]:
-        """Addresses of pieces of these many bytes, each at the start of a page, until this thread's next call."""
+        """Return addresses of pieces of these sizes in bytes, aligned to pages, valid until the thread's next call."""
         *starts, end = itertools.accumulate((-(-size // PAGE) * PAGE for size in sizes), initial=0)
         if end > self.size:
             self._grow(end)
@@ -45,7 +45,7 @@ class Scratch(threading.local):
 
 @instruction("", "n")
 def slots(builder):
-    """Address of the slots. For the function at the top alone: every function that asks gets slots of its own."""
+    """Return the address of the slots of the function that calls this. Only the outermost function calls it."""
     kind = ir.ArrayType(I64, _SLOTS)
     places = ir.GlobalVariable(builder.module, kind, "scratch_slots")
     places.linkage, places.initializer = "internal", ir.Constant(kind, None)
@@ -54,13 +54,13 @@ def slots(builder):
 
 @instruction("n", "n")
 def _take_slot(builder, slot):
-    """The address in the slot at an address, which is empty (0) afterwards."""
+    """Empty the slot at an address; return its content, 0 if it was empty."""
     return builder.atomic_rmw("xchg", builder.inttoptr(slot, I64.as_pointer()), whole(0), "acquire")
 
 
 @instruction("n n", "n")
 def _fill_slot(builder, slot, address):
-    """Put an address into the slot at an address; whether the slot was empty. Otherwise nothing happens."""
+    """Put an address into the slot at `place` if the slot is empty; return whether it was."""
     result = builder.cmpxchg(builder.inttoptr(slot, I64.as_pointer()), whole(0), address, "acq_rel", "acquire")
     return builder.zext(builder.extract_value(result, 1), I64)
 
@@ -79,15 +79,15 @@ def _release(builder, address):
 def take(places, size):
     """Return the address of `size` bytes for this call alone; all requests at these slots have the same size."""
     for slot in range(_SLOTS):
-        found = _take_slot(places + 8 * slot)
-        if found != 0:
-            return found
+        address = _take_slot(places + 8 * slot)
+        if address != 0:
+            return address
     return _allocate(size)
 
 
 @helper
 def give_back(places, scratch):
-    """Leave what `take` gave to the next call."""
+    """Give memory of `take` back, for the next call."""
     for slot in range(_SLOTS):
         if _fill_slot(places + 8 * slot, scratch):
             return

@@ -1,11 +1,9 @@
 """Sums over a row, in an order that no compiler and no processor chooses.
 
-32 lanes, whatever the registers hold: lane l adds up the numbers l, l + 32, l + 64 ... one after the other, and the
-lanes meet in a fixed tree: lane l and l + 16, then l + 8, 4, 2, 1. (Four registers of AVX2, two of AVX-512; a sum of
-one lane would wait for each addition.)
+There are 32 lanes, whatever the size of registers: lane l adds numbers l, l + 32, l + 64 ... one after the other, and
+the lanes are added in a fixed tree: lane l and l + 16, then l + 8, 4, 2, 1. (They fill four registers of AVX2 or two of
+AVX-512; with a single lane, each addition would wait for the one before it.)
 """
-
-from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -16,8 +14,8 @@ from daskgpt.kernels.simd.lanes import F32, below, call, constant, instruction, 
 _LANES = 32
 
 
-def folded(builder: Any, vector: Any) -> Any:
-    """The sum of the lanes, a power of two of them: the upper half is added to the lower one until one is left."""
+def folded(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    """Return the sum of the lanes, a power of two: the upper half is added to the lower one until one is left."""
     lanes = vector.type.count
     while lanes > 1:
         lanes //= 2
@@ -26,12 +24,12 @@ def folded(builder: Any, vector: Any) -> Any:
     return builder.extract_element(vector, whole(0))
 
 
-def _walk(builder: Any, places: list[Any], count: Any, element: Any) -> Any:
-    """sum(x) of one row, or sum(x y) of two, at addresses."""
+def _walk(builder: ir.IRBuilder, places: list[ir.Value], count: ir.Value, element: ir.Type) -> ir.Value:
+    """Return sum(x) of one row, or sum(x y) of two rows, at addresses."""
     kind, size = ir.VectorType(element, _LANES), 4 if element is F32 else 8
     total = cgutils.alloca_once_value(builder, constant(kind, 0.0))
 
-    def add(values: list[Any]) -> None:
+    def add(values: list[ir.Value]) -> None:
         before = builder.load(total)
         if len(values) == 1:
             builder.store(builder.fadd(before, values[0]), total)
@@ -49,7 +47,7 @@ def _walk(builder: Any, places: list[Any], count: Any, element: Any) -> Any:
     return folded(builder, builder.load(total))
 
 
-def _of_arrays(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+def _of_arrays(context, builder, signature, arguments):
     rows = [context.make_array(kind)(context, builder, row) for kind, row in zip(signature.args, arguments)]
     places = [builder.ptrtoint(row.data, ir.IntType(64)) for row in rows]
     return _walk(builder, places, rows[0].nitems, context.get_value_type(signature.return_type))
@@ -57,17 +55,17 @@ def _of_arrays(context: Any, builder: Any, signature: Any, arguments: Any) -> An
 
 @intrinsic
 def sum_of(typing_context, row):
-    """Sum of a contiguous row of numbers."""
+    """Return the sum of a contiguous row of numbers."""
     return row.dtype(row), _of_arrays
 
 
 @intrinsic
 def dot(typing_context, left, right):
-    """Sum of the products of two contiguous rows of one length, each product added with one rounding."""
+    """Return the sum of the products of two contiguous rows of one length; each is added with one rounding."""
     return left.dtype(left, right), _of_arrays
 
 
 @instruction("n n n", "s")
 def dot_at(builder, left, right, count):
-    """`dot` of `count` float32 numbers at two addresses."""
+    """Return the `dot` of `count` float32 numbers at two addresses."""
     return _walk(builder, [left, right], count, F32)
