@@ -1,1 +1,1 @@
-"""Configurations of models and runs, and the form of flags, files and errors. Nothing else of the package is used."""
+"""Configurations of models and runs, flags, files and errors. These modules import no other part of the package."""

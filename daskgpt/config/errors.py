@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import TypeVar
 
 # Whether this is a command: `python -m daskgpt...`, whose module has not begun yet, or the program `daskgpt`.
 IS_COMMAND = os.path.splitext(os.path.basename((sys.argv or [""])[0]))[0] in ("-m", "daskgpt")
@@ -16,25 +16,25 @@ UNSET = "Check the variable that it comes from, or leave it out."
 E = TypeVar("E", bound=Exception)
 
 
-def refusal(kind: type[E], where: str, rule: str, got: Mapping[str, Any] | str, advice: str) -> E:
+def refusal(kind: type[E], where: str, rule: str, got: Mapping[str, object] | str, advice: str) -> E:
     """Return an error in the common form, `{where}: {rule}; got {name}={value}. {advice}`, to be raised.
 
     kind   ValueError for input, TypeError for its type, RuntimeError for state, or an OSError for files
-    got    values by name, or a description of what was found
+    got    values by name, or a description of the value
     """
-    found = got if isinstance(got, str) else ", ".join(f"{name}={value}" for name, value in got.items())
-    return kind(f"{where}: {rule}; got {found}. {advice}")
+    description = got if isinstance(got, str) else ", ".join(f"{name}={value}" for name, value in got.items())
+    return kind(f"{where}: {rule}; got {description}. {advice}")
 
 
 def require(
-    holds: bool, where: str, rule: str, got: Mapping[str, Any] | str, advice: str, kind: type[Exception] = ValueError
+    holds: bool, where: str, rule: str, got: Mapping[str, object] | str, advice: str, kind: type[Exception] = ValueError
 ) -> None:
     """Raise a `refusal` with these arguments unless `holds`."""
     if not holds:
         raise refusal(kind, where, rule, got, advice)
 
 
-def require_in_imports(holds: bool, rule: str, got: Mapping[str, Any], advice: str) -> None:
+def require_in_imports(holds: bool, rule: str, got: Mapping[str, object], advice: str) -> None:
     """Raise RuntimeError unless `holds`, while modules are imported.
 
     A command has not begun then, and nothing could catch the error: its line is printed, and the process exits with 2.
@@ -57,27 +57,27 @@ def require_working_folder(where: str) -> None:
         raise refusal(FileNotFoundError, where, rule, "one that was deleted", advice) from None
 
 
-def require_known(name: str, known: Collection[str], where: str, what: str) -> None:
-    """Raise ValueError unless a name is one of the known ones; `what` it names is for the message."""
-    if name not in known:
-        raise refusal(ValueError, where, f"{what} must be known", {what: name}, nearest(name, list(known)))
+def require_known(name: str, names: Collection[str], where: str, what: str) -> None:
+    """Raise ValueError unless `name` is one of `names`; `what` says in the message what they name."""
+    if name not in names:
+        raise refusal(ValueError, where, f"{what} must be known", {what: name}, nearest(name, list(names)))
 
 
-def require_named(name: Any, where: str, what: str) -> None:
-    """Raise ValueError for an empty name, as of an unset variable of a shell; `what` it names is for the message."""
+def require_named(name: object, where: str, what: str) -> None:
+    """Raise ValueError for an empty name, as an unset shell variable gives; `what` it names is for the message."""
     require(bool(str(name).strip()), where, f"{what} must not be empty", {what: repr(name)}, UNSET)
 
 
 def require_package(name: str, extra: str, where: str) -> None:
-    """Raise RuntimeError, with the extra of daskgpt that brings it, unless a package is installed."""
+    """Raise RuntimeError unless a package is installed; `extra` is the extra of daskgpt that installs it."""
     rule, advice = f"{name} must be installed", f"Run pip install 'daskgpt[{extra}]'."
     require(find_spec(name) is not None, where, rule, "no such package", advice, RuntimeError)
 
 
-def nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, names: list[str]) -> str:
     """Return `Did you mean x?` for a misspelt name, or the list of all names."""
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"Did you mean {close[0]}?" if close else f"Choose from {', '.join(known)}."
+    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"Did you mean {close[0]}?" if close else f"Choose from {', '.join(names)}."
 
 
 def nearest_divisor(number: int, wanted: int) -> int:

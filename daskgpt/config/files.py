@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 LOCKS = Path("/proc/locks")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# How file systems of networks, drives and user programs answer a call that they lack.
+# Errors by which file systems of networks, drives and user programs refuse a call that they do not support.
 LACKING = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.ENOTTY, errno.EBADF, errno.EISDIR)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 ADVICE = {
@@ -35,7 +35,7 @@ ADVICE = {
 
 
 def advice_on(error: Exception) -> str:
-    """Return what helps against an error of writing, by its number."""
+    """Return advice on an error of writing, by its number."""
     number = getattr(error, "errno", None)
     return next(
         (text for numbers, text in ADVICE.items() if number in numbers), "Check the disk, or name another place."
@@ -127,7 +127,7 @@ def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
 
 @contextmanager
 def temporary_beside(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
-    """Yield a temporary name in the folder of a path; what has it is removed after an error."""
+    """Yield a temporary name in the folder of a path; after an error, a file or folder of that name is removed."""
     target = Path(path)
     rule, advice = "the folder must exist", f"Make {target.parent} first."
     require(target.parent.is_dir(), where, rule, {"path": path}, advice, FileNotFoundError)
@@ -142,7 +142,7 @@ def temporary_beside(path: str | os.PathLike[str], where: str) -> Iterator[Path]
 
 @contextmanager
 def written(path: str | os.PathLike[str], where: str) -> Iterator[None]:
-    """Raise the system's errors of writing in the common form, with the path, which they lack when a disk is full."""
+    """Raise the system's errors of writing in the common form, with the path, which is missing if a disk is full."""
     try:
         yield
     except OSError as error:
@@ -155,8 +155,8 @@ def written(path: str | os.PathLike[str], where: str) -> Iterator[None]:
 def write_hashed(file: BinaryIO, parts: Iterable[memoryview]) -> str:
     """Write parts of a file one after another; return the SHA-256 of all of them, in hexadecimal.
 
-    Making and hashing a part takes as long as writing one, so another thread makes the next part meanwhile. Each part
-    is flushed to the disk at once; otherwise flushing would begin when all are written.
+    Making and hashing a part takes as long as writing it, so another thread makes the next part meanwhile. Each part is
+    flushed to the disk at once; otherwise flushing would begin only after the last part.
     """
     digest, left, position = hashlib.sha256(), iter(parts), file.tell()
 
@@ -179,9 +179,9 @@ def write_hashed(file: BinaryIO, parts: Iterable[memoryview]) -> str:
     return digest.hexdigest()
 
 
-def digest_of(known: Any) -> str:
+def digest_of(value: object) -> str:
     """Return the SHA-256 of a value as JSON, in hexadecimal."""
-    return hashlib.sha256(json.dumps(known, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def open_no_link(path: Path, mode: str) -> BinaryIO:
@@ -237,7 +237,7 @@ def _holder(file: BinaryIO) -> str:
 
 
 def set_aside(path: Path, what: str) -> None:
-    """Rename a file whose name is needed, for example to `metrics.jsonl.damaged-1`; it is never deleted."""
+    """Rename a file to free its name, for example to `metrics.jsonl.damaged-1`; it is never deleted."""
     number = 0
     while path.exists():
         number += 1
@@ -249,8 +249,8 @@ def set_aside(path: Path, what: str) -> None:
 def rename(source: Path, target: Path) -> None:
     """Give a file, a link or a folder another name; a file or link of that name is replaced.
 
-    What the file system cannot rename (a folder across the layers of a container, a file that is mounted alone) or not
-    over another file is copied, flushed to the disk, and removed.
+    A source that the file system cannot rename (a folder across the layers of a container, a file that is mounted
+    alone, a target that exists) is copied, flushed to the disk, and removed.
 
     Errors   OSError; the source stays then
     """
@@ -269,7 +269,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file, a link or a folder, and flush it to the disk; nothing of it is left after an error."""
+    """Copy a file, a link or a folder, and flush it to the disk; after an error, the copy is removed."""
     try:
         if source.is_symlink():
             os.symlink(os.readlink(source), target)
@@ -288,7 +288,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with what it holds, as far as the system lets it."""
+    """Remove a file, a link or a folder with its content, as far as the system permits."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -334,7 +334,7 @@ def readable(path: str | os.PathLike[str], where: str) -> Iterator[None]:
 
 
 def json_lines(path: Path, where: str, parse: Callable[[Any], T], rule: str, advice: str) -> Iterator[T]:
-    """Yield what `parse` makes of the JSON of each line of a file that is not blank.
+    """Yield the result of `parse` for the JSON of each line of a file; blank lines are skipped.
 
     where, rule, advice   of the error
 
@@ -346,11 +346,11 @@ def json_lines(path: Path, where: str, parse: Callable[[Any], T], rule: str, adv
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found = parse(json.loads(line.decode()))
+                value = parse(json.loads(line.decode()))
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 got = {"path": path, "line": number, "found": f"{type(error).__name__}: {str(error)[:60]}"}
                 raise refusal(ValueError, where, rule, got, advice) from None
-            yield found
+            yield value
 
 
 def matching_files(source: str, where: str) -> list[Path]:
@@ -364,7 +364,7 @@ def matching_files(source: str, where: str) -> list[Path]:
     require(not path.is_dir(), where, "the source must name a file", {"source": source}, "Give a file or a glob.")
     if not glob.has_magic(source):
         raise refusal(FileNotFoundError, where, "the file must exist", {"source": source}, "Check the path.")
-    found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+    paths = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
     rule, advice = "the glob must match at least one file", "Check the path; ** spans folders."
-    require(bool(found), where, rule, {"source": source}, advice, FileNotFoundError)
-    return found
+    require(bool(paths), where, rule, {"source": source}, advice, FileNotFoundError)
+    return paths

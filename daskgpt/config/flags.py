@@ -64,7 +64,7 @@ def called(command: str) -> str:
 
 
 def text(value: str, blank: bool = True) -> str:
-    """Return the value of a flag. Errors   ArgumentTypeError for an empty one, which an unset variable of a shell gives
+    """Return the value of a flag. Errors   ArgumentTypeError if it is empty, as from an unset variable of a shell
 
     blank   whether white space is a value
     """
@@ -74,7 +74,7 @@ def text(value: str, blank: bool = True) -> str:
 
 
 def name(value: str) -> str:
-    """Return a name. Errors   as of `text`, also for white space"""
+    """Return a name. Errors   those of `text`, also for white space"""
     return text(value, blank=False)
 
 
@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
     Flags cannot be abbreviated, since a new flag would make abbreviations ambiguous. A description keeps its lines.
     Arguments without a type, and paths, are names, which must not be empty.
 
-    prog   `daskgpt.NAME` stands for what the user typed
+    prog   `daskgpt.NAME`, which help and errors show as the user typed it
     """
 
     def __init__(self, prog: str, **options: Any) -> None:
@@ -97,25 +97,25 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
-            known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
             flag = message.removeprefix("unrecognized arguments: ").partition(" ")[0].split("=")[0]
             if flag.startswith("-"):
-                message = f"{flag} must be a known flag. {suggestion(flag, known)}"
+                message = f"{flag} must be a known flag. {suggestion(flag, flags)}"
             else:
-                advice = "Name a text by --data." * ("--data" in known) if flag else UNSET
+                advice = "Name a text by --data." * ("--data" in flags) if flag else UNSET
                 message = f"{flag or repr(flag)} must follow a flag. {advice}".rstrip()
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
 
 
-def suggestion(flag: str, known: list[str]) -> str:
+def suggestion(flag: str, flags: list[str]) -> str:
     """Return the advice for an unknown flag, given the flags of the command."""
     name = flag.lstrip("-").lower().replace("_", "-")
     answer = MISSING.get(name, "")
-    if answer and all(word.strip(",.:") in known for word in answer.split() if word.startswith("--")):
+    if answer and all(word.strip(",.:") in flags for word in answer.split() if word.startswith("--")):
         return answer
-    own = f"--{SYNONYMS.get(name, '')}"
-    return f"It is called {own} here." if own in known else nearest(flag, known)
+    synonym = f"--{SYNONYMS.get(name, '')}"
+    return f"It is called {synonym} here." if synonym in flags else nearest(flag, flags)
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "", of_preset: bool = False) -> None:
@@ -190,7 +190,7 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")  # characters that a terminal cannot show must not end a run
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored while modules were imported
-    code: Any = 0
+    code: int | str | None = 0
     try:
         try:
             require_working_folder("daskgpt")

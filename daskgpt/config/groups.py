@@ -1,4 +1,4 @@
-"""Groups of a batch: the sequences that are summed in one chain, before totals are added (`graph.sum_order`)."""
+"""Groups of a batch: sequences that are summed in one chain, before the totals of groups are added."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from daskgpt.config.errors import nearest_divisor, refusal
 from daskgpt.config.settings import setting
 
-# The least number of tokens in a group. Another group costs an addition for each number of a gradient, 0.1 ns in a
-# cache (a token costs 0.075 ns at 80 GFLOP/s), and another call of each summing kernel, which slows small models: tiny,
-# 12 x 64 tokens, takes the same time with 1 group and with 2, and a seventh more with 6 (Zen 3, two threads). Workers
+# The least number of tokens in a group. A further group costs an addition per number of a gradient, 0.1 ns in a cache
+# (a token costs 0.075 ns at 80 GFLOP/s), and another call of each summing kernel, which slows small models: tiny with
+# 12 x 64 tokens takes the same time with 1 group and with 2, and a seventh more with 6 (Zen 3, two threads). Workers
 # share a batch by groups: with fewer groups than workers, some workers would be idle.
 LEAST_ROWS = 384
 # Groups of this many tokens are used only where their number is a multiple of 6, which 2 and 3 workers share evenly.
@@ -34,7 +34,7 @@ class Groups:
 
     @property
     def whole(self) -> int:
-        """The number of groups in the batch if these are all; else 0."""
+        """Number of groups in the batch if these are all of them; else 0."""
         return self.count if self.batch in (0, self.count) else 0
 
 
@@ -42,9 +42,9 @@ ONE_GROUP = Groups()
 
 
 def groups_of_rank(rank: int, count: int, groups: int) -> Groups:
-    """Return the groups of one of several ranks: consecutive ones, nearly as many for each rank."""
-    own = share_of_rank(rank, count, groups)
-    return Groups(len(own), own.start, groups)
+    """Return the groups of one of several ranks: consecutive groups, nearly as many for each rank."""
+    numbers = share_of_rank(rank, count, groups)
+    return Groups(len(numbers), numbers.start, groups)
 
 
 def share_of_rank(rank: int, count: int, things: int) -> range:

@@ -12,9 +12,10 @@ from daskgpt.config.settings import Checked, documented, setting
 @documented
 @dataclass(frozen=True)
 class ModelConfig(Checked):
-    """The sizes of a decoder-only language model, and the choice of its layers. The defaults are GPT-2's.
+    """Sizes of a decoder-only language model, and the choice of its layers. The defaults are GPT-2's.
 
-    A choice names a row of `daskgpt.model.layers`, or of another module, which workers import too: package.module:ROW.
+    A choice names a row of `daskgpt.model.layers`, or one of another module, which workers import too, as
+    package.module:ROW.
 
     Errors   ValueError if a number is below 1, heads does not divide channels (without head_size), kv_heads does not
              divide heads, or padding is below the vocabulary; TypeError if one is not a whole number
@@ -80,24 +81,24 @@ class ModelConfig(Checked):
 
     @property
     def turned_by(self) -> float:
-        """Base of the angles by which queries and keys are turned; 0 = they are not."""
+        """Base of the angles by which queries and keys are turned; 0 = they are not turned."""
         return self.rope_theta if self.position == "rotary" else 0.0
 
     @property
     def uses(self) -> frozenset[str]:
-        """Uses of kernels that not every model has, see `kernels.compilation.Kernel`."""
+        """Features of the model for which kernels are compiled, see `kernels.compilation.Kernel`."""
         heads = self.position != "learned" or self.key_heads != self.heads
         return frozenset({self.norm, self.activation, "heads" if heads else ""})
 
     def beyond_gpt2(self, *allowed: str) -> str:
         """Return the choices and sizes that GPT-2 does not have, such as `position=rotary`; empty if there are none.
 
-        allowed   fields that do not count
+        allowed   fields that are left out
         """
         sizes = {"kv_heads": self.heads, "head_size": self.channels // self.heads, "hidden": 4 * self.channels}
         gpt2 = {name: getattr(ModelConfig, name) for name in CHOICES} | sizes
-        own = {name: getattr(self, name) for name in gpt2.keys() - set(allowed)}
-        return ", ".join(sorted(f"{name}={value}" for name, value in own.items() if value not in (0, gpt2[name])))
+        values = {name: getattr(self, name) for name in gpt2.keys() - set(allowed)}
+        return ", ".join(sorted(f"{name}={value}" for name, value in values.items() if value not in (0, gpt2[name])))
 
 
 CHOICES = ("norm", "position", "attention", "activation", "bias", "head")

@@ -38,15 +38,15 @@ def html_table(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str]
 
 def svg_curve(values: Sequence[float], label: str, colour: str = "#4269d0") -> str:
     """Return finite values as a line; empty if there are fewer than two."""
-    known = [(number, value) for number, value in enumerate(values) if math.isfinite(value)]
-    every = max(1, math.ceil(len(known) / POINTS))
-    known = known[::every] + known[-1:] * bool(known and (len(known) - 1) % every)
-    if len(known) < 2:
+    points = [(number, value) for number, value in enumerate(values) if math.isfinite(value)]
+    every = max(1, math.ceil(len(points) / POINTS))
+    points = points[::every] + points[-1:] * bool(points and (len(points) - 1) % every)
+    if len(points) < 2:
         return ""
-    low, high = min(value for _, value in known), max(value for _, value in known)
-    x, y = WIDTH / max(known[-1][0], 1), (HEIGHT - 8) / ((high - low) or 1)
-    points = " ".join(f"{number * x:.1f},{4 + (high - value) * y:.1f}" for number, value in known)
-    line = f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{points}"/>'
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    x, y = WIDTH / max(points[-1][0], 1), (HEIGHT - 8) / ((high - low) or 1)
+    corners = " ".join(f"{number * x:.1f},{4 + (high - value) * y:.1f}" for number, value in points)
+    line = f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{corners}"/>'
     return svg(WIDTH, HEIGHT, [line], f'role="img" aria-label="{escape(label)}"')
 
 

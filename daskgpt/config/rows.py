@@ -1,4 +1,4 @@
-"""Rows of tables that configurations name: built in, or of another module, as `package.module:ROW`."""
+"""Rows of tables, as configurations name them: a built-in name, or `package.module:ROW` for a row of another module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_from_outside(name: str) -> bool:
 
 
 def row_of(name: str, table: Mapping[str, T], where: str, what: str) -> T:
-    """Return the row of a table that a configuration names; the module of another row is imported.
+    """Return the row that a configuration names, from a table or from another module, which is imported.
 
     what     the field of the configuration
 
@@ -62,8 +62,7 @@ def digests_of_modules(names: Iterable[str]) -> dict[str, str]:
 
 
 def require_allowed(names: Iterable[str], where: str) -> None:
-    """Refuse rows that a file names if their modules are neither imported nor allowed: a file must not decide what code
-    runs.
+    """Refuse rows in a file unless their modules are imported or allowed: a file must not decide what code runs.
 
     Errors   ValueError
     """

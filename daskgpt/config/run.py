@@ -207,9 +207,9 @@ class RunConfig(Checked):
 def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig, size: str = "batch_size") -> None:
     """Check the sizes of chunks.
 
-    size     name of the number of sequences
+    size     name of the number of sequences in an error
 
-    Errors   ValueError if a chunk that is given does not divide what it cuts
+    Errors   ValueError if a chunk does not divide the number of sequences or their length
     """
     for name, whole_name, part, whole in (
         ("batch_chunk", size, dataflow.batch_chunk, batch_size),
@@ -222,14 +222,14 @@ def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig
 
 # Recipes: flags of a run that belong together, under one name of `daskgpt.train --preset`; further flags override them.
 RECIPES: dict[str, str] = {
-    # The fastest way known to us to 1.88 nats per character of the last tenth of tinyshakespeare: the blocks of
-    # nanoGPT's recipe for laptops, another optimizer, and tokens of several characters. 51 batches cover that tenth.
+    # The fastest recipe we know that reaches 1.88 nats per character on the last tenth of tinyshakespeare: the blocks
+    # of nanoGPT's recipe for laptops, another optimizer, and tokens of several characters. 51 batches cover that tenth.
     "speedrun": "--preset tiny --encoding learn:4096 --held-out end --validation-batches 51 --validate-every 0"
     " --batch-size 12 --sequence-length 64 --optimizer muon --learning-rate 0.01 --schedule linear --warmup 20"
     " --final-learning-rate 0 --steps 100",
-    # Further training of a model from --init. What it knows is to be kept: the rates are small, and rise slowly at the
-    # start, when AdamW's moments are still unknown. Validations are frequent, since few examples are soon learned by
-    # heart; RUN/best is the model before that.
+    # Further training of a model from --init. To keep what the model has learned, the rates are small, and rise slowly
+    # at the start, while AdamW's moments are unknown. Validations are frequent, since a model soon learns few examples
+    # by heart; RUN/best is the model before that.
     "finetune": "--learning-rate 5e-5 --schedule linear --warmup 10% --final-learning-rate 0 --clip 1 --beta2 0.999"
     " --weight-decay 0.01 --batch-size 8 --sequence-length 256 --epochs 3 --validate-every 50",
 }

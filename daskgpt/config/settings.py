@@ -1,4 +1,4 @@
-"""Fields of configurations, from which checks, command-line flags and docstrings derive; amounts such as 10M."""
+"""Fields of configurations, from which checks, command-line flags and docstrings derive, and amounts such as 10M."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from daskgpt.config.rows import is_from_outside
 
 DOC_WIDTH = 67  # 80 columns with the indentation and the prefix of `help`
 FIELDS = "Fields   "
-MOST = 2**63 - 1  # bound of a whole number without another one: 64 bits
+MOST = 2**63 - 1  # default upper bound of a whole number: 64 bits
 BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "least": ("at least", operator.ge),
     "above": ("above", operator.gt),
@@ -37,7 +37,7 @@ Config = TypeVar("Config", bound=type)
 
 
 def setting(
-    default: Any,
+    default: str | int | float | bool,
     help: str,
     *,
     unit: str = "",
@@ -51,21 +51,21 @@ def setting(
 ) -> Any:
     """Return a dataclass field that can be a flag, with help, unit and allowed values. Its default decides its type.
 
-    choices   the allowed texts; all if none is named
+    choices   allowed texts; empty = all
     words     words that stand for numbers: {"auto": 0}
-    blank     whether white space is a value, as of a text; most texts are names
-    rows      whether the choices are rows of a table, beside which another module's may be named: package.module:ROW
-    parse     converts a text that is given for the number: `count` or `count_or_share`
+    blank     whether white space is a valid value; it is not for names, which most texts are
+    rows      whether the choices are rows of a table; a row of another module may then be given: package.module:ROW
+    parse     function that converts a text to the number, such as `count` or `count_or_share`
     path      whether the text is a path that a run writes down
-    bounds    of numbers: inclusive `least` (0 unless `above` is given) and `most`, exclusive `above` and `below`
+    bounds    bounds of a number: `least` (default 0) and `most` are inclusive, `above` and `below` exclusive
     """
     if not isinstance(default, float):
         bounds = {"most": MOST} | bounds
     if "above" not in bounds:
         bounds = {"least": 0} | bounds
-    known: dict[str, Any] = {"help": help, "unit": unit, "choices": choices, "words": words or {}}
-    known |= {"blank": blank, "rows": rows}
-    return field(default=default, metadata=known | {"bounds": bounds, "parse": parse, "path": path})
+    metadata: dict[str, object] = {"help": help, "unit": unit, "choices": choices, "words": words or {}}
+    metadata |= {"blank": blank, "rows": rows}
+    return field(default=default, metadata=metadata | {"bounds": bounds, "parse": parse, "path": path})
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class Checked:
                 _check_bounds(where, f, value)
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks, a row per field, those first that are not the default."""
-        own = sorted(fields(self), key=lambda f: getattr(self, f.name) == f.default)
-        rows = [[f.name, _shown(f, getattr(self, f.name)), help_of(f)] for f in own]
+        """Return a table for notebooks, with a row per field; fields that differ from their default come first."""
+        ordered = sorted(fields(self), key=lambda f: getattr(self, f.name) == f.default)
+        rows = [[f.name, _shown(f, getattr(self, f.name)), help_of(f)] for f in ordered]
         return html_table(type(self).__name__, rows)
 
 
@@ -125,19 +125,19 @@ def _check_bounds(where: str, f: Field[Any], value: float) -> None:
         require(holds(value, bound), where, f"{f.name} must be {words} {bound:,}", got, advice)
 
 
-def _word(f: Field[Any], value: Any) -> str:
+def _word(f: Field[Any], value: object) -> str:
     """Return the word for a number, or the value itself."""
     words: dict[str, int] = f.metadata["words"]
     return next((word for word, number in words.items() if number == value), str(value)) or "none"
 
 
-def _shown(f: Field[Any], value: Any) -> str:
+def _shown(f: Field[Any], value: object) -> str:
     """Return a value as it would be given, with a star if it is not the default."""
     return _word(f, value) + ("" if value == f.default else " *")
 
 
 def help_of(f: Field[Any], default: str = "") -> str:
-    """Return the help of a field with its choices, unit and default, which is what "; empty = " or `default` says."""
+    """Return the help of a field with choices, unit and default, which `default` or text after "; empty = " says."""
     choices = f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
     unit = f" [{f.metadata['unit']}]" if f.metadata["unit"] else ""
     text, _, meaning = f.metadata["help"].partition("; empty = ")
@@ -155,14 +155,14 @@ def documented(config: Config) -> Config:
 
 
 def count(text: str) -> int:
-    """Return a whole number, also of 10M, 1.5G or 1e6.
+    """Return the whole number of a text such as 1000, 10M, 1.5G or 1e6.
 
     Errors   ValueError for another text
     """
-    found = _COUNT.fullmatch(text.strip())
-    if found is None:
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
         raise ValueError(text)
-    number, exponent, suffix = found.groups()
+    number, exponent, suffix = match.groups()
     return round(float(f"{number}e{exponent or 0}") * SUFFIXES[suffix.lower()])
 
 
@@ -171,10 +171,10 @@ def duration(text: str) -> float:
 
     Errors   ValueError for another text
     """
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
         raise ValueError(text)
-    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
 
 
 def count_or_share(text: str) -> int | str:
@@ -182,10 +182,10 @@ def count_or_share(text: str) -> int | str:
 
     Errors   ValueError for another text, or a share above 100%
     """
-    found = _SHARE.fullmatch(text.strip())
-    if found and float(found[1]) > 100:
+    match = _SHARE.fullmatch(text.strip())
+    if match and float(match[1]) > 100:
         raise ValueError(text)
-    return f"{float(found[1]):g}%" if found else int(text)
+    return f"{float(match[1]):g}%" if match else int(text)
 
 
 def part_of(amount: int | str, whole: int) -> int:

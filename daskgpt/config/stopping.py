@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C, SIGTERM and SIGHUP: a run stops where nothing is lost, and no signal is missed."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP: a run stops where no work is lost, and no signal is missed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
 
 # Exit code of a command that was stopped and can be continued: EX_TEMPFAIL of sysexits.h. A second signal gives 130.
 STOPPED = 75
@@ -18,7 +17,7 @@ class CanGoOn(RuntimeError):
     """The end of a run for an external reason, with a checkpoint to continue from: a command ends with STOPPED."""
 
 
-Handler = Callable[[int, FrameType | None], Any]
+Handler = Callable[[int, FrameType | None], None]
 
 
 @contextmanager
@@ -95,12 +94,12 @@ def delayed_interrupts() -> Iterator[None]:
 def _handled(handler: Handler, *signals: signal.Signals) -> Iterator[None]:
     """Handle these signals, unless they are ignored; only Python's main thread may set handlers."""
     main = threading.current_thread() is threading.main_thread()
-    before = {each: signal.getsignal(each) for each in signals if main}
+    before = {number: signal.getsignal(number) for number in signals if main}
     try:
-        for each, former in before.items():
+        for number, former in before.items():
             if former is not signal.SIG_IGN:
-                signal.signal(each, handler)
+                signal.signal(number, handler)
         yield
     finally:
-        for each, former in before.items():
-            signal.signal(each, former)
+        for number, former in before.items():
+            signal.signal(number, former)
