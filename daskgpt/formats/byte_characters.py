@@ -4,7 +4,7 @@ from __future__ import annotations
 
 END_OF_TEXT = "<|endoftext|>"
 
-# A byte's character is itself if it is printable, else the next one from 256 on. Source: GPT-2, encoder.py:
+# A printable byte is its own character; others get the characters from 256 on, in order. Source: GPT-2, encoder.py:
 # bytes_to_unicode.
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]

@@ -1,6 +1,6 @@
-"""GGUF, llama.cpp's files: a GPT-2 and its tokenizer in one file. They are written, not read.
+"""Writer of GGUF, llama.cpp's files: a GPT-2 and its tokenizer in one file.
 
-The library `gguf` writes the header and knows llama.cpp's names and number formats; the values follow piece by piece.
+The library `gguf` writes the header and knows llama.cpp's names and number formats. The values follow in pieces.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def write_gguf(
 ) -> None:
     """Write a file that llama.cpp reads; it appears under its name only when it is complete.
 
-    vocabulary   of the model's encoding, whose ids may be fewer than the model's
-    dtype        of the matrices that activations are multiplied with, one of DTYPES; q8_0 has 8 bits per number and
-                 a factor for each 32 numbers. All other tensors are float32
+    vocabulary   vocabulary of the model's encoding, which may have fewer ids than the model
+    dtype        dtype of the matrices that activations are multiplied by, one of DTYPES; q8_0 has 8 bits per number
+                 and a factor per 32 numbers. All other tensors are float32
 
     Layout   matrices (out, in), no rows of padding, no output layer (llama.cpp takes token_embd.weight)
     Cost     16 MiB, and a tensor if tensors are read later
     Errors   ValueError for a configuration that llama.cpp's gpt2 cannot express, for q8_0 if channels is not a multiple
              of 32, for a token that is not a merge of two earlier ones, and for a tokenizer that llama.cpp does not
-             know; RuntimeError if the library gguf is
-             missing; FileNotFoundError if the folder is missing; OSError if the system refuses
+             know; RuntimeError if the library gguf is missing; FileNotFoundError if the folder is missing; OSError if
+             the system refuses
     Source   llama.cpp, its converter and its reader of gpt2
     """
     require_package("gguf", "gguf", WRITE)
@@ -70,9 +70,9 @@ def write_gguf(
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_vocabulary(writer, vocabulary, config.vocabulary)
         for name, tensor in table.items():
-            known = published.get_name(f"transformer.{name}", (".weight", ".bias"))
+            entry = published.get_name(f"transformer.{name}", (".weight", ".bias"))
             block, size = gguf.GGML_QUANT_SIZES[kinds[name]]
-            writer.add_tensor_info(known, tensor.shape, FLOAT32, prod(tensor.shape) // block * size, kinds[name])
+            writer.add_tensor_info(entry, tensor.shape, FLOAT32, prod(tensor.shape) // block * size, kinds[name])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -86,27 +86,27 @@ def write_gguf(
 
 
 def _add_vocabulary(writer: Any, vocabulary: Vocabulary | LibraryEncoding, size: int) -> None:
-    """Add the tokenizer, byte-level pairs.
+    """Add the tokenizer, which is byte-level BPE.
 
-    Errors   ValueError if llama.cpp does not know its way of cutting text
+    Errors   ValueError if llama.cpp does not know how the tokenizer splits text
     """
     from gguf import TokenType
 
     library, (end, number) = library_of(vocabulary), next(iter(vocabulary.specials.items()))
-    known = json.loads(library.to_str())
+    pipeline = json.loads(library.to_str())
     rule, advice = "llama.cpp must know the tokenizer's way of cutting text", "Write another format."
-    got = {"pre_tokenizer": short(known["pre_tokenizer"], 80), "normalizer": short(known["normalizer"])}
-    require(bool(splitting := splitting_of(known)), WRITE, rule, got, advice)
+    got = {"pre_tokenizer": short(pipeline["pre_tokenizer"], 80), "normalizer": short(pipeline["normalizer"])}
+    require(bool(splitting := splitting_of(pipeline)), WRITE, rule, got, advice)
     names = {i: name for name, i in library.get_vocab().items()}
     kinds = [TokenType.NORMAL if i in names else TokenType.UNUSED for i in range(size)]
-    for token in known["added_tokens"]:
+    for token in pipeline["added_tokens"]:
         kinds[token["id"]] = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(splitting)
     writer.add_token_list([names.get(i, f"[unused{i}]") for i in range(size)])
     writer.add_token_types(kinds)
-    # llama.cpp wants merges, and the library writes no empty list: this one joins nothing, as no text becomes `end`.
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in known["model"]["merges"]]
+    # llama.cpp needs merges, and the library writes no empty list: this merge never applies, as no text becomes `end`.
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pipeline["model"]["merges"]]
     writer.add_token_merges(merges or [f"{end} {end}"])
     writer.add_bos_token_id(number)
     writer.add_eos_token_id(number)

@@ -1,4 +1,4 @@
-"""GPT-2 in Hugging Face's names and layout of tensors, as safetensors.
+"""GPT-2 as safetensors, with Hugging Face's names and layout of tensors: its folders, and this program's own files.
 
 Hugging Face's folders have config.json, and optional files of a tokenizer. This program's own file has its
 configuration as metadata.
@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -47,7 +46,7 @@ SIZES |= {"vocab_size": "vocabulary", "n_positions": "positions"}
 # Fields that change the computation of a model, with the values that this program supports; the first one is the
 # default of a file without the field. `reorder_and_upcast_attn` is not among them: it requires attention's scores in
 # float32, as they are here.
-MEANT: dict[str, tuple[Any, ...]] = {
+MEANT: dict[str, tuple[object, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
@@ -60,9 +59,9 @@ MEANT: dict[str, tuple[Any, ...]] = {
 # Triangles of ones that older files hold for each block.
 MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 HEAD = "lm_head.weight"
-# A name of GPT-2's behind those of the modules that hold the model: transformer., module. (DistributedDataParallel),
-# base_model.model. (peft), model. (Lightning), in any order. Modules around a part have names such as _orig_mod
-# (torch.compile) and _fsdp_wrapped_module.
+# GPT-2's name of a tensor, after the names of modules that hold the model: transformer., module.
+# (DistributedDataParallel), base_model.model. (peft), model. (Lightning), in any order. Modules that wrap a part of it
+# have names such as _orig_mod (torch.compile) and _fsdp_wrapped_module.
 BARE, WRAPPER = re.compile(r"(?:.*?\.)??((?:wte|wpe|ln_f|lm_head)\.\w+|h\.\d+\..+)"), re.compile(r"\b(_\w+|module)\.")
 DAMAGED = "The folder holds another kind of model, or is damaged: copy it again."
 
@@ -76,7 +75,7 @@ FOREIGN = "Another program wrote it, or it is damaged: give a file that daskgpt 
 
 
 def is_huggingface(path: Path) -> bool:
-    """Return whether a path is such a folder, or the model's file in one."""
+    """Return whether a path is a folder of Hugging Face's GPT-2, or a file of the model in one."""
     if path.is_dir():
         return (path / CONFIG).is_file()
     return path.name == CONFIG or (path.name in (MODEL, INDEX) and path.with_name(CONFIG).is_file())
@@ -102,10 +101,10 @@ def open_huggingface(path: FilePath) -> StoredModel:
     require(file.is_file(), READ, rule, {"path": folder}, advice, FileNotFoundError)
     files, encoding, length = TensorFiles(file, READ), "", 0
     if ENTRY in files.metadata:  # this program has written the file
-        own, encoding, length = read_metadata(file, files.metadata)
-        own = replace(own, padded_vocabulary=0)  # config.json has none
+        stored_config, encoding, length = read_metadata(file, files.metadata)
+        stored_config = replace(stored_config, padded_vocabulary=0)  # config.json has none
         rule = f"{CONFIG} and the file's own metadata must describe one model"
-        require(own == config, READ, rule, {"path": file, "metadata": own, CONFIG: config}, DAMAGED)
+        require(stored_config == config, READ, rule, {"path": file, "metadata": stored_config, CONFIG: config}, DAMAGED)
     stored: dict[str, StoredTensor] = {}
     for name, tensor in files.items():
         bare = bare_name(name)
@@ -116,9 +115,9 @@ def open_huggingface(path: FilePath) -> StoredModel:
     head = stored.pop(HEAD, None)
     parameters = open_tensors(file, stored, config, READ)
     if head:  # this program has one table for both
-        table, known = tensors(config)["wte.weight"], head.dtype in READABLE
+        table, readable = tensors(config)["wte.weight"], head.dtype in READABLE
         same = (
-            known
+            readable
             and head.shape == table.shape
             and np.array_equal(held(table, head.read(), head.dtype), parameters["wte.weight"])
         )
@@ -131,40 +130,40 @@ def open_huggingface(path: FilePath) -> StoredModel:
 
 
 def bare_name(name: str) -> str:
-    """Return the name of a tensor without those of the modules around it; other models' names as they are.
+    """Return the name of a tensor without the names of modules around it; names of other models are not changed.
 
     >>> bare_name("base_model.model.transformer.h.0._orig_mod.attn.c_attn.bias")
     'h.0.attn.c_attn.bias'
     """
     bare = WRAPPER.sub("", name)
-    found = BARE.fullmatch(bare)
-    return found[1] if found else bare
+    match = BARE.fullmatch(bare)
+    return match[1] if match else bare
 
 
 def _config_of(path: Path) -> ModelConfig:
     """Return the configuration in config.json, if this program can express it."""
-    known = read_json(path, READ, CONFIG)
+    settings = read_json(path, READ, CONFIG)
 
     def check(name: str, right: bool, rule: str, advice: str) -> None:
-        value = short(_json(known[name])) if name in known else "missing"
+        value = short(_json(settings[name])) if name in settings else "missing"
         require(right, READ, f"{name} must be {rule}", {"path": path, name: value}, advice)
 
-    check("model_type", known.get("model_type") == "gpt2", "gpt2", "Other models are not supported.")
+    check("model_type", settings.get("model_type") == "gpt2", "gpt2", "Other models are not supported.")
     for name in SIZES:
-        size = known.get(name)
+        size = settings.get(name)
         check(name, type(size) is int and 1 <= size < 2**31, "a whole number from 1 on", DAMAGED)
-    for name, values in (MEANT | {"n_inner": (None, 4 * known["n_embd"])}).items():
-        value = known.get(name, values[0])
+    for name, values in (MEANT | {"n_inner": (None, 4 * settings["n_embd"])}).items():
+        value = settings.get(name, values[0])
         right = any(type(value) is type(one) and value == one for one in values)
         check(name, right, " or ".join(map(_json, values)), "Other values are not supported.")
     try:
-        return ModelConfig(**{own: known[name] for name, own in SIZES.items()})
+        return ModelConfig(**{field: settings[name] for name, field in SIZES.items()})
     except ValueError as error:
         rule = f"{CONFIG} must describe a GPT-2"
         raise refusal(ValueError, READ, rule, {"path": path}, str(error)) from error
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -177,25 +176,25 @@ def write_huggingface(
     tokenizer     files to add to the model, by name
     end_of_text   id of the token, None if unknown
 
-    Layout   model.safetensors as of write_run_model, without rows of padding; float32
-    Cost     the largest tensor, where it is not float32 in model
+    Layout   model.safetensors as `write_run_model` writes it, without rows of padding; float32
+    Cost     memory of the largest tensor, if it is not float32 in `model`
     Errors   ValueError if the folder exists already, and for a configuration that config.json cannot express;
              FileNotFoundError if its parent is missing; OSError if the system refuses
     Source   transformers, GPT2Config
     """
     stored_model.require_defaults(model.config, {*SIZES.values(), "padded_vocabulary"}, WRITE, CONFIG)
     model = replace(model, config=replace(model.config, padded_vocabulary=model.config.vocabulary))
-    ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    ids: dict[str, object] = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     with appearing(folder, WRITE) as inside:
         write_run_model(inside / MODEL, model)
-        texts = {CONFIG: _text(_fields(model.config) | ids), GENERATION: _text({"_from_model_config": True} | ids)}
+        texts = {CONFIG: _text(_fields(model.config) | ids), GENERATION: _text(ids | {"_from_model_config": True})}
         for name, content in (texts | dict(tokenizer)).items():
             with replacing(inside / name, WRITE) as file:
                 file.write(content)
 
 
-def _fields(config: ModelConfig) -> dict[str, Any]:
-    sizes = {name: getattr(config, own) for name, own in SIZES.items()}
+def _fields(config: ModelConfig) -> dict[str, object]:
+    sizes = {name: getattr(config, field) for name, field in SIZES.items()}
     meant = {name: values[0] for name, values in MEANT.items() if values[0] not in ({}, None)}
     # Dropout belongs to a run, not to its model; 0.02 is the standard deviation of initial values.
     others = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02, "n_inner": None}
@@ -203,8 +202,8 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
     return names | sizes | meant | others | {"use_cache": True, "daskgpt_version": __version__}
 
 
-def _text(known: Mapping[str, Any]) -> bytes:
-    return json.dumps(known, indent=2, sort_keys=True).encode() + b"\n"
+def _text(content: Mapping[str, object]) -> bytes:
+    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
 # This program's own file
@@ -247,20 +246,20 @@ def published_shapes(config: ModelConfig, tensor: Tensor) -> list[tuple[int, ...
 
 def metadata_of(model: StoredModel) -> dict[str, str]:
     """Return the metadata of a model's file, including a learned vocabulary."""
-    known: dict[str, Any] = {"version": VERSION, "daskgpt": __version__, "model": asdict(model.config)}
-    known |= {"encoding": model.encoding, "sequence_length": model.sequence_length}
+    entry: dict[str, object] = {"version": VERSION, "daskgpt": __version__, "model": asdict(model.config)}
+    entry |= {"encoding": model.encoding, "sequence_length": model.sequence_length}
     if is_learned(model.encoding):  # no other place has it
-        known[LEARNED] = known_vocabulary(model.encoding).content
+        entry[LEARNED] = known_vocabulary(model.encoding).content
     # transformers reads a file only if its metadata names a library; the layout is the same for all.
-    return {"format": "pt", ENTRY: json.dumps(known | {CHECK: _checksum(known)})}
+    return {"format": "pt", ENTRY: json.dumps(entry | {CHECK: _checksum(entry)})}
 
 
-def _checksum(known: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(known, sort_keys=True).encode())
+def _checksum(entry: Mapping[str, object]) -> int:
+    return zlib.crc32(json.dumps(entry, sort_keys=True).encode())
 
 
 def open_run_model(path: FilePath) -> StoredModel:
-    """Open a model that write_run_model wrote. All headers are checked before a tensor is read.
+    """Open a model that `write_run_model` wrote. All headers are checked before a tensor is read.
 
     path     the file, or the index of several: earlier versions wrote models of more than 5 GB in shards
 
@@ -280,12 +279,12 @@ def open_run_model(path: FilePath) -> StoredModel:
 def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: ModelConfig, where: str) -> ReadLater:
     """Return the tensors of a model in Hugging Face's layout, before they are read.
 
-    stored   by names of the table
+    stored   tensors of the file, by their names in the table
 
     Errors   ValueError for tensors that are missing, unknown, or of another shape or dtype
     """
-    # Compared before there is a table of tensors, whose length is what the file says.
-    got: dict[str, Any] = {"path": path, "blocks": config.blocks, "tensors": len(stored)}
+    # This is compared before a table of tensors is built, whose length the file decides.
+    got: dict[str, object] = {"path": path, "blocks": config.blocks, "tensors": len(stored)}
     require(config.blocks <= len(stored), where, "every block must have its tensors", got, FOREIGN)
     table = tensors(config)
     for kind, wrong in (("missing", table.keys() - stored.keys()), ("unknown", stored.keys() - table.keys())):
@@ -293,11 +292,11 @@ def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: ModelCo
         advice = MERGE if any("lora_" in name for name in stored) else FOREIGN
         require(not wrong, where, "the tensors must be those of the described GPT-2", got, advice)
     for name, tensor in table.items():
-        found, shapes = stored[name], published_shapes(config, tensor)
-        rule, got = f"{name} must be {', '.join(READABLE.values())}", {"path": path, "dtype": short(found.dtype)}
-        require(found.dtype in READABLE, where, rule, got, "Convert it to float32 first.")
-        rule, got = f"{name} must have shape {' or '.join(map(str, shapes))}", {"path": path, "shape": found.shape}
-        require(found.shape in shapes, where, rule, got, FOREIGN)
+        entry, shapes = stored[name], published_shapes(config, tensor)
+        rule, got = f"{name} must be {', '.join(READABLE.values())}", {"path": path, "dtype": short(entry.dtype)}
+        require(entry.dtype in READABLE, where, rule, got, "Convert it to float32 first.")
+        rule, got = f"{name} must have shape {' or '.join(map(str, shapes))}", {"path": path, "shape": entry.shape}
+        require(entry.shape in shapes, where, rule, got, FOREIGN)
 
     def read(name: str) -> np.ndarray:
         values = stored[name].read()
@@ -312,23 +311,23 @@ def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig,
     Errors   ValueError if they are missing or changed
     """
     rule = f"the metadata must have an entry {ENTRY} with the model's configuration"
-    got: dict[str, Any] = {"path": path, "entries": short(", ".join(sorted(metadata)), 80) or "none"}
+    got: dict[str, object] = {"path": path, "entries": short(", ".join(sorted(metadata)), 80) or "none"}
     require(ENTRY in metadata, READ_OWN, rule, got, ALONE)
     rule = f"the metadata's {ENTRY} must match its checksum"
     try:
-        known = json.loads(metadata[ENTRY])
-        check = known.pop(CHECK)
+        entry = json.loads(metadata[ENTRY])
+        check = entry.pop(CHECK)
     except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
         raise refusal(ValueError, READ_OWN, rule, f"path={path} ({type(error).__name__})", FOREIGN) from error
-    require(check == _checksum(known), READ_OWN, rule, {"path": path, CHECK: short(check)}, FOREIGN)
+    require(check == _checksum(entry), READ_OWN, rule, {"path": path, CHECK: short(check)}, FOREIGN)
     rule, advice = f"the version must be {VERSION}", "Read it with the daskgpt that wrote it, or a newer one."
-    require(known["version"] == VERSION, READ_OWN, rule, {"path": path, "version": short(known["version"])}, advice)
-    if LEARNED in known:
-        know_vocabulary(known[LEARNED], str(path))
+    require(entry["version"] == VERSION, READ_OWN, rule, {"path": path, "version": short(entry["version"])}, advice)
+    if LEARNED in entry:
+        know_vocabulary(entry[LEARNED], str(path))
     try:  # a setting that is newer than the file has its default
-        config = ModelConfig(**known["model"])
+        config = ModelConfig(**entry["model"])
         require_allowed(map(str, asdict(config).values()), READ_OWN)
-        return config, known["encoding"], known["sequence_length"]
+        return config, entry["encoding"], entry["sequence_length"]
     except (ValueError, TypeError) as error:
         rule = "the metadata must describe a GPT-2 that is supported"
         raise refusal(ValueError, READ_OWN, rule, {"path": path}, short(error, 200)) from error

@@ -51,9 +51,9 @@ def read_header(path: Path, where: str, magic: int, versions: Collection[int]) -
     header: list[int] = np.fromfile(path, "<i4", 256).tolist()
     rule, got = f"the file must begin with a header of {HEADER_BYTES} bytes", {"path": path, "numbers": len(header)}
     require(len(header) == 256, where, rule, got, "It is not an llm.c file, or is truncated.")
-    found = f"It is an llm.c {KINDS[header[0]]}." if header[0] in KINDS else "It is not an llm.c file, or is damaged."
+    advice = f"It is an llm.c {KINDS[header[0]]}." if header[0] in KINDS else "It is not an llm.c file, or is damaged."
     rule = f"the file must be an llm.c {KINDS[magic]} (magic {magic})"
-    require(header[0] == magic, where, rule, {"path": path, "magic": header[0]}, found)
+    require(header[0] == magic, where, rule, {"path": path, "magic": header[0]}, advice)
     rule, got = f"the version must be {' or '.join(map(str, versions))}", {"path": path, "version": header[1]}
     require(header[1] in versions, where, rule, got, "Write the file again with a newer llm.c: the layout differs.")
     return header
@@ -112,10 +112,10 @@ def write_model(
 ) -> None:
     """Write an llm.c model file; it appears under its name only when it is complete.
 
-    parameters   a ReadLater of another program's model may have more or fewer rows of padding
+    parameters   may have more or fewer rows of padding, if they are a ReadLater of another program's model
 
-    Dtype    float32 in; version 3 keeps it, version 5 rounds to bfloat16, nearest, ties to even
-    Cost     16 MiB, for version 5 a few times that
+    Dtype    float32; version 3 keeps it, version 5 rounds to the nearest bfloat16, ties to even
+    Cost     16 MiB of memory, a few times that for version 5
     Errors   ValueError for an unknown version, and a configuration that the header cannot hold; FileNotFoundError if
              the folder is missing
     """
@@ -127,7 +127,7 @@ def write_model(
         file.write(header_of(MODEL, version, *(getattr(config, name) for name in SIZES)))
         for name, tensor in tensors(config).items():
             for piece in pieces(held(tensor, parameters[name])):
-                # Not tofile: errors of write name the reason (disk full, file too large).
+                # In place of ndarray.tofile: errors of file.write name the reason (disk full, file too large).
                 values = to_bfloat16(piece) if version == BFLOAT16_VERSION else piece
                 file.write(values.astype(values.dtype.newbyteorder("<"), copy=False).data)
 
@@ -180,13 +180,13 @@ def read_debug_state(path: FilePath, config: ModelConfig) -> DebugState:
 # Tokens
 
 
-def id_dtype(ids: int) -> np.dtype[Any]:
+def id_dtype(ids: int) -> np.dtype:
     """Return the dtype of tokens, uint16 or uint32, for a number of ids."""
     return np.dtype(np.uint16 if ids <= 2**16 else np.uint32)
 
 
-def token_header(dtype: np.dtype[Any], count: int) -> bytes:
-    """Return the header of a file of so many tokens."""
+def token_header(dtype: np.dtype, count: int) -> bytes:
+    """Return the header of a file of `count` tokens."""
     kind = TOKENS if dtype.itemsize == 2 else WIDE_TOKENS
     return header_of(kind, TOKEN_VERSIONS[kind], count)
 
@@ -194,7 +194,7 @@ def token_header(dtype: np.dtype[Any], count: int) -> bytes:
 def read_tokens(path: FilePath, dtype: str = "<u2") -> np.ndarray:
     """Return the tokens of a file.
 
-    dtype    of ids without llm.c's header, as nanoGPT writes them
+    dtype    dtype of ids without llm.c's header, as nanoGPT writes them
 
     Shapes   (N,)
     Dtype    that of the file, read-only

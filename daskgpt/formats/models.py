@@ -1,4 +1,4 @@
-"""The format of a model, recognized by its content for reading and by its ending for writing."""
+"""The format of a model file, recognized by its content for reading and by its ending for writing."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from daskgpt.formats.stored_model import NOT_READ, FilePath, StoredModel, refuse
 from daskgpt.model.parameters import check_dtypes, check_parameters
 
 LLMC = ".bin"
-# A name at Hugging Face's hub, also as its address.
+# Name or address of a model at Hugging Face's hub.
 HUB = re.compile(r"(?:https?://huggingface\.co/|hf://)?((?:[\w-][\w.-]*/)?[\w-][\w.-]*)/?")
 
 
 def model_path(name: FilePath) -> Path:
-    """Return the path of a model; in a folder of the cache of Hugging Face's hub, that of its snapshot.
+    """Return the path of a model; for a folder in the cache of Hugging Face's hub, the path of its snapshot.
 
-    Errors   FileNotFoundError if there is none; ValueError for several snapshots of which none is the newest
+    Errors   FileNotFoundError if there is no model; ValueError for several snapshots of which none is the newest
     """
     path = Path(name).expanduser()
     folder = path.parent if path.name == "snapshots" else path
     if (folder / "snapshots").is_dir():
         return _snapshot(folder)
     if not path.exists():
-        found = HUB.fullmatch(os.fspath(name))
-        hub = found and not path.suffix.endswith((LLMC, ENDING)) and (path.parent == Path() or not path.parent.exists())
+        match = HUB.fullmatch(os.fspath(name))
+        hub = match and not path.suffix.endswith((LLMC, ENDING)) and (path.parent == Path() or not path.parent.exists())
         advice = "Check the spelling and the folder."
-        if found and hub:
-            command = f'`hf download {found[1]} --include "*.json" "*.safetensors"`'
+        if match and hub:
+            command = f'`hf download {match[1]} --include "*.json" "*.safetensors"`'
             advice += f" Nothing is downloaded from Hugging Face's hub: {command} prints a folder that can be given."
         raise refusal(FileNotFoundError, "load", "the model must exist", {"path": name}, advice)
     return path
@@ -44,12 +44,12 @@ def model_path(name: FilePath) -> Path:
 
 def _snapshot(folder: Path) -> Path:
     """Return the newest snapshot in a folder of the cache, or the only one."""
-    main, found = folder / "refs" / "main", sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
+    main, paths = folder / "refs" / "main", sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
     named = folder / "snapshots" / main.read_text().strip() if main.is_file() else None
-    chosen = [named] if named in found else found
+    chosen = [named] if named in paths else paths
     rule, advice = "the folder must hold a snapshot", "Download it again, or give the snapshot."
-    got = {"path": folder, "snapshots": ", ".join(path.name for path in found) or "none"}
-    require(len(chosen) == 1, "load", rule, got, advice, ValueError if found else FileNotFoundError)
+    got = {"path": folder, "snapshots": ", ".join(path.name for path in paths) or "none"}
+    require(len(chosen) == 1, "load", rule, got, advice, ValueError if paths else FileNotFoundError)
     return chosen[0]
 
 
@@ -97,9 +97,10 @@ def save(
 
     It appears under its name only when it is complete, and reading it returns the same bits.
 
-    path              with one of these endings
-    encoding          bytes or gpt2; empty = unknown, and guessed from the vocabulary (.safetensors only)
-    sequence_length   length that it was trained on; 0 = unknown, and assumed to be its positions (.safetensors only)
+    path              path with one of these endings
+    encoding          bytes or gpt2; "" = unknown, and guessed from the vocabulary (.safetensors only)
+    sequence_length   length of the sequences that it was trained on; 0 = unknown, and assumed to be the number of
+                      positions (.safetensors only)
 
     Dtype    float32
     Errors   ValueError for another ending, missing or unknown names, wrong shapes, a configuration that llm.c's file

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, deserialize, safe_open
@@ -24,7 +23,11 @@ from daskgpt.formats.stored_model import FilePath, mapped, pieces, read_json, re
 
 LONGEST_NAME = 255  # longest name that file systems allow
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
-DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # that are read; NumPy has no bfloat16: its bits as uint16
+DTYPES = {
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+}  # that are read; NumPy has no bfloat16, so its bits are read as uint16
 ENTRY = "daskgpt"  # this program's entry of the metadata, a JSON object
 COPY_AGAIN = "Copy the folder again."
 Shapes = Mapping[str, tuple[int, ...]]
@@ -44,13 +47,13 @@ def write_tensor_file(
     shapes   of the tensors by name, in the order in which they are written
     read     returns a tensor by its name when it is needed; it need not be contiguous
 
-    Cost     one tensor's values at a time, and 16 MiB if they are not contiguous
+    Cost     memory of one tensor at a time, and 16 MiB if it is not contiguous
     Returns  the SHA-256 of the file, in hexadecimal
     Errors   TypeError for values of another shape or dtype; FileNotFoundError if the folder is missing; OSError if the
              system refuses
     Source   safetensors, README: Format
     """
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, shape in shapes.items():
         begin, end = end, end + 4 * prod(shape)
@@ -60,10 +63,10 @@ def write_tensor_file(
     header = memoryview(len(text).to_bytes(8, "little") + text)
 
     def values(name: str) -> np.ndarray:
-        found, rule = read(name), f"{name} must be float32 and have shape {shapes[name]}"
-        right, got = found.dtype == np.float32 and found.shape == shapes[name], f"{found.dtype} {found.shape}"
+        tensor, rule = read(name), f"{name} must be float32 and have shape {shapes[name]}"
+        right, got = tensor.dtype == np.float32 and tensor.shape == shapes[name], f"{tensor.dtype} {tensor.shape}"
         require(right, where, rule, {"array": got}, "Give an array as declared.", TypeError)
-        return found
+        return tensor
 
     data = (piece.data for name in shapes for piece in pieces(values(name)))
     with replacing(path, where) as file:
@@ -74,9 +77,9 @@ def write_tensor_file(
 class StoredTensor:
     """A tensor in a file.
 
-    dtype   safetensors' name of it, which need not be one of DTYPES
+    dtype   safetensors' name of its dtype, which need not be one of DTYPES
     values  all bytes of the file
-    begin   its first byte there
+    begin   position of its first byte in the file
     """
 
     values: np.ndarray
@@ -85,7 +88,7 @@ class StoredTensor:
     begin: int
 
     def read(self) -> np.ndarray:
-        """Return the values as they are in the file: mapped, read-only; bfloat16 as the uint16 of its bits."""
+        """Return the values as they are in the file: mapped, read-only; bfloat16 as uint16."""
         flat = np.frombuffer(self.values, np.dtype(DTYPES[self.dtype]), prod(self.shape), self.begin)
         return flat.reshape(self.shape)
 
@@ -95,7 +98,7 @@ class TensorFiles(dict[str, StoredTensor]):
 
     path       .safetensors, or the index (.json)
     where      the caller's name in error messages
-    metadata   of the first file; the others may differ, but not in this program's entry
+    metadata   metadata of the first file; that of the others may differ, but not in this program's entry
 
     Errors   FileNotFoundError; ValueError for a file that is not safetensors, truncated, or longer than by its header,
              for an invalid index, and for a tensor that is in two files
@@ -117,7 +120,7 @@ class TensorFiles(dict[str, StoredTensor]):
         beside = [name == Path(name).name and name.endswith(ENDING) and name.isprintable() for name in names]
         right = bool(names) and all(beside) and max(len(os.fsencode(name)) for name in names) <= LONGEST_NAME
         rule = "weight_map must name .safetensors files beside the index"
-        got: dict[str, Any] = {"path": self.path}
+        got: dict[str, object] = {"path": self.path}
         require(right, self.where, rule, got | {"weight_map": short(files)}, COPY_AGAIN)
         missing = [name for name in names if not self.path.with_name(name).is_file()]
         rule = "the files of an index must be beside it"

@@ -2,7 +2,8 @@
 programs wrote.
 
 Hugging Face's GPT-2 has the matrices of the blocks as (in, out) and a vocabulary without padding; llm.c has both as
-they are here. Both formats may also have 16-bit values. What is read is always float32 in the shape of the table.
+this package has them. Both formats may have 16-bit values. Values that are read are always float32, in the shape of
+the table.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import ModelConfig
 from daskgpt.model.parameters import Tensor
 
-# The dtypes of values that can be read, by safetensors' names; bfloat16 as the uint16 of its bits.
+# The dtypes of values that can be read, by safetensors' names; bfloat16 is read as the uint16 of its bits.
 READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PIECE_BYTES = 2**24
 # Headers and indexes of GPT-2 have some ten thousand bytes. safetensors reads up to 100 MB, of which JSON makes a GB.
@@ -30,7 +32,7 @@ MAX_JSON_BYTES = 2**22
 FilePath = str | os.PathLike[str]
 PICKLE_ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 CONVERT = "`python -m daskgpt.convert --help` has the lines that convert one."
-# Names of files that are not read, with what helps; then those that are found in a folder in place of a model.
+# Names of files that are not read, with advice; then names that a folder may hold in place of a model.
 MERGE = "An adapter only changes a model: merge it by peft's merge_and_unload(), and give what save_pretrained writes."
 _LOAD = "Load it with transformers (from_tf=True, from_flax=True), and give what save_pretrained writes."
 _PICKLE = f"Pickles are not opened. {CONVERT}"
@@ -59,7 +61,7 @@ class ReadLater(Mapping[str, np.ndarray]):
         return self.read(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names  # and nothing is read for that
+        return name in self.names  # without reading a tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -72,10 +74,10 @@ class ReadLater(Mapping[str, np.ndarray]):
 class StoredModel:
     """A model in files. Everything that can be checked without the values has been checked.
 
-    parameters        by name, float32; a reader's are read when they are looked up, and may be views of the files,
-                      read-only and not contiguous
-    encoding          between text and token ids, "" if the files name none
-    sequence_length   length of the sequences it was trained on, 0 if unknown [tokens]
+    parameters        tensors by name, float32; those of a file are read when they are looked up, and may be views of
+                      the file, read-only and not contiguous
+    encoding          encoding of text as token ids, "" if the files name none
+    sequence_length   length of the sequences that it was trained on, 0 if unknown [tokens]
     kind, dtype       names of the format and of the dtype in the files
     files             paths of the files
     """
@@ -96,10 +98,10 @@ class StoredModel:
 # Tensors in files
 
 
-def require_defaults(config: ModelConfig, known: Collection[str], where: str, file: str) -> None:
-    """Check that all settings that a format cannot hold are GPT-2's, since a reader would assume these.
+def require_defaults(config: ModelConfig, names: Collection[str], where: str, file: str) -> None:
+    """Check that all settings that a format cannot hold are GPT-2's, since a reader would assume those.
 
-    known    settings that the file holds
+    names    names of the settings that the file holds
     file     name of the file, for error messages
 
     Errors   ValueError
@@ -107,40 +109,40 @@ def require_defaults(config: ModelConfig, known: Collection[str], where: str, fi
     for f in fields(config):
         value = getattr(config, f.name)
         rule, advice = f"{file} has no {f.name}, which must be {f.default}", "Write a .safetensors file instead."
-        require(f.name in known or value == f.default, where, rule, {f.name: value}, advice)
+        require(f.name in names or value == f.default, where, rule, {f.name: value}, advice)
 
 
 def held(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
     """Return values of a file in the table's shape: rows of padding are added as 0, or left out.
 
-    tensor   its shape has the number of rows to return
-    values   in the table's layout, with any number of rows
-    dtype    of the values, one of READABLE
+    tensor   the tensor of the table, whose shape has the number of rows to return
+    values   values in the table's layout, with any number of rows
+    dtype    dtype of the values, one of READABLE
 
     Dtype    float32; 16-bit values are widened, which is exact
-    Cost     none for float32 with all rows, which may be a view of read-only memory; else the tensor
+    Cost     none for float32 with all rows, of which a view is returned, maybe read-only; else memory of the tensor
     """
     values = values[: tensor.shape[0]]
     if dtype == "F32" and values.shape == tensor.shape:
         return values
-    found = np.zeros(tensor.shape, np.float32)
+    array = np.zeros(tensor.shape, np.float32)
     if dtype == "BF16":
-        bits = found.view(np.uint32)
+        bits = array.view(np.uint32)
         bits[: len(values)] = values
         bits <<= 16
     else:
-        found[: len(values)] = values
-    return found
+        array[: len(values)] = values
+    return array
 
 
 def in_memory(values: np.ndarray) -> np.ndarray:
     """Return the values as a contiguous, writable array, copied only if necessary."""
-    own = values.flags.c_contiguous and values.flags.writeable
-    return values if own else values.copy(order="C")
+    writable = values.flags.c_contiguous and values.flags.writeable
+    return values if writable else values.copy(order="C")
 
 
 def pieces(values: np.ndarray, most: int = PIECE_BYTES) -> Iterator[np.ndarray]:
-    """Yield the values of an array in C order, in contiguous arrays of about this many bytes, views if possible."""
+    """Yield the values of an array in C order, in contiguous arrays of about `size` bytes, views if possible."""
     if values.ndim < 2 or values.nbytes <= most:
         yield np.ascontiguousarray(values)
         return
@@ -167,22 +169,22 @@ def refuse_pickle(path: Path, where: str, advice: str = CONVERT) -> None:
 
 
 def refuse_unread(path: Path, where: str) -> None:
-    """Raise ValueError for a file of a model that is not read, by its name."""
+    """Raise ValueError if the name of a file is that of a model in a format that is not read."""
     advice = next((helps for pattern, helps in NOT_READ.items() if fnmatch.fnmatch(path.name, pattern)), "")
     require(not advice, where, "the file must hold a model that can be read", {"path": path}, advice)
 
 
 def what_helps(folder: Path, otherwise: str) -> str:
-    """Return advice for a folder without a model, by what it holds instead."""
+    """Return advice for a folder without a model, which depends on the files that it holds."""
     names = sorted(path.name for path in folder.iterdir())
     for pattern, helps in IN_PLACE.items():
-        if found := fnmatch.filter(names, pattern):
-            return f"It has {short(found[0])}. {helps}"
+        if matching := fnmatch.filter(names, pattern):
+            return f"It has {short(matching[0])}. {helps}"
     models = [name for name in names if any((folder / name / file).exists() for file in IN_MODELS)]
     return f"Give a folder in it, such as {short(models[-1], 100)}." if models else otherwise
 
 
-def mapped(path: Path, dtype: Any = np.uint8, offset: int = 0) -> np.ndarray:
+def mapped(path: Path, dtype: DTypeLike = np.uint8, offset: int = 0) -> np.ndarray:
     """Return the values of a file behind an offset, read-only: mapped, or read if its file system cannot map files."""
     try:
         return np.asarray(np.memmap(path, dtype, "r", offset))
@@ -201,8 +203,8 @@ def require_file(path: Path, where: str) -> None:
 def read_json(path: Path, where: str, what: str, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file.
 
-    what     the object's name in error messages
-    most     bytes that the file may have
+    what     name of the object in error messages
+    most     largest size of the file in bytes
 
     Errors   FileNotFoundError; ValueError for a file that is too long or not an object
     """
@@ -211,14 +213,14 @@ def read_json(path: Path, where: str, what: str, most: int = MAX_JSON_BYTES) -> 
     rule, advice = f"{what} must be a JSON object of at most {most:,} bytes", "Copy or write it again."
     require(size <= most, where, rule, {"path": path, "bytes": size}, advice)
     try:
-        known = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise refusal(ValueError, where, rule, {"path": f"{path} ({type(error).__name__})"}, advice) from error
-    require(isinstance(known, dict), where, rule, {"path": path, "kind": type(known).__name__}, advice)
-    return dict(known)
+    require(isinstance(value, dict), where, rule, {"path": path, "kind": type(value).__name__}, advice)
+    return dict(value)
 
 
-def short(value: Any, most: int = 40) -> str:
+def short(value: object, most: int = 40) -> str:
     """Return a value of a foreign file as one printable line of at most `most` characters."""
     text = "".join(character if character.isprintable() else "?" for character in str(value)[: 2 * most])
     return text if len(text) <= most else f"{text[: most - 3]}..."

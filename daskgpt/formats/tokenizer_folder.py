@@ -1,6 +1,6 @@
 """Tokenizers in Hugging Face's folders: byte-level BPE with any pipeline, which the library `tokenizers` computes.
 
-What is read is kept as one text, which travels with a model: JSON with `end_of_text`, the token that ends a document,
+A tokenizer is kept as one text, which is stored with a model: JSON with `end_of_text`, the token that ends a document,
 and `tokenizer`, the content of a tokenizer.json that has all added tokens.
 """
 
@@ -32,13 +32,13 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 LISTED = ("additional_special_tokens", "extra_special_tokens")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
-PIECE = 2**18  # characters that the library gets at once: it needs some hundred bytes of memory for each
+PIECE = 2**18  # characters that the library gets at once: each takes it some hundred bytes of memory
 AROUND = 512  # characters on both sides of a cut, which are encoded with and without it
 _BETWEEN_WORDS = re.compile(r"(?<=\w)(?:\n(?=\w)|(?= \w))")
 
 
 class LibraryEncoding:
-    """An encoding that the library computes; it has the part of tiktoken's interface that is used here.
+    """An encoding that the library computes, with the part of tiktoken's interface that daskgpt uses.
 
     specials   special tokens with their ids, end-of-text first
     tokens     the bytes of each id, none for an id without a token
@@ -52,10 +52,10 @@ class LibraryEncoding:
         Errors    ValueError if it is no such content
         """
         try:
-            end, known = map(json.loads(content).get, ("end_of_text", "tokenizer"))
+            end, pipeline = map(json.loads(content).get, ("end_of_text", "tokenizer"))
         except ValueError:
-            end, known = "", {}
-        self.content, self.library = content, _library_of(known, origin)
+            end, pipeline = "", {}
+        self.content, self.library = content, _library_of(pipeline, origin)
         ids: dict[str, int] = self.library.get_vocab()
         require(end in ids, WHERE, "end_of_text must name a token", {"path": origin, "end_of_text": end}, OTHERS)
         added = self.library.get_added_tokens_decoder()
@@ -83,13 +83,14 @@ class LibraryEncoding:
         return self.tokens[token]
 
     def _ids(self, text: str) -> list[int]:
-        (found,) = self.library.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = found.ids
+        (encoding,) = self.library.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """Yield a text in parts that have the ids of the whole: it is cut between words, where the tokens around do not
-        change. A text without such places stays whole.
+        """Yield parts of a text whose ids are those of the whole text.
+
+        It is cut between words, where the tokens around do not change. A text without such places stays whole.
         """
         start, place = 0, PIECE
         while match := _BETWEEN_WORDS.search(text, place):
@@ -103,7 +104,7 @@ class LibraryEncoding:
 
 
 def pipeline_of(ids: Mapping[str, int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return the content of a tokenizer.json with GPT-2's pipeline and other tokens."""
+    """Return the content of a tokenizer.json with GPT-2's pipeline and the given tokens."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     pipeline = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
     model = {"type": "BPE", "vocab": ids, "merges": merges}
@@ -111,7 +112,7 @@ def pipeline_of(ids: Mapping[str, int], merges: Sequence[Sequence[str]]) -> dict
 
 
 def splitting_of(pipeline: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of the way in which a pipeline cuts text; "" if it has none."""
+    """Return llama.cpp's name for the way in which a pipeline splits text; "" if it has none."""
     parts = pipeline["pre_tokenizer"].get("pretokenizers", [pipeline["pre_tokenizer"]])
     kinds = [
         (part["type"], part.get("individual_digits", part.get("use_regex")), part.get("add_prefix_space", False))
@@ -145,7 +146,7 @@ def read_folder(folder: Path) -> str:
 
 
 def _pipeline_in(folder: Path) -> dict[str, Any]:
-    """Return the content of tokenizer.json, or the like with the tokens of vocab.json and merges.txt; {} without."""
+    """Return the content of tokenizer.json, or one made from vocab.json and merges.txt; {} if these are missing too."""
     if pipeline := _read(folder, TOKENIZER):
         return pipeline
     if (folder / MERGES).is_file() and (ids := _read(folder, VOCABULARY)):
@@ -203,11 +204,11 @@ def _add_tokens(library: Tokenizer, folder: Path) -> Any:
         named.append(END_OF_TEXT)  # GPT-2's class adds it
     decoder = settings.get("added_tokens_decoder", {})
     tokens = [_token(decoder[i]) for i in sorted(decoder, key=lambda i: (len(i), i))]  # by their numbers
-    known = {token.content for token in (*library.get_added_tokens_decoder().values(), *tokens)}
-    for name in sorted(added.keys() - known, key=lambda name: added[name]):
+    contents = {token.content for token in (*library.get_added_tokens_decoder().values(), *tokens)}
+    for name in sorted(added.keys() - contents, key=lambda name: added[name]):
         tokens.append(AddedToken(name, normalized=name not in names, special=name in names))
-    known |= added.keys()
-    library.add_tokens(tokens + [_token(token, special=True) for token in named if _content(token) not in known])
+    contents |= added.keys()
+    library.add_tokens(tokens + [_token(token, special=True) for token in named if _content(token) not in contents])
     prefix, level = settings.get("add_prefix_space"), library.pre_tokenizer
     if isinstance(prefix, bool) and isinstance(level, pre_tokenizers.ByteLevel):
         level.add_prefix_space = prefix
@@ -219,8 +220,8 @@ def _content(token: str | Mapping[str, Any]) -> str:
 
 
 def _token(token: str | Mapping[str, Any], **flags: bool) -> AddedToken:
-    known = {} if isinstance(token, str) else {name: token[name] for name in FLAGS if name in token}
-    return AddedToken(_content(token), **known | flags)
+    settings = {} if isinstance(token, str) else {name: token[name] for name in FLAGS if name in token}
+    return AddedToken(_content(token), **settings | flags)
 
 
 def _end_of_text(folder: Path, library: Tokenizer, said: Any) -> str:
@@ -231,7 +232,7 @@ def _end_of_text(folder: Path, library: Tokenizer, said: Any) -> str:
     merged = {"".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]}
     others = sorted(ids.keys() - merged - BYTES.keys(), key=lambda name: ids[name])
     wanted = [*([_content(said)] if said else []), END_OF_TEXT, *others[: len(others) == 1]]
-    known = [name for name in wanted if name in ids]
+    candidates = [name for name in wanted if name in ids]
     rule, got = "one of its special tokens must end a text", f"path={folder}, special tokens {', '.join(others)[:60]}"
-    require(bool(known), WHERE, rule, got, f"Name it in {SETTINGS}: eos_token.")
-    return known[0]
+    require(bool(candidates), WHERE, rule, got, f"Name it in {SETTINGS}: eos_token.")
+    return candidates[0]

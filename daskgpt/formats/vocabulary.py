@@ -1,12 +1,12 @@
 """Vocabularies that are known by a digest of their content: learned ones, and those of Hugging Face's folders.
 
-A learned one is a file of tiktoken with a line per token, base64 and id. Special tokens have lines with a third word:
-`end` for end-of-text, `special` for others. A file without such lines has one special token, end-of-text, with the last
-id. The other ones are JSON (`formats/tokenizer_folder`).
+A learned vocabulary is a file of tiktoken with a line per token, base64 and id. Special tokens have lines with a third
+word: `end` for end-of-text, `special` for others. A file without such lines has one special token, end-of-text, with
+the last id. The vocabularies of Hugging Face's folders are JSON (`formats/tokenizer_folder`).
 
-The name has size and digest: `learned-4096-1f2e3d4c5b6a`. Configurations, manifests and messages hold the name; a
-model's file also holds the content, so that its text can be decoded anywhere. A vocabulary that was read once in a
-process is found by its name from then on.
+A name has size and digest: `learned-4096-1f2e3d4c5b6a`. Configurations, manifests and messages hold the name; a
+model's file also holds the content, so that its text can be decoded anywhere. Once a process has read a vocabulary, it
+is available by its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -92,7 +91,7 @@ def written_vocabulary(ranks: Mapping[bytes, int]) -> str:
 
 
 def read_vocabulary(path: FilePath) -> str:
-    """Return the name of the vocabulary in a file, which is known from here on.
+    """Read the vocabulary in a file, and return its name, by which it is available from here on.
 
     Errors   OSError if it cannot be read; ValueError if it is not such a file, its ids are not 0, 1, 2 ..., or a byte
              is missing
@@ -105,12 +104,12 @@ def read_vocabulary(path: FilePath) -> str:
 
 
 def know_vocabulary(content: str, origin: str) -> str:
-    """Return the name of a vocabulary, which is known from here on.
+    """Register a vocabulary, and return its name, by which it is available from here on.
 
-    content   of its file
+    content   content of its file
     origin    where it comes from, for error messages
 
-    Errors    ValueError as of read_vocabulary
+    Errors    ValueError as `read_vocabulary`
     """
     digest = hashlib.sha256(content.encode()).hexdigest()[:12]
     if not (name := next((name for name in KNOWN if name.endswith(f"-{digest}")), "")):
@@ -153,7 +152,7 @@ def _parsed(content: str, origin: str) -> Vocabulary:
 
 
 def encoding_in(folder: Path) -> str:
-    """Return the name of the encoding of a folder's tokenizer, known from here on; "" without one.
+    """Read the tokenizer of a folder, and return the name of its encoding; "" without one.
 
     Errors   ValueError naming the difference if it is not byte-level BPE, or if it is damaged
     """
@@ -170,7 +169,7 @@ def encoding_in(folder: Path) -> str:
 
 
 def tokenizer_files(vocabulary: Vocabulary | LibraryEncoding, positions: int) -> dict[str, bytes]:
-    """Return the files of a tokenizer by name: tokenizer.json, tokenizer_config.json, and of a vocabulary of tiktoken
+    """Return the files of a tokenizer by name: tokenizer.json, tokenizer_config.json, and for a vocabulary of tiktoken
     also vocab.json and merges.txt.
 
     positions   longest sequence of the model [tokens]
@@ -179,7 +178,7 @@ def tokenizer_files(vocabulary: Vocabulary | LibraryEncoding, positions: int) ->
     Errors      ValueError if a token is not a merge of two earlier ones
     """
     library, end = library_of(vocabulary), next(iter(vocabulary.specials))
-    settings: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
+    settings: dict[str, object] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
     settings |= {"model_max_length": positions, "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {TOKENIZER: library.to_str().encode()}
     if isinstance(vocabulary, Vocabulary):
@@ -190,8 +189,8 @@ def tokenizer_files(vocabulary: Vocabulary | LibraryEncoding, positions: int) ->
     return files | {SETTINGS: _json(settings)}
 
 
-def _json(known: Mapping[str, Any]) -> bytes:
-    return json.dumps(known, ensure_ascii=False).encode()
+def _json(value: Mapping[str, object]) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
 
 
 def library_of(vocabulary: Vocabulary | LibraryEncoding) -> Tokenizer:
@@ -209,10 +208,10 @@ def library_of(vocabulary: Vocabulary | LibraryEncoding) -> Tokenizer:
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
-    """Return the two tokens from which each longer token was merged, in order: the result of all earlier merges on its
-    bytes.
+    """Return the two tokens from which each longer token was merged, in order. They are what all earlier merges make of
+    its bytes.
     """
-    found = []
+    merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
             parts = [token[n : n + 1] for n in range(len(token))]
@@ -221,5 +220,5 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
                 rule, advice = "every token must be a merge of two before it", "Give ids in the order of merges."
                 require(least < rank, "tokenizer_files", rule, {"id": rank}, advice)
                 parts[place : place + 2] = [parts[place] + parts[place + 1]]
-            found.append((named(parts[0]), named(parts[1])))
-    return found
+            merges.append((named(parts[0]), named(parts[1])))
+    return merges
