@@ -28,11 +28,11 @@ DROPPED = ("attn", "attn.c_proj", "mlp.c_proj")  # places of dropout in a block,
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward pass: calls layers at their places in the model, and finds their other arguments.
+    """A forward pass, which calls layers at their places in the model and looks up their other arguments.
 
-    tape     calls a layer: `model.tape.Tape` records it, `generation.decoder.EagerDecoder` computes it at once
-    inputs   of a batch, with `streams` unless the rate is 0
-    rate     share of the embeddings, of attention's probabilities and of the blocks' outputs that dropout drops
+    tape     object that calls a layer: `model.tape.Tape` records the call, `generation.decoder.EagerDecoder` runs it
+    inputs   inputs of a batch, with `streams` unless the rate is 0
+    rate     share of the embeddings, attention's probabilities and the blocks' outputs that dropout sets to 0
     """
 
     tape: Any
@@ -44,8 +44,8 @@ class Forward:
     def __call__(self, at: str, layer: Layer, *arrays: Any, **options: Any) -> Any:
         """Return the layer's first output at a place of the model.
 
-        Other arguments than `arrays` are found by their names: inputs, parameters of that place (`weight` is
-        `AT.weight`), or of the model (`wte` is `wte.weight`). So are the options `rate`, `place`, and fields of the
+        Arguments beyond `arrays` are looked up by their names among the inputs, the parameters of that place (`weight`
+        is `AT.weight`) and those of the model (`wte` is `wte.weight`). Options are `rate`, `place`, or fields of the
         configuration.
         """
         whole = layer.forward.signature.startswith("bT")
@@ -55,17 +55,19 @@ class Forward:
             layer = layer.dropped or layer
         row = layer.forward
         arrays += tuple(self._argument(at, layer, name) for name in row.arguments.split()[len(arrays) :])
-        rows = [row, *filter(None, layer.backward.values())]
-        names = {name for each in rows for name in each.options.split()} - options.keys()
+        texts = [row.options, *(gradient.options for gradient in layer.backward.values() if gradient)]
+        names = set(" ".join(texts).split()) - options.keys()
         options |= {name: self._option(at, name) for name in sorted(names)}
         if whole:  # the only place where the tokens of a sequence are mixed
             return self.tape.over_sequences(at, layer, *arrays, positions=self.inputs["positions"], **options)
         return self.tape(at, layer, *arrays, **options)
 
     def _argument(self, at: str, layer: Layer, name: str) -> Any:
-        for known, key in ((self.inputs, name), (self.parameters, f"{at}.{name}"), (self.parameters, f"{name}.weight")):
-            if key in known:
-                return known[key]
+        if name in self.inputs:
+            return self.inputs[name]
+        for key in (f"{at}.{name}", f"{name}.weight"):
+            if key in self.parameters:
+                return self.parameters[key]
         rule = f"an argument of {layer.name} must be an input or a parameter"
         advice = "Name arguments after the parameters of their place, or after the inputs of a step."
         raise refusal(ValueError, at, rule, {"argument": name}, advice)
@@ -84,7 +86,7 @@ class Forward:
         return self(at, layers.LINEAR if f"{at}.bias" in self.parameters else layers.UNBIASED, x)
 
     def embed(self) -> Any:
-        """Return the embedded tokens, positions added if they have a table."""
+        """Return the embedded tokens, plus the embedded positions if these have a table."""
         return self(EMBEDDED, layers.EMBEDDING if self.config.position == "learned" else layers.TOKEN_EMBEDDING)
 
     def as_heads(self, at: str, qkv: Any) -> Any:
@@ -129,7 +131,7 @@ def place_of(at: str) -> int:
 def mean_loss(tape: Tape, config: ModelConfig, p: Parameters, inputs: Inputs, rate: float = 0.0) -> da.Array:
     """Return the mean cross-entropy of the next token, a 0-d array, in nats: the sum of all losses times `shares`.
 
-    rate    of dropout, see `Forward`
+    rate    rate of dropout, see `Forward`
     """
     check_tokens(config, inputs["tokens"], inputs["targets"])
     forward = Forward(tape, config, p, inputs)

@@ -3,8 +3,8 @@
 A signature lists the axes of each array, one letter per axis. *Lower case = cut into chunks, upper case = whole*:
 b t (sequences, tokens), T C X O V P H (DESIGN.md, "Glossary"). Two rules follow from the letters alone:
 
-    an output without b and t    is the sum over the batch, sequence by sequence (weight gradients, the mean loss)
-    an output T where inputs     gathers the chunks of t: the kernel gets the list of them
+    an output without b and t    is a sum over the batch, sequence by sequence (weight gradients, the mean loss)
+    an output T where inputs     gathers the chunks of t: the kernel gets a list of them
     have t
 """
 
@@ -36,7 +36,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel, the axes of its arrays, the names of those arrays, and the names of the options it takes."""
+    """A kernel with the axes of its arrays, the names of these arrays, and the names of its options."""
 
     kernel: Callable[..., Any]
     signature: str
@@ -48,12 +48,12 @@ class Row:
 class Layer:
     """One layer: `outputs` names the results of forward; the first goes to the next layer, the others to backward.
 
-    backward   argument -> its row, whose arrays are named among "dy", the forward's arguments and its outputs;
-               PASS if the gradient is dy itself. An argument that is missing has no gradient.
+    backward   argument -> row of its gradient, whose arrays are among "dy", the arguments of forward and its outputs;
+               PASS if the gradient is dy itself. Arguments that are left out have no gradient.
     new_axes   sizes of axes that occur in an output but in no argument
     cheap      whether the output is computed again in backward instead of being kept
     dropped    the layer that replaces this one in training with dropout, if that is another one
-    widens     of an activation: channels of its input per channel of its output
+    widens     for an activation: channels of its input per channel of its output
     """
 
     name: str
@@ -119,7 +119,7 @@ LINEAR = Layer(
     },
 )
 
-# Of models without these biases.
+# Linear layers of models without biases.
 UNBIASED = Layer(
     name="linear",
     forward=Row(linear.forward, "btC, OC -> btO", "x weight"),
@@ -164,7 +164,7 @@ ADD = Layer(
     backward={"x": PASS, "y": PASS},
 )
 
-# Backward computes again which numbers are dropped.
+# The backward kernel computes again which numbers are dropped.
 DROPOUT = Layer(
     name="dropout",
     forward=Row(dropout.dropped, "btC, b, t -> btC", "x streams positions", "place rate"),
@@ -245,7 +245,7 @@ MEAN = Layer(
 
 LAYERS: tuple[Layer, ...] = tuple(row for row in list(globals().values()) if isinstance(row, Layer))
 
-# The rows that a configuration names, by its fields.
+# The rows that a field of the configuration can name.
 CHOICES: Mapping[str, Mapping[str, Layer]] = {
     "norm": {"layernorm": LAYERNORM, "rmsnorm": RMSNORM},
     "position": {"learned": EMBEDDING, "rotary": HEADS},
@@ -255,5 +255,5 @@ CHOICES: Mapping[str, Mapping[str, Layer]] = {
 
 
 def chosen(config: ModelConfig, field: str) -> Layer:
-    """Return the row that a configuration names in a field. Errors   as of `row_of`"""
+    """Return the row that a configuration names in a field. Errors   as `row_of`"""
     return row_of(getattr(config, field), CHOICES[field], "model", field)

@@ -30,9 +30,9 @@ class Schedule:
     """One row of the table of schedules.
 
     warms  whether the learning rate rises in the first `warmup` steps
-    falls  number of last steps in which it falls, from the configuration and the number of all steps; None for all
-           after the rise
-    left   share of the fall that is left after a share of its steps, both 0 .. 1
+    falls  returns the number of last steps in which the rate falls, from the configuration and the number of steps;
+           None = all steps after the rise
+    left   returns the remaining share of the fall after a share of its steps, both 0 .. 1
     """
 
     name: str
@@ -53,7 +53,7 @@ SCHEDULES = {row.name: row for row in (CONSTANT, LINEAR, COSINE, WSD)}
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Return the learning rate of a step, counted from 0, in a run of `steps`.
 
-    It rises linearly over `warmup` steps to the largest rate, and falls to the final rate of the last step; see
+    The rate rises linearly over `warmup` steps to its maximum, and falls to the final rate in the last step; see
     `SCHEDULES`.
     """
     row = SCHEDULES[config.schedule]
@@ -89,16 +89,16 @@ class Optimizer:
 
     kernel    (weight, gradient, *moments, hyper, **options) -> (new weight, *new moments), or the weight alone if
               there are no moments
-    in_place  the same for some rows, which updates weight and moments in place
-    moments   names of the arrays that pass from step to step, zero at the start, each of the weight's shape
-    per_row   those of them that have one number per row of the weight instead
+    in_place  kernel that updates rows of a weight and of its moments in place
+    moments   names of the arrays that are kept from step to step, zero at the start, in the shape of the weight
+    per_row   names of moments that have one number per row of the weight instead
     options   returns the constants of a tensor
     hyper     returns the numbers that change from step to step, float64 (hyper_size,), from the step and the number of
-              all steps
-    fused     summing kernel -> kernel that makes its sum and this update in one pass
+              steps
+    fused     summing kernel -> kernel that computes that sum and this update in one pass
     whole     whether all rows of a tensor must be updated together
-    updates   returns whether it updates a tensor
-    others    the row for all other tensors, with the same hyper
+    updates   returns whether this row updates a tensor
+    others    row that updates all other tensors, with the same hyper
     """
 
     name: str
@@ -118,13 +118,13 @@ class Optimizer:
         """Return the row that updates a tensor."""
         return self if self.others is None or self.updates(tensor) else self.others.of(tensor)
 
-    def state(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the moments of a state: "MOMENT.NAME" -> the weight's tensor with the moment's shape."""
-        kinds = dict.fromkeys(kind for tensor in known.values() for kind in self.of(tensor).moments)
+    def state(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the moments of a state: "MOMENT.NAME" -> tensor of the weight, with the shape of the moment."""
+        kinds = dict.fromkeys(kind for tensor in parameters.values() for kind in self.of(tensor).moments)
         return {
             f"{kind}.{name}": replace(tensor, shape=tensor.shape[:1]) if kind in row.per_row else tensor
             for kind in kinds
-            for name, tensor in known.items()
+            for name, tensor in parameters.items()
             if kind in (row := self.of(tensor)).moments
         }
 
@@ -189,14 +189,14 @@ OPTIMIZERS: Mapping[str, Optimizer] = {row.name: row for row in (ADAMW, MOMENTUM
 
 
 def optimizer_of(name: str) -> Optimizer:
-    """Return the optimizer that a configuration names. Errors   as of `row_of`"""
+    """Return the optimizer that a configuration names. Errors   as `row_of`"""
     return row_of(name, OPTIMIZERS, "train", "optimizer")
 
 
 class Guarded:
     """An optimizer's kernel for gradients that are clipped, and for updates that may be skipped.
 
-    In place of hyper it gets the result of `kernels.optimizers.guard`, for some rows as well as for all.
+    In place of hyper, it gets the result of `kernels.optimizers.guard`. It updates all rows of a tensor or a part.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -227,7 +227,7 @@ def hyper_of(
 ) -> np.ndarray:
     """Return a step's input for its updates, float64 (hyper_size,).
 
-    limits   of loss and norm, above which no update is made
+    limits   limits of loss and norm, above which no update is made
     """
     hyper = optimizer.hyper(config, step, steps)
     return np.append(hyper, limits) if guards(config) else hyper
@@ -242,7 +242,7 @@ def guarded(
     optimizer: Optimizer,
     tape: Tape,
 ) -> da.Array:
-    """Return the input of updates that replaces hyper, see `kernels.optimizers.guard`, from all gradients."""
+    """Return, from all gradients, the input of updates in place of hyper; see `kernels.optimizers.guard`."""
     sums: list[da.Array] = []
     for name, tensor in tensors.items():
         origin = Origin(SQUARES, "update", name, tensor.block)
@@ -272,7 +272,7 @@ def update(
 ) -> dict[str, da.Array]:
     """Update every tensor in a task; return the new state under the names of the old one.
 
-    state    "weight.NAME" of every tensor, and "MOMENT.NAME" of those that have it
+    state    "weight.NAME" of every tensor, and "MOMENT.NAME" of tensors that have that moment
     hyper    numbers that change from step to step, see `Optimizer.hyper` and `guarded`
     """
     new: dict[str, da.Array] = {}

@@ -26,8 +26,8 @@ class Parameter:
     axes      one word per axis: V padded vocabulary, P positions, C channels, A channels of all heads, QKV queries with
               keys and values, H hidden, I input of the activation
     initial   "one", "zero", "normal" (std 0.02), or "residual" (std 0.02 / sqrt(2 L)) if the output is added to x
-    multiplied   whether activations are multiplied by it in a model (positions are only added)
-    exists       whether a model has it
+    multiplied   returns whether a model multiplies activations by it (positions are only added)
+    exists       returns whether a model has it
     """
 
     name: str
@@ -38,17 +38,17 @@ class Parameter:
 
     @property
     def per_block(self) -> bool:
-        """True if every block has one."""
+        """Whether every block has one."""
         return "{block}" in self.name
 
     @property
     def is_matrix(self) -> bool:
-        """True if `--decay matrices` decays it."""
+        """Whether `--decay matrices` decays it."""
         return len(self.axes) == 2
 
     @property
     def is_conv1d(self) -> bool:
-        """True if Hugging Face's GPT-2 files hold its transpose (in, out)."""
+        """Whether Hugging Face's GPT-2 files hold its transpose (in, out)."""
         return self.is_matrix and self.per_block
 
     def shape(self, config: ModelConfig) -> tuple[int, ...]:
@@ -106,9 +106,9 @@ PARAMETERS: tuple[Parameter, ...] = (
 class Tensor:
     """One tensor of a model: a row of the table in one block, or outside the blocks.
 
-    block        number of its transformer block, None outside
+    block        number of its transformer block, None outside of the blocks
     multiplied   whether activations are multiplied by it
-    maps         number of linear maps of the channels in it, one below the other: queries, keys and values
+    maps         number of linear maps that it holds, one below the other, such as queries, keys and values
     """
 
     name: str
@@ -127,16 +127,16 @@ class Tensor:
 
 
 def tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """Return every tensor of the model by its full name, in the table's order, blocks in turn."""
-    found = {}
+    """Return every tensor of the model by its full name, in the order of the table, block after block."""
+    table = {}
     for row in PARAMETERS:
         if not row.exists(config):
             continue
         for block in range(config.blocks) if row.per_block else (None,):
             name = row.name.format(block=block)
             maps = 3 if row.axes == ("QKV", "C") and config.key_heads == config.heads else 1
-            found[name] = Tensor(name, row, block, row.shape(config), row.multiplied(config), maps)
-    return found
+            table[name] = Tensor(name, row, block, row.shape(config), row.multiplied(config), maps)
+    return table
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -161,8 +161,8 @@ def parameter_count(config: ModelConfig, *, multiplied: bool = False) -> int:
 
 
 def value_count(config: ModelConfig, *, multiplied: bool = False) -> int:
-    """Return the number of values in all tensors, with padding; counted by rows, since a broken file may have any
-    size."""
+    """Return the number of values in all tensors, with padding. It is computed per row of the table, since a broken
+    file may name any size."""
     rows = [row for row in PARAMETERS if row.exists(config) and (not multiplied or row.multiplied(config))]
     return sum(math.prod(row.shape(config)) * (config.blocks if row.per_block else 1) for row in rows)
 
@@ -180,9 +180,9 @@ def step_operations(config: ModelConfig, batch_size: int, sequence_length: int) 
 
 
 class RandomParameters(Mapping[str, np.ndarray]):
-    """GPT-2's initial values, each made when it is read: the mapping itself holds only the configuration.
+    """GPT-2's initial values. Tensors are generated when they are read; the mapping holds only the configuration.
 
-    Every tensor has its own random stream, so none depends on the size or order of others.
+    Every tensor has its own random stream, so its values do not depend on the size or order of others.
 
     Source   Radford et al. 2019, section 2.3; nanoGPT and llm.c use the same values
     """
@@ -213,7 +213,7 @@ class RandomParameters(Mapping[str, np.ndarray]):
 def initial_parameters(
     config: ModelConfig, seed: int, dtype: np.typing.DTypeLike = np.float32
 ) -> dict[str, np.ndarray]:
-    """Return all initial values of a model as arrays, by the names of the table: see `RandomParameters`.
+    """Return all initial values of a model as arrays, by the names of the table; see `RandomParameters`.
 
     >>> import daskgpt
     >>> parameters = daskgpt.initial_parameters(daskgpt.preset("tiny"), seed=0)
@@ -232,19 +232,19 @@ def digest(parameters: Mapping[str, np.ndarray]) -> str:
     >>> daskgpt.digest(one) == daskgpt.digest(dict(reversed(one.items()))), daskgpt.digest(one) == daskgpt.digest(other)
     (True, False)
     """
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(parameters):
         values = np.asarray(parameters[name])
-        found.update(f"{name} {values.dtype.str} {values.shape}\n".encode())
-        found.update(np.ascontiguousarray(values).data.cast("B"))
-    return found.hexdigest()
+        sha256.update(f"{name} {values.dtype.str} {values.shape}\n".encode())
+        sha256.update(np.ascontiguousarray(values).data.cast("B"))
+    return sha256.hexdigest()
 
 
 def check_parameters(config: ModelConfig, parameters: Mapping[str, np.ndarray]) -> None:
     """Check that names and shapes are those of the table.
 
-    Errors   ValueError naming the first tensor that is missing, unknown or of another shape; TypeError for anything
-             else than a configuration and a mapping of arrays
+    Errors   ValueError naming the first tensor that is missing, unknown or of another shape; TypeError if the arguments
+             are not a configuration and a mapping of arrays
     """
     where, shapes = "check_parameters", parameter_shapes(check_config("check_parameters", config))
     rule, advice = "parameters must be NumPy arrays by name", "Take them from daskgpt.load or a run's result."
@@ -267,14 +267,14 @@ def check_config(where: str, config: Any) -> ModelConfig:
     """
     rule, got = "the configuration must be a ModelConfig", {"config": repr(config)[:40]}
     require(isinstance(config, ModelConfig), where, rule, got, "Give daskgpt.preset(name).", TypeError)
-    found: ModelConfig = config
-    return found
+    checked: ModelConfig = config
+    return checked
 
 
 def check_dtypes(where: str, arrays: Mapping[str, np.ndarray], dtype: type[np.generic]) -> None:
     """Check that every array has this dtype.
 
-    Errors   TypeError naming the first that has another
+    Errors   TypeError naming the first array of another dtype
     """
     for name, values in arrays.items():
         if values.dtype != dtype:

@@ -28,7 +28,7 @@ LEAST_CHANNELS = 256  # least number of channels for which faster products save 
 
 @dataclass(frozen=True)
 class OfArrays:
-    """A kernel that takes arrays, for parameters that are held in any precision."""
+    """A kernel that takes arrays, made to take parameters as any precision holds them."""
 
     kernel: Kernel
 
@@ -40,12 +40,12 @@ class OfArrays:
 class Precision:
     """One of float32, float64 (to verify) and bfloat16.
 
-    dtype     of parameters and activations
-    replaced  kernel -> the one that runs instead; every other kernel stays
-    packed    whether a tensor that is multiplied is also held packed, as a `TrainedWeight`
+    dtype     dtype of parameters and activations
+    replaced  kernel -> kernel that runs in its place; all other kernels run unchanged
+    packed    whether tensors that activations are multiplied by are also held packed, as a `TrainedWeight`
     rounding  kernels that read only the packed values of such a tensor
-    at_once   kernel of a sum over the chunks -> tokens of a sequence that it takes in one step, if more than one; a
-              chunk that ends inside such a step would change the order of the sum
+    at_once   kernel of a sum over the chunks -> number of tokens of a sequence that it adds in one step, if more than
+              one; a chunk that ends inside such a step would change the order of the sum
     """
 
     name: str
@@ -56,16 +56,15 @@ class Precision:
     at_once: Mapping[Kernel, int] = field(default_factory=dict)
 
     def kernel(self, kernel: Kernel) -> Kernel:
-        """Return the kernel that runs for one of the tables; those from outside the package get arrays, nothing
-        packed."""
+        """Return the kernel that replaces one of a table; a kernel from outside the package gets only arrays."""
         if self.packed and not getattr(kernel, "__module__", "").startswith("daskgpt."):
             return OfArrays(kernel)
         return self.replaced.get(kernel, kernel)
 
     def update(self, kernel: Kernel) -> Kernel:
         """Return an optimizer's kernel for parameters as this precision holds them."""
-        own = self.kernel(kernel)
-        return PackedUpdate(own) if self.packed else own
+        update = self.kernel(kernel)
+        return PackedUpdate(update) if self.packed else update
 
     def hold(self, tensor: Tensor, value: np.ndarray) -> Any:
         """Return a parameter as a step holds it, without a copy if it has the dtype already."""
@@ -79,7 +78,7 @@ class Precision:
         return values + (empty_weight(*tensor.shape).nbytes if self.packed and tensor.multiplied else 0)
 
     def compile(self, uses: Container[str] | None = None, **options: Any) -> None:
-        """Compile every kernel that is needed, or load it from the cache on disk, see `compile_all`."""
+        """Compile every kernel of this precision, or load it from the cache on disk; see `compile_all`."""
         compile_all(self.dtype, self.packed, uses, **options)
 
     def is_compiled(self, uses: Container[str] | None = None) -> bool:
@@ -98,16 +97,16 @@ def copy_of(held: Any) -> Any:
 
 
 def read_rows(held: Any, rows: slice, rounded: bool) -> np.ndarray:
-    """Return some rows of a parameter in a form to send to another process that holds it.
+    """Return rows of a parameter in the form in which they are sent to another process that holds it.
 
-    rounded   whether that process only multiplies by them: then they are sent in bfloat16
+    rounded   whether that process only multiplies by them; they are then sent in bfloat16
     """
     values = values_of(held)[rows]
     return to_bfloat16(values) if rounded and isinstance(held, TrainedWeight) else values
 
 
 def write_rows(held: Any, rows: slice, values: np.ndarray) -> None:
-    """Write received rows into a parameter; rounded ones only into its packed values."""
+    """Write received rows into a parameter; rounded rows only into its packed values."""
     if values.dtype == np.uint16:
         for first in range(0, len(values), PACKED_ROWS):
             pack_weight(from_bfloat16(values[first : first + PACKED_ROWS]), held.packed, first=rows.start + first)
@@ -143,20 +142,20 @@ BFLOAT16 = Precision(
     ),
     at_once=dict.fromkeys((linear.backward_weight, crossentropy.backward_wte), TILE_TOKENS),
 )
-PRECISIONS = {each.name: each for each in (FLOAT32, BFLOAT16, FLOAT64)}
+PRECISIONS = {precision.name: precision for precision in (FLOAT32, BFLOAT16, FLOAT64)}
 
 
 def precision_of(name: str) -> Precision:
     """Return the precision of a name.
 
-    Errors   ValueError for an unknown one, and for auto, which `settle` resolves
+    Errors   ValueError for an unknown name, and for auto, which `resolve` chooses for
     """
     require_known(name, PRECISIONS, "precision_of", "precision")
     return PRECISIONS[name]
 
 
 def settle(wanted: str, channels: int) -> tuple[Precision, str]:
-    """Return the precision to compute with, auto resolved, and the reason.
+    """Choose the precision to compute with if auto is wanted; return it with the reason.
 
     Errors   ValueError or RuntimeError if DASKGPT_MATMUL names a unit that is unknown or missing
     """

@@ -1,4 +1,4 @@
-"""The tape: records calls of layers, and replays them backward for the gradients."""
+"""The tape, which records calls of layers and replays them backward for the gradients."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ class Record:
 
 
 class Tape:
-    """Calls layers on dask arrays and records them.
+    """Record of the layers that were called on dask arrays.
 
-    Every task it makes has an `Origin`. Keys are `layer.pass-where-token`: the token distinguishes the keys of tapes on
-    a cluster, where equal keys would mean equal results.
+    Every task has an `Origin`. Keys are `layer.pass-where-token`: the token distinguishes the keys of two tapes on a
+    cluster, where equal keys mean equal results.
     """
 
     def __init__(self, precision: Precision = FLOAT32, groups: Groups = ONE_GROUP) -> None:
-        """precision   decides which kernels replace those of the table
-        groups      the groups of the batch that these sequences are
+        """Start an empty tape.
+
+        precision   precision whose kernels replace those of the table
+        groups      groups of the batch that the sequences of this tape belong to
         """
         self.token = uuid4().hex[:8]
         self.precision, self.groups = precision, groups
@@ -147,14 +149,14 @@ class Tape:
 
 
 def _new_axes(layer: Layer, arguments: Sequence[da.Array], options: dict[str, Any]) -> Mapping[str, int]:
-    """Return the sizes of the output's axes that no argument has."""
+    """Return the sizes of the axes of the output that no argument has."""
     axes = parse(layer.forward.signature)[0]
-    sizes = {axis: size for a, own in zip(arguments, axes) for axis, size in zip(own, a.shape)}
+    sizes = {axis: size for a, letters in zip(arguments, axes) for axis, size in zip(letters, a.shape)}
     return layer.new_axes(sizes, options)
 
 
 def _sizes(record: Record, argument: str, row: Row) -> dict[str, int]:
-    """Return the sizes of the gradient's axes that none of its arguments has, from the array it belongs to."""
+    """Return the sizes of the axes of a gradient that its arguments lack, from the array that the gradient is of."""
     inputs, (output,) = parse(row.signature)
-    own = dict(zip(output, record.arrays[argument].shape))
-    return {axis: own[axis] for axis in output if axis.isupper() and axis not in "".join(inputs) and axis != "T"}
+    sizes = dict(zip(output, record.arrays[argument].shape))
+    return {axis: sizes[axis] for axis in output if axis.isupper() and axis not in "".join(inputs) and axis != "T"}
