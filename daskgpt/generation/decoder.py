@@ -1,4 +1,4 @@
-"""Decoders read tokens of some texts and cache keys and values, so that each further token costs only itself.
+"""Decoders, which read tokens of texts and cache keys and values, so that earlier tokens are not computed again.
 
 `Decoder` runs GPT-2 in one kernel (`kernels.decoding`). `EagerDecoder` runs any model: it calls
 `model.gpt2.transformer` with the forward kernel of each layer at once.
@@ -29,15 +29,15 @@ from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.local import at_once, own_threads
 
 DECODED_NORMS = ("layernorm", "rmsnorm")
-MOST_ROWS = 32  # rows of a step: tokens that are read together, so that weights are read once for all of them
+MOST_ROWS = 32  # rows of a step: tokens that are read together, so that each weight is read once for all of them
 BYTES_A_THREAD = 1 << 22  # bytes of weights below which another thread would cost more time than it saves
 
 
 class Weights:
-    """A model's weights for decoding: the caller's arrays in float32, or rounded copies of matrices in bfloat16.
+    """Weights of a model for decoding: the caller's arrays in float32, or rounded copies of matrices in bfloat16.
 
-    others     choices of the model that the decoding kernel does not know; empty if there are none
-    bytes      of the weights that a token reads: all but the table of positions
+    others     choices of the model that the decoding kernel does not support; empty if there are none
+    bytes      size of the weights that a token reads: all but the table of positions
     """
 
     def __init__(self, config: ModelConfig, parameters: Mapping[str, np.ndarray], precision: str) -> None:
@@ -58,7 +58,7 @@ class Weights:
 
 
 def decoder_of(weights: Weights, texts: int, capacity: int, threads: int = 0) -> Decoder | EagerDecoder:
-    """Return a decoder of several texts, with a cache of `capacity` tokens for each.
+    """Return a decoder of several texts, with a cache of `capacity` tokens per text.
 
     threads    0 = all cores, or fewer for a small model
 
@@ -79,7 +79,7 @@ def _say_slower(others: str) -> None:
 
 
 class Decoder:
-    """Cached keys and values of some texts, and scratch memory, for any number of steps of GPT-2; see `decoder_of`."""
+    """Cached keys and values of texts, and scratch memory, for any number of steps of GPT-2; see `decoder_of`."""
 
     most_rows = MOST_ROWS
 
@@ -103,19 +103,19 @@ class Decoder:
 
     def _addresses(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the addresses of tensors, a row per block; 0 for those that the model does not have."""
-        known = {name: array.ctypes.data for name, array in arrays.items()}
+        addresses = {name: array.ctypes.data for name, array in arrays.items()}
         blocks = self.weights.config.blocks
         table = np.zeros((blocks + 1, len(TENSORS)), np.int64)
         for block in range(blocks):
-            table[block, :-2] = [known.get(f"h.{block}.{name}", 0) for name in TENSORS[:-2]]
+            table[block, :-2] = [addresses.get(f"h.{block}.{name}", 0) for name in TENSORS[:-2]]
             table[block, -2:] = self.keys[block].ctypes.data, self.values[block].ctypes.data
-        table[blocks, : len(OUTSIDE)] = [known.get(name, 0) for name in OUTSIDE]
+        table[blocks, : len(OUTSIDE)] = [addresses.get(name, 0) for name in OUTSIDE]
         return table
 
     def read(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> np.ndarray:
         """Read tokens, and return the scores of the next token after some of them.
 
-        rows     (text, position, token) each; positions of a text are consecutive, from the first that is not cached
+        rows     (text, position, token); positions of a text are consecutive, from the first that is not cached
         wanted   numbers of the rows to score, in order
 
         Shapes   -> logits (len(wanted), vocabulary) float32
@@ -124,13 +124,13 @@ class Decoder:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _step(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int], first: int) -> np.ndarray:
-        some = np.array(rows[first : first + MOST_ROWS], np.int64)
-        scored = np.array([number - first for number in wanted if 0 <= number - first < len(some)], np.int64)
+        part = np.array(rows[first : first + MOST_ROWS], np.int64)
+        scored = np.array([number - first for number in wanted if 0 <= number - first < len(part)], np.int64)
         scores = np.empty((len(scored), self.weights.config.vocabulary), np.float32)
-        n = len(some)
+        n = len(part)
         self.counters[:] = 0
         self.counters[:: 2 * APART] = self.threads
-        arrays = self.tensors, self.sizes, some, scored, self.x[:n], self.normal, self.qkv[:n], self.y[:n]
+        arrays = self.tensors, self.sizes, part, scored, self.x[:n], self.normal, self.qkv[:n], self.y[:n]
         scratch = self.hidden[:n], self.scores, self.row, scores, self.counters
         share: Any = partial(decode_step, *arrays, *scratch)
         # Threads wait for each other; if one were interrupted before it began, the others would wait forever.
@@ -154,11 +154,11 @@ class Decoder:
 
 
 class EagerDecoder:
-    """Cached inputs of layers over whole sequences, for some texts and any number of steps of any model.
+    """Cached inputs of layers over whole sequences, for several texts and any number of steps of any model.
 
-    In place of `model.tape.Tape` it calls the forward kernel of each layer at once, on the new tokens of all texts.
-    A layer over whole sequences gets each text from its beginning: its input is cached, and its output for earlier
-    tokens, which cannot depend on later ones, is computed again and dropped.
+    In place of `model.tape.Tape`, it runs the forward kernel of each layer at once, on the new tokens of all texts. A
+    layer over whole sequences gets each text from its beginning: its input is cached, and its output for earlier
+    tokens, which cannot depend on later ones, is computed again and discarded.
     """
 
     most_rows, threads = 256, 1
@@ -171,8 +171,8 @@ class EagerDecoder:
     def __call__(self, where: str, layer: Layer, *arguments: Any, **options: Any) -> np.ndarray:
         """Return the layer's first output."""
         kernel = self.weights.precision.kernel(layer.forward.kernel)
-        found = kernel(*arguments, **{name: options[name] for name in layer.forward.options.split()})
-        result: np.ndarray = found[0] if len(layer.outputs.split()) > 1 else found
+        outputs = kernel(*arguments, **{name: options[name] for name in layer.forward.options.split()})
+        result: np.ndarray = outputs[0] if len(layer.outputs.split()) > 1 else outputs
         return result
 
     def over_sequences(
@@ -183,9 +183,9 @@ class EagerDecoder:
             self.kept[where] = np.zeros((self.texts, self.capacity, x.shape[2]), x.dtype)
         kept, parts = self.kept[where], []
         for text in dict.fromkeys(self.text_of.tolist()):
-            own = positions[self.text_of == text]
-            kept[text, own] = x[0, self.text_of == text]
-            parts.append(self(where, layer, kept[text : text + 1, : own[-1] + 1], *others, **options)[:, own])
+            places = positions[self.text_of == text]
+            kept[text, places] = x[0, self.text_of == text]
+            parts.append(self(where, layer, kept[text : text + 1, : places[-1] + 1], *others, **options)[:, places])
         return np.concatenate(parts, axis=1)
 
     def read(self, rows: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> np.ndarray:

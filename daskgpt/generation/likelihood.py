@@ -14,14 +14,14 @@ Row = tuple[int, int, int]  # text, position, token
 
 
 def losses_of(decoder: Decoder | EagerDecoder, rows: Sequence[Row], targets: Sequence[int]) -> np.ndarray:
-    """Return the nats of the tokens after some rows.
+    """Return the loss, in nats, of the tokens that follow rows.
 
-    rows      as of `Decoder.read`
-    targets   the token after each row, -1 if it is not wanted
+    rows      rows as `Decoder.read` takes them
+    targets   the token after each row, -1 if its loss is not wanted
 
     Shapes    -> (number of wanted targets,) float64
     """
-    found = []
+    losses = []
     most = decoder.most_rows
     for first in range(0, len(rows), most):
         wanted = np.array(targets[first : first + most])
@@ -31,15 +31,15 @@ def losses_of(decoder: Decoder | EagerDecoder, rows: Sequence[Row], targets: Seq
         likely = logits[np.arange(len(scored)), wanted[scored]].astype(np.float64)
         logits -= top[:, None]
         sums = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
-        found.append(np.log(sums) + top - likely)
-    return np.concatenate(found)
+        losses.append(np.log(sums) + top - likely)
+    return np.concatenate(losses)
 
 
 def sequence_losses(weights: Weights, tokens: np.ndarray, length: int, threads: int = 0) -> Iterator[np.ndarray]:
-    """Yield an array per sequence with the nats of every token of a text but the first, in consecutive sequences.
+    """Yield an array per sequence of a text with the loss, in nats, of every token but the first of the text.
 
-    Each sequence is read from its own first token on, with positions from 0: the first token that it predicts has one
-    token before it, the last one `length`.
+    Each sequence is read from its first token on, with positions from 0: its first predicted token has one token
+    before it, its last one `length`.
 
     Shapes   tokens (N,), at least 2
     """
@@ -53,7 +53,7 @@ def sequence_losses(weights: Weights, tokens: np.ndarray, length: int, threads: 
 def response_losses(
     weights: Weights, rows: Sequence[np.ndarray], prompts: Sequence[int], length: int, threads: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yield an array per example with the nats of its tokens after the prompt.
+    """Yield an array per example with the loss, in nats, of each token after the prompt.
 
     rows     tokens of prompt and response, at most `length` and one more
     prompts  lengths of the prompts
@@ -70,8 +70,8 @@ def response_losses(
 def answers(
     weights: Weights, questions: Sequence[Question], context: int, threads: int = 0
 ) -> Iterator[tuple[bool, bool]]:
-    """Yield for each question whether a model's likeliest completion is the right one: by the nats of all of its tokens
-    together, and by their mean. Of a context that is too long, the end is read.
+    """Yield, for each question, whether the likeliest completion is the right one, by the total loss of its tokens and
+    by their mean loss. If a context is too long, its end is read.
 
     Errors   ValueError for a completion that does not fit the model's context after one token
     """
@@ -81,13 +81,14 @@ def answers(
         rule, got = "a completion must fit the model's context after a token", {"tokens": longest, "context": context}
         require(longest < context, "evaluate", rule, got, "Take a model with a longer context.")
         before = question.context[-(context - longest) :].tolist()
-        nats = _completions(decoder, before, [each.tolist() for each in question.completions])
-        likeliest, normalised = np.argmin([each.sum() for each in nats]), np.argmin([each.mean() for each in nats])
+        nats = _completions(decoder, before, [completion.tolist() for completion in question.completions])
+        likeliest = np.argmin([losses.sum() for losses in nats])
+        normalised = np.argmin([losses.mean() for losses in nats])
         yield bool(likeliest == question.label), bool(normalised == question.label)
 
 
 def _completions(decoder: Decoder | EagerDecoder, context: list[int], completions: list[list[int]]) -> list[np.ndarray]:
-    """Return the nats of each completion's tokens. The context is read once, and its cache copied for the others."""
+    """Return the losses of the tokens of each completion. The context is read once, and its cache is copied."""
     *before, last = context
     if before:
         decoder.read([(0, position, token) for position, token in enumerate(before)], [])
@@ -97,5 +98,5 @@ def _completions(decoder: Decoder | EagerDecoder, context: list[int], completion
         for number, completion in enumerate(completions)
         for place, token in enumerate([last, *completion[:-1]])
     ]
-    found = losses_of(decoder, rows, [token for completion in completions for token in completion])
-    return np.split(found, np.cumsum([len(completion) for completion in completions])[:-1])
+    losses = losses_of(decoder, rows, [token for completion in completions for token in completion])
+    return np.split(losses, np.cumsum([len(completion) for completion in completions])[:-1])

@@ -1,4 +1,4 @@
-"""Text from a model, a token at a time: the choice of the next token, and texts that grow together."""
+"""Generation of text, a token at a time: the choice of the next token, and texts that grow together."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def sample(
     temperature  0 = always the likeliest token, 1 = the model's own probabilities
     top_k        choose among this many likeliest tokens, 0 = all
     top_p        choose among the fewest likeliest tokens with at least this much probability, 1 = all
-    seed         of the random choices
+    seed         seed of the random choices
     precision    float32, or bfloat16, which rounds matrices, keys and values; everything else stays float32
     threads      threads that share the rows of each matrix, 0 = all cores, or fewer for a small model; they change no
                  bit
@@ -142,7 +142,7 @@ def prompt_ids(config: ModelConfig, prompt: Any) -> list[int]:
     """Return a prompt as a list of token ids.
 
     Errors   TypeError for anything but whole numbers, such as text, numbers with a fraction, or several rows;
-             ValueError for none of them, and for one outside the vocabulary
+             ValueError for an empty prompt, and for a token outside the vocabulary
     """
     listed = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes)
     tokens: list[Any] = list(prompt) if listed else [None]
@@ -174,7 +174,7 @@ class Texts:
     A text's tokens depend only on its own tokens, its number and the seed, not on other texts or the number of calls
     of `write`.
 
-    prompts   token ids of each, at least one
+    prompts   token ids of each text, at least one
     context   greatest number of earlier tokens that the model reads, 0 = its positions
     longest   final length of the longest text, 0 = unknown; it may reduce the memory for keys and values
     threads   0 = all cores, or fewer for a small model
@@ -210,15 +210,15 @@ class Texts:
             self.first[number], self.read[number] = first, len(tokens)
             last.append(len(rows) - 1)
         start = perf_counter()
-        found = self.decoder.read(rows, last)
+        scores = self.decoder.read(rows, last)
         if len(rows) == len(last):
             self.rate.seconds += perf_counter() - start
             self.rate.tokens += len(last)
             self.rate.read += self.decoder.bytes_read([rows[row][1] for row in last])
-        return found
+        return scores
 
     def write(self, count: int, choice: Choice, seed: int = 0, end: int | None = None) -> Iterator[list[int | None]]:
-        """Yield up to `count` further tokens of every text, one of each at a time; None for a text that has ended.
+        """Yield lists of the next token of every text, up to `count` times; None for a text that has ended.
 
         The random choices of a text follow from the seed and its number, and continue with the next call.
         """
@@ -228,13 +228,13 @@ class Texts:
         for _ in range(count):
             if not going:
                 return
-            found: list[int | None] = [None] * len(self.tokens)
+            tokens: list[int | None] = [None] * len(self.tokens)
             for number, logits in zip(going, self.scores(going), strict=True):
                 token = choice(logits, self.random[number])
                 self.tokens[number].append(token)
-                found[number] = token
-            going = [number for number in going if found[number] != end or end is None]
-            yield found
+                tokens[number] = token
+            going = [number for number in going if tokens[number] != end or end is None]
+            yield tokens
 
 
 @dataclass

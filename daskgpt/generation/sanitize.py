@@ -1,5 +1,4 @@
-"""A model's tokens as text to show, up to its end, without terminal control sequences and long runs of invalid
-bytes."""
+"""Text of a model's tokens for a terminal, without control sequences and long runs of invalid bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _ESCAPED = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u20
 
 def readable(encoding: Encoding, tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of tokens as they arrive; ids beyond the encoding have no text."""
-    return sanitized(encoding.decode_single_token_bytes(each) if each < encoding.n_vocab else b"" for each in tokens)
+    return sanitized(encoding.decode_single_token_bytes(token) if token < encoding.n_vocab else b"" for token in tokens)
 
 
 def sanitized(pieces: Iterable[bytes]) -> Iterator[str]:
