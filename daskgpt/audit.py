@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
 
 def find(audit: Audit, stretch: Stretch, verdict: Verdict, scheduler: Scheduler, folder: Path) -> None:
-    """Print the tensors that differ at the end of a stretch, and where the run leads that goes on as computed."""
+    """Print the tensors that differ at the end of a stretch, and whether computed ones lead to the next stretch."""
     assert verdict.folder
     tensors = differing_tensors(verdict.folder, stretch.end)
     if tensors:

@@ -51,7 +51,7 @@ from daskgpt.formats.vocabulary import tokenizer_files
 from daskgpt.model.parameters import parameter_count, tensors
 from daskgpt.training.checkpoint import open_model_of
 
-LLAMA_CONTEXT = 256  # llama.cpp makes contexts of multiples of so many tokens
+LLAMA_CONTEXT = 256  # llama.cpp rounds contexts up to multiples of this many tokens
 
 
 def main(arguments: list[str]) -> int:
@@ -79,10 +79,10 @@ def guessed(target: Path) -> str:
     """
     if not target.suffix:
         return "huggingface"
-    found = [kind for ending, kind in ENDINGS.items() if target.name.lower().endswith(ending)]
+    kinds = [kind for ending, kind in ENDINGS.items() if target.name.lower().endswith(ending)]
     rule = "the name must say the format (.safetensors, .bin, .gguf, or no ending for a folder)"
-    require(bool(found), "convert", rule, {"path": target}, f"Add --to {' or '.join(WRITERS)}.")
-    return found[-1]
+    require(bool(kinds), "convert", rule, {"path": target}, f"Add --to {' or '.join(WRITERS)}.")
+    return kinds[-1]
 
 
 def _known_encoding(model: StoredModel) -> str:
@@ -138,7 +138,7 @@ WRITERS: dict[str, Callable[[Path, StoredModel], list[str]]] = {
     "gguf": _to_gguf,
 }
 WRITERS |= {f"gguf-{dtype}": partial(_to_gguf, dtype=dtype) for dtype in DTYPES if dtype != "float32"}
-# The formats that names of files mean: the last one that fits.
+# Formats by the endings of file names; the last one that fits counts.
 ENDINGS = {".safetensors": "daskgpt", ".bin": "llmc", "bf16.bin": "llmc-bfloat16", ".gguf": "gguf"}
 ENDINGS |= {"f16.gguf": "gguf-float16", "bf16.gguf": "gguf-bfloat16", "q8_0.gguf": "gguf-q8_0"}
 

@@ -40,6 +40,8 @@ from daskgpt.generation.sampler import DecodingConfig
 from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
 
+Figures = dict[str, Any]  # numbers by name, in the order of `--json`
+
 
 @documented
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def main(arguments: list[str]) -> int:
     weights = Weights(model.config, model.loaded().parameters, options.precision)
     if source.kind == QUESTIONS:
         questions = read_questions(source, encoding)
-        found = multiple_choice(weights, questions[: options.limit or None], options.threads)
+        figures = multiple_choice(weights, questions[: options.limit or None], options.threads)
     else:
         length = options.sequence_length or length
         rule, got = "a sequence must not be longer than the model's positions", {"sequence_length": length}
@@ -78,35 +80,35 @@ def main(arguments: list[str]) -> int:
         data = f"{dataset.origin}{' (what is held out)' * (source.kind == PREPARED)}"
         tokens = dataset.validation
         if isinstance(tokens, Examples):
-            found = loss_of_pairs(weights, options, encoding, tokens, length)
+            figures = loss_of_pairs(weights, options, encoding, tokens, length)
         else:
-            found = loss_of_text(weights, options, encoding, tokens, length)
+            figures = loss_of_text(weights, options, encoding, tokens, length)
     facts = {"model": str(values.model), "data": options.data, "precision": options.precision}
-    print(json.dumps(facts | found) if values.json else describe(facts | {"data": data}, found))
+    print(json.dumps(facts | figures) if values.json else describe(facts | {"data": data}, figures))
     return 0
 
 
-def multiple_choice(weights: Weights, questions: list[Question], threads: int) -> dict[str, Any]:
+def multiple_choice(weights: Weights, questions: list[Question], threads: int) -> Figures:
     """Return accuracies and their standard errors."""
     for question in questions:
         check_tokens(np.concatenate([question.context, *question.completions]), weights.config.vocabulary)
     compile_kernels(uses=weights.config.uses | {"decoding"})
     coming = answers(weights, questions, weights.config.positions, threads)
-    found = list(tqdm(coming, total=len(questions), unit="question", disable=None, leave=False))
-    right, normalized = map(sum, zip(*found))
+    results = list(tqdm(coming, total=len(questions), unit="question", disable=None, leave=False))
+    right, normalized = map(sum, zip(*results))
     return {
-        "questions": len(found),
+        "questions": len(results),
         "completions": round(float(np.mean([len(question.completions) for question in questions])), 2),
         "right": right,
         "right_normalized": normalized,
-        "accuracy": round(right / len(found), 6),
-        "accuracy_normalized": round(normalized / len(found), 6),
+        "accuracy": round(right / len(results), 6),
+        "accuracy_normalized": round(normalized / len(results), 6),
     }
 
 
 def loss_of_text(
     weights: Weights, options: EvaluateConfig, encoding: Encoding, tokens: np.ndarray | MappedTokens, length: int
-) -> dict[str, Any]:
+) -> Figures:
     """Return loss, perplexity and bits per byte of a text."""
     row = np.asarray(tokens[: options.limit + 1] if options.limit else tokens[:])
     check_tokens(row, weights.config.vocabulary)
@@ -118,7 +120,7 @@ def loss_of_text(
 
 def loss_of_pairs(
     weights: Weights, options: EvaluateConfig, encoding: Encoding, examples: Examples, length: int
-) -> dict[str, Any]:
+) -> Figures:
     """Return loss, perplexity and bits per byte of responses and the end-of-text after each."""
     count = min(options.limit or examples.count, examples.count)
     rows = [examples.row(number) for number in range(count)]
@@ -129,7 +131,7 @@ def loss_of_pairs(
     return {"pairs": count} | _summed(weights, losses, encoding, counted) | {"sequence_length": length}
 
 
-def _summed(weights: Weights, coming: Iterator[np.ndarray], encoding: Encoding, counted: np.ndarray) -> dict[str, Any]:
+def _summed(weights: Weights, coming: Iterator[np.ndarray], encoding: Encoding, counted: np.ndarray) -> Figures:
     """Return the figures of some losses as they come; counted: the tokens that are predicted."""
     compile_kernels(uses=weights.config.uses | {"decoding"})
     nats, count = 0.0, 0
@@ -149,17 +151,17 @@ def _summed(weights: Weights, coming: Iterator[np.ndarray], encoding: Encoding, 
     }
 
 
-def describe(facts: dict[str, str], found: dict[str, Any]) -> str:
+def describe(facts: dict[str, str], figures: Figures) -> str:
     """Return the results as lines to print."""
-    if "questions" in found:
-        count = found["questions"]
-        data = f"{count:,} questions of {found['completions']:g} completions"
-        lines = {"accuracy": _share(found["right"], count), "normalized": _share(found["right_normalized"], count)}
+    if "questions" in figures:
+        count = figures["questions"]
+        data = f"{count:,} questions of {figures['completions']:g} completions"
+        lines = {"accuracy": _share(figures["right"], count), "normalized": _share(figures["right_normalized"], count)}
     else:
-        data = f"{found['tokens']:,} tokens, {found['bytes']:,} bytes, sequences of {found['sequence_length']}"
-        data = f"responses of {found['pairs']:,} pairs: {data}" if "pairs" in found else data
-        bits = found["bits_a_byte"]
-        lines = {"loss": f"{found['loss']:.4f} nats a token", "perplexity": f"{found['perplexity']:,.2f}"}
+        data = f"{figures['tokens']:,} tokens, {figures['bytes']:,} bytes, sequences of {figures['sequence_length']}"
+        data = f"responses of {figures['pairs']:,} pairs: {data}" if "pairs" in figures else data
+        bits = figures["bits_a_byte"]
+        lines = {"loss": f"{figures['loss']:.4f} nats a token", "perplexity": f"{figures['perplexity']:,.2f}"}
         lines["bits a byte"] = "no text" if bits is None else f"{bits:.4f}"
     lines = {"model": facts["model"], "data": f"{facts['data']}: {data}"} | lines
     return "\n".join(f"{name:12} {text}" for name, text in lines.items())

@@ -115,17 +115,17 @@ def unescaped(text: str) -> str:
 
 
 def write_all(writer: Writer, prompts: list[tuple[str, list[int]]]) -> Texts:
-    """Print each prompt and its continuation: the first as it is generated, the others when all are complete."""
+    """Print each prompt and its continuation: the first while it is generated, the others when all are complete."""
     texts = writer.texts([ids for _, ids in prompts], max(len(ids) for _, ids in prompts) + writer.options.tokens)
     coming, kept = tee(writer.write(texts))
-    found: list[list[int | None]] = []
+    rows: list[list[int | None]] = []
     for number, (prompt, _) in enumerate(prompts):
         if len(prompts) > 1:
             print(f"--- {number + 1} of {len(prompts)}")
         print(prompt, end="", flush=True)
-        writer.print(tokens[number] for tokens in (found if number else coming))
+        writer.print(tokens[number] for tokens in (rows if number else coming))
         if len(prompts) > 1 and not number:
-            found = list(kept)  # the others may be longer than the first one
+            rows = list(kept)  # the others may be longer than the first one
         print(flush=True)
     return texts
 
@@ -133,7 +133,7 @@ def write_all(writer: Writer, prompts: list[tuple[str, list[int]]]) -> Texts:
 def chat(writer: Writer, form: PromptForm) -> Texts | None:
     """Let the user and the model write in turns; return the last text, None if nothing was typed.
 
-    form   of a prompt; if it has none, all lines and replies are one text
+    form   form of a prompt; without one, all lines and replies are one text
     """
     if any(form):
         print(f"each line is a prompt of its own: {'...'.join(form)!r} (--template changes it)", file=sys.stderr)

@@ -43,7 +43,7 @@ from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.training.job import compile_kernels
 
-QUICK_MODEL: dict[str, Any] = {"blocks": 1, "heads": 2, "channels": 32, "vocabulary": 64, "positions": 16}
+QUICK_MODEL: dict[str, int] = {"blocks": 1, "heads": 2, "channels": 32, "vocabulary": 64, "positions": 16}
 QUICK_STUDY: dict[str, Any] = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.0, "repetitions": 1}
 
 

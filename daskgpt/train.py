@@ -76,8 +76,8 @@ def parser() -> Parser:
 def parsed(arguments: list[str]) -> Namespace:
     """Return the values of a command line, with the flags of the recipe that it names.
 
-    The length of the run is the recipe's only where none is given. `shorten` says whether the length of sequences is
-    the recipe's, and so may be shortened to the positions of a model.
+    The recipe decides the length of the run only if no flag does. `shorten` says whether it decides the length of
+    sequences, which may then be shortened to the positions of a model.
 
     Errors   ValueError if a recipe without a size has no model to start from
     """
@@ -86,11 +86,11 @@ def parsed(arguments: list[str]) -> Namespace:
     if not values.resume and (recipe := RECIPES.get(values.preset)):
         words, given = shlex.split(recipe), given_flags(RunConfig, values)
         lengths = {f"--{name}" for name in HORIZONS} if given.keys() & set(HORIZONS) else set()
-        own = [word for pair in zip(words[::2], words[1::2]) if pair[0] not in lengths for word in pair]
-        size, got = parser().parse_args(own).preset, {"preset": values.preset, "init": given.get("init", "")}
+        defaults = [word for pair in zip(words[::2], words[1::2]) if pair[0] not in lengths for word in pair]
+        size, got = parser().parse_args(defaults).preset, {"preset": values.preset, "init": given.get("init", "")}
         rule = "the recipe must have a model to start from"
         require(bool(size or got["init"]), "train", rule, got, "Add --init with a folder or file of one.")
-        values = parser().parse_args([*own, *arguments])
+        values = parser().parse_args([*defaults, *arguments])
         values.preset = size
     values.shorten = shorten
     return values
@@ -197,9 +197,9 @@ def report(job: Job, result: Result, seconds: float) -> None:
 
 
 def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
-    """Return generated text between two lines; the first one has the number of steps.
+    """Return generated text between two lines, of which the first has the number of steps.
 
-    Of pairs, it is a held-out prompt and the response to it.
+    For a run on pairs, the text is a held-out prompt and the response of the model.
     """
     encoding, steps, asked = get_encoding(job.tokens.encoding_name), state.step, list(job.tokens.prompt)
     threads, length = 0 if scheduler.in_place else 1, job.data.sequence_length

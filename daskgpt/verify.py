@@ -65,18 +65,18 @@ def compare(model: str | Path, debug_state: str | Path, dataflow: DataflowConfig
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
         chunk = ChunkChoice(config, shape, dataflow, precision, scheduler.threads).first
         inference = Inference(config, shape, chunk, weights.layout, wanted, precision, groups=groups_of_batch(*shape))
-        found = inference(scheduler, weights, state.tokens, state.targets)
-    logits = found["logits"][..., : config.vocabulary]
-    pairs = [("logits", logits, state.logits), ("loss", found["loss"], np.array(state.loss))]
+        results = inference(scheduler, weights, state.tokens, state.targets)
+    logits = results["logits"][..., : config.vocabulary]
+    pairs = [("logits", logits, state.logits), ("loss", results["loss"], np.array(state.loss))]
     for name, tensor in tensors(config).items():
-        pairs.append((tensor.row.name.replace("{block}", "*"), found[name], state.gradients[name]))
-    # One row a tensor of the table: the worst of the blocks, each against its own magnitude.
+        pairs.append((tensor.row.name.replace("{block}", "*"), results[name], state.gradients[name]))
+    # One row per tensor of the table: that of the block with the largest difference relative to its own magnitude.
     worst: dict[str, Comparison] = {}
     for name, values, reference in pairs:
         magnitude = float(np.abs(reference).max())
         difference = float(np.abs(values - reference.astype(np.float64)).max())
-        own = Comparison(name, magnitude, difference / magnitude if np.isfinite(difference) else np.inf)
-        worst[name] = max(worst.get(name, own), own, key=lambda c: c.difference)
+        comparison = Comparison(name, magnitude, difference / magnitude if np.isfinite(difference) else np.inf)
+        worst[name] = max(worst.get(name, comparison), comparison, key=lambda c: c.difference)
     return list(worst.values())
 
 
