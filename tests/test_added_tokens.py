@@ -202,8 +202,8 @@ RANKS |= {token: 256 + n for n, token in enumerate([b"  ", b"    ", b"^^", b"aa"
 )
 def test_long_runs_have_the_ids_of_the_whole(text):
     name = know_vocabulary(written_vocabulary(RANKS), "test")
-    found = encode(get_encoding(name), text)
-    assert np.array_equal(found, library_of(vocabulary_of(name)).encode(text).ids)
+    ids = encode(get_encoding(name), text)
+    assert np.array_equal(ids, library_of(vocabulary_of(name)).encode(text).ids)
 
 
 def test_white_space_is_cut_where_the_pattern_ends_a_piece(monkeypatch):
@@ -255,6 +255,6 @@ def test_a_failure_in_a_tokenizer_names_text_and_line(error, tmp_path, monkeypat
 def test_half_a_character_is_an_error_with_its_place():
     codec = get_encoding(know_vocabulary(written_vocabulary(RANKS), "test"))
     assert isinstance(codec, tiktoken.Encoding)
-    for each in (codec, get_encoding("bytes")):
+    for encoding in (codec, get_encoding("bytes")):
         with pytest.raises(ValueError, match="text=prompt, at='b"):
-            encode(each, "a\nb\ud83d", "prompt")
+            encode(encoding, "a\nb\ud83d", "prompt")

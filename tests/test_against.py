@@ -53,14 +53,14 @@ def test_turns_compare_three_programs():
     assert turns[1].seconds == ((2, 2, 6), (1, 1, 3), (4, 4, 12))
     names, shares = ("cluster", "threads", "theirs"), WorkerTime(0.5, 0.2, 0.3)
     peaks, losses = (3 * 10**9, 10**9, 10**9), (5.5, 5.5, 5.5)
-    found = Programs(names, "PyTorch 2", turns, 5, peaks, losses, against.THREE, shares)
-    assert found.ratio("cluster", "theirs").median == 0.5
-    assert found.counts == {"steps_a_turn": 3, "disturbed_turns": 0, "left_out_turns": 1}
-    figures = {name: figure.median for name, figure in found.figures().items()}
+    programs = Programs(names, "PyTorch 2", turns, 5, peaks, losses, against.THREE, shares)
+    assert programs.ratio("cluster", "theirs").median == 0.5
+    assert programs.counts == {"steps_a_turn": 3, "disturbed_turns": 0, "left_out_turns": 1}
+    figures = {name: figure.median for name, figure in programs.figures().items()}
     assert (figures["threads"], figures["cluster_longest"], figures["cluster_peak"]) == (1666.67, 3, 3)
     assert (figures["ratio"], figures["throughput_of_threads"], figures["workers_messages"]) == (0.5, 0.5, 0.2)
     assert (figures["theirs_first_loss"], figures["theirs_peak"]) == (5.5, 1)
-    lines = found.describe().splitlines()
+    lines = programs.describe().splitlines()
     assert lines[1].startswith("1 more turns left out")
     rows = {line[:18].strip(): line[18:].split() for line in lines[3:8]}
     assert rows["cluster"] == ["3,333.3", "3,333.3", "..", "3,333.3", "3.00", "3.00", "5.50000"]
@@ -123,9 +123,9 @@ def test_llmc_output_is_parsed_and_compared(tmp_path):
     assert peak > 1e6
     assert (tmp_path / "threads").read_text() == "3"
     with open_scheduler("sync") as scheduler:
-        found = compare_llmc(TimedEngine(JOB, scheduler, 0), llmc_program(tmp_path), 1, 3)
-    assert (found.step("theirs").median, len(found.turns)) == (0.10225, 2)
-    assert found.losses == (pytest.approx(np.log(29), abs=0.1), 3.0)
+        comparison = compare_llmc(TimedEngine(JOB, scheduler, 0), llmc_program(tmp_path), 1, 3)
+    assert (comparison.step("theirs").median, len(comparison.turns)) == (0.10225, 2)
+    assert comparison.losses == (pytest.approx(np.log(29), abs=0.1), 3.0)
 
 
 REFUSED = [
@@ -167,6 +167,6 @@ def test_peers_train_the_same_settings():
 
 def test_ddp_comparison_uses_a_local_cluster():
     asked = {"auto": "local", "local": "local", "tcp://127.0.0.1:8786": "tcp://127.0.0.1:8786"}
-    found = {name: against.on_cluster(DataflowConfig(scheduler=name)) for name in asked}
-    assert {name: own.scheduler for name, own in found.items()} == asked
+    configs = {name: against.on_cluster(DataflowConfig(scheduler=name)) for name in asked}
+    assert {name: config.scheduler for name, config in configs.items()} == asked
     assert against.on_cluster(DataflowConfig(threads=3)).threads == 3

@@ -10,7 +10,7 @@ from daskgpt.__main__ import COMMANDS, console
 
 
 def test_the_commands_are_the_modules_of_the_package():
-    modules = {each.name for each in pkgutil.iter_modules(daskgpt.__path__) if not each.ispkg}
+    modules = {module.name for module in pkgutil.iter_modules(daskgpt.__path__) if not module.ispkg}
     assert COMMANDS.keys() == modules - {"__main__"}
 
 

@@ -46,7 +46,7 @@ def test_every_pair(sources, tmp_path, source, target, capsys):
     folder, parameters = sources
     called(convert, folder / NAMES[source], tmp_path / NAMES[target])
     told = capsys.readouterr().out
-    config, found = daskgpt.load(tmp_path / NAMES[target])
+    config, tensors = daskgpt.load(tmp_path / NAMES[target])
     assert config == replace(SMALL, padded_vocabulary=config.padded_vocabulary)
     # Padding: llm.c has multiples of 128 rows, Hugging Face none, this program keeps what there is.
     rows = {"huggingface": 29, "daskgpt": 29 if source == "huggingface" else 32}
@@ -55,8 +55,8 @@ def test_every_pair(sources, tmp_path, source, target, capsys):
     assert ("to 128, as llm.c has them" in told) == target.startswith("llmc")
     for name, values in parameters.items():
         values = values[:29] if name == "wte.weight" else values
-        assert found[name][: len(values)].tobytes() == values.tobytes(), name
-        assert not found[name][len(values) :].any()
+        assert tensors[name][: len(values)].tobytes() == values.tobytes(), name
+        assert not tensors[name][len(values) :].any()
     assert sorted(path.name for path in tmp_path.iterdir()) == [NAMES[target]]
 
 

@@ -41,7 +41,7 @@ def test_excerpts_match_the_code():
 
 def test_parameters_match_the_table():
     config, rule = preset("gpt2"), OptimizerConfig().decay
-    (table,) = [each for each in tables(ROOT / "docs" / "model.md") if each.head[-2:] == ["initial values", "decays"]]
+    (table,) = [t for t in tables(ROOT / "docs" / "model.md") if t.head[-2:] == ["initial values", "decays"]]
     expected = []
     for row in PARAMETERS:
         sizes, decays = " x ".join(f"{size:,}" for size in row.shape(config)), rule == "all" or row.is_matrix

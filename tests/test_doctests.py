@@ -17,9 +17,9 @@ def test_example_of_a_public_function(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     function = inspect.unwrap(getattr(daskgpt, name))
     module = import_module(function.__module__)
-    (found,) = doctest.DocTestFinder(recurse=False).find(function, name, module)
-    assert found.examples, f"{name} has no example"
+    (example,) = doctest.DocTestFinder(recurse=False).find(function, name, module)
+    assert example.examples, f"{name} has no example"
     runner = doctest.DocTestRunner(optionflags=OPTIONS)
     said = []
-    runner.run(found, out=said.append)
+    runner.run(example, out=said.append)
     assert runner.failures == 0, "".join(said)

@@ -52,9 +52,9 @@ def test_philox_known_answers():
 def test_masks_match_an_independent_program(seed, step, place, channels):
     """Tokens from the middle of a sequence, and channels that are no multiple of anything."""
     x, keys = np.random.default_rng(1).normal(size=(3, 5, channels)), streams(seed, step, 3)
-    found = dropped(x, keys, np.arange(4, 9, dtype=np.int32), place, 0.3)
+    result = dropped(x, keys, np.arange(4, 9, dtype=np.int32), place, 0.3)
     masks = [factors(seed, step, sequence, place, 0, 9, channels, 0.3)[4:] for sequence in range(3)]
-    np.testing.assert_allclose(found, x * masks, **TOLERANCES["kernel float64"])
+    np.testing.assert_allclose(result, x * masks, **TOLERANCES["kernel float64"])
 
 
 def test_dropped_share():

@@ -71,8 +71,8 @@ def test_every_token_but_the_first_is_predicted_once(parameters, random):
         expected = np.concatenate([nats_of(parameters, tokens[s : s + length + 1]) for s in range(0, 99, length)])
         assert expected.size == 99
         for threads in (1, 2):
-            found = sequence_losses(Weights(CONFIG, parameters, "float32"), tokens, length, threads)
-            assert_allclose(np.concatenate(list(found)), expected, **TOLERANCES["nats a token"])
+            losses = sequence_losses(Weights(CONFIG, parameters, "float32"), tokens, length, threads)
+            assert_allclose(np.concatenate(list(losses)), expected, **TOLERANCES["nats a token"])
 
 
 def test_loss_perplexity_and_bits(evaluated, parameters, tmp_path):
@@ -81,13 +81,14 @@ def test_loss_perplexity_and_bits(evaluated, parameters, tmp_path):
     write_tokens(tmp_path / "tokens.bin", ids)
     expected = np.concatenate([nats_of(parameters, ids[s : s + 25]) for s in range(0, len(ids) - 1, 24)])
     files = [str(tmp_path / name) for name in ("text.txt", "tokens.bin")]
-    found, other = (json.loads(evaluated("--data", file, "--json", "--threads", 2)) for file in files)
-    assert [found.pop("data"), other.pop("data")] == files
-    assert found == other
-    assert (found["tokens"], found["bytes"], found["sequence_length"]) == (len(text.encode()), len(text.encode()), 24)
-    assert found["loss"] == pytest.approx(expected.mean(), abs=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(expected.mean()), rel=1e-4)
-    assert found["bits_a_byte"] == pytest.approx(expected.mean() / math.log(2), abs=1e-5)
+    figures, other = (json.loads(evaluated("--data", file, "--json", "--threads", 2)) for file in files)
+    assert [figures.pop("data"), other.pop("data")] == files
+    assert figures == other
+    count = len(text.encode())
+    assert (figures["tokens"], figures["bytes"], figures["sequence_length"]) == (count, count, 24)
+    assert figures["loss"] == pytest.approx(expected.mean(), abs=1e-5)
+    assert figures["perplexity"] == pytest.approx(math.exp(expected.mean()), rel=1e-4)
+    assert figures["bits_a_byte"] == pytest.approx(expected.mean() / math.log(2), abs=1e-5)
     told = evaluated("--data", files[0], "--limit", 30, "--sequence-length", 40)
     assert "30 tokens, 30 bytes" in told
     assert f"{nats_of(parameters, ids[:31]).mean():.4f} nats a token" in told
@@ -100,9 +101,9 @@ def test_multiple_choice_matches_whole_sequences(parameters, random):
         lengths = random.integers(1, 12, random.integers(2, 6))
         completions = tuple(random.integers(0, 257, length) for length in lengths)
         questions.append(Question(context, completions, int(random.integers(len(completions)))))
-    found = list(answers(Weights(CONFIG, parameters, "float32"), questions, CONFIG.positions, threads=2))
+    results = list(answers(Weights(CONFIG, parameters, "float32"), questions, CONFIG.positions, threads=2))
     kinds = set()
-    for question, answer in zip(questions, found, strict=True):
+    for question, answer in zip(questions, results, strict=True):
         longest = max(map(len, question.completions))
         context = question.context[-(CONFIG.positions - longest) :]
         texts = (np.concatenate([context, each]) for each in question.completions)
@@ -115,10 +116,10 @@ def test_multiple_choice_matches_whole_sequences(parameters, random):
 
 def test_llmc_questions_round_trip(evaluated, tmp_path):
     path = question_file(tmp_path / "questions.bin", CASES)
-    found = read_llmc_questions(path)
-    for question, (context, completions, label) in zip(found, CASES, strict=True):
+    questions = read_llmc_questions(path)
+    for question, (context, completions, label) in zip(questions, CASES, strict=True):
         assert (question.context.tolist(), question.label) == (context, label)
-        assert [each.tolist() for each in question.completions] == completions
+        assert [completion.tolist() for completion in question.completions] == completions
     told = evaluated("--data", path)
     assert all(words in told for words in ("3 questions of 2.67 completions", "accuracy", "normalized"))
 
@@ -130,10 +131,11 @@ def test_hellaswag_questions(evaluated, tmp_path):
         {"ind": 2, "ctx": "She", "endings": ["is.", "was."], "label": "1"},
     ]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    found = read_questions(recognize(str(path), [QUESTIONS]), get_encoding("bytes"))
-    assert [question.label for question in found] == [2, 1]
-    assert bytes(found[0].context.tolist()).decode() == "A man é"
-    assert [bytes(each.tolist()).decode() for each in found[0].completions] == [" sits.", " runs away.", " flies", " é"]
+    questions = read_questions(recognize(str(path), [QUESTIONS]), get_encoding("bytes"))
+    assert [question.label for question in questions] == [2, 1]
+    assert bytes(questions[0].context.tolist()).decode() == "A man é"
+    completions = [bytes(completion.tolist()).decode() for completion in questions[0].completions]
+    assert completions == [" sits.", " runs away.", " flies", " é"]
     record = json.loads(evaluated("--data", path, "--json"))
     assert (record["questions"], record["accuracy"]) == (2, record["right"] / 2)
     assert json.loads(evaluated("--data", path, "--json", "--limit", 1))["questions"] == 1

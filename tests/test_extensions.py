@@ -53,8 +53,8 @@ def test_no_dial_changes_a_bit(norm, optimizer, cluster):
     cluster.have(2)
     model = Model(replace(EXTENDED, norm=norm), (4, 12), optimizer=optimizer)
     dials = [*DIALS, Dials((2, 12), scheduler=cluster.address)]
-    found = {own: bits_after_steps(model, "float32", own) for own in dials}
-    assert len(set(found.values())) == 1, found
+    bits = {dial: bits_after_steps(model, "float32", dial) for dial in dials}
+    assert len(set(bits.values())) == 1, bits
 
 
 @pytest.mark.parametrize(("norm", "optimizer", "rate"), [("layernorm", SIGN, 3e-3), ("rmsnorm", "momentum", 0.1)])
@@ -77,8 +77,8 @@ def test_rmsnorm_is_a_configuration():
 
 def moment_bytes(config, of_matrices, of_others):
     """Where the matrices of the blocks have other moments than the rest."""
-    matrices = [each.block is not None and len(each.shape) == 2 for each in tensors(config).values()]
-    sizes = [4 * prod(each.shape) for each in tensors(config).values()]
+    matrices = [tensor.block is not None and len(tensor.shape) == 2 for tensor in tensors(config).values()]
+    sizes = [4 * prod(tensor.shape) for tensor in tensors(config).values()]
     return sum(size * (of_matrices if matrix else of_others) for size, matrix in zip(sizes, matrices))
 
 
@@ -96,7 +96,7 @@ def test_plan_bench_and_timeline_of_extensions(config, optimizer, grain, moments
     with open_scheduler("threads", 2) as scheduler:
         steps = TimedEngine(made, scheduler, 0)
         assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"]["median"] > 0
-        assert kernels <= {".".join(own) for own in summarise(steps.timeline(1)).kernels}
+        assert kernels <= {".".join(names) for names in summarise(steps.timeline(1)).kernels}
 
 
 def test_workers_with_another_module_are_refused(cluster, small_text, monkeypatch):

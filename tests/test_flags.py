@@ -61,14 +61,14 @@ def test_help_names_one_default_of_each_flag(command, capsys):
 
 
 def test_advice_for_synonyms_names_existing_flags():
-    known = set(train_parser()._option_string_actions)
+    flags = set(train_parser()._option_string_actions)
     for name, flag in SYNONYMS.items():
-        assert f"--{flag}" in known, name
-        assert f"--{name}" not in known or name == "workers", name  # of a plan; other commands have --threads only
+        assert f"--{flag}" in flags, name
+        assert f"--{name}" not in flags or name == "workers", name  # of a plan; other commands have --threads only
     for name, said in MISSING.items():
-        assert f"--{name}" not in known
+        assert f"--{name}" not in flags
         for word in said.replace(",", "").replace(".", "").replace(":", "").split():
-            assert not word.startswith("--") or word in known, (name, word)
+            assert not word.startswith("--") or word in flags, (name, word)
     assert not SYNONYMS.keys() & MISSING.keys()
 
 
@@ -120,9 +120,9 @@ CODES = [
 
 def ended(main):
     """The exit code of a command line."""
-    with pytest.raises(SystemExit) as found:
+    with pytest.raises(SystemExit) as exit:
         run_command(main)
-    return found.value.code
+    return exit.value.code
 
 
 @pytest.mark.parametrize(("error", "code", "said"), CODES)

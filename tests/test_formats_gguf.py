@@ -30,18 +30,18 @@ def converted(target, encoding="", **sizes):
 
 def named(name):
     """Return llama.cpp's name of a tensor."""
-    for own, theirs in NAMES.items():
-        name = name.replace(own, theirs)
+    for ours, theirs in NAMES.items():
+        name = name.replace(ours, theirs)
     return name.replace("h.", "blk.")
 
 
 @pytest.mark.parametrize("file", DTYPES)
 def test_tensors_are_read_back(file, tmp_path):
     reader, values = converted(tmp_path / file)
-    found = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
-    assert found.keys() == {named(name) for name in values}
+    tensors = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    assert tensors.keys() == {named(name) for name in values}
     for name, value in values.items():
-        data, kind = found[named(name)]
+        data, kind = tensors[named(name)]
         assert kind.name == (DTYPES[file] if value.ndim == 2 and name != "wpe.weight" else "F32")
         rows = value[:257] if name == "wte.weight" else value
         written = gguf.quants.dequantize(data, kind)
@@ -53,12 +53,12 @@ def test_tensors_are_read_back(file, tmp_path):
 def test_a_tokenizer_is_read_back(encoding, tmp_path):
     if encoding == "learned":
         encoding = learn_encoding(["the quick brown fox jumps over the lazy dog\n" * 9], 270, "test")
-    known = vocabulary_of(encoding)
-    ((end, number),) = known.specials.items()
+    vocabulary = vocabulary_of(encoding)
+    ((end, number),) = vocabulary.specials.items()
     reader, _ = converted(tmp_path / "m.gguf", encoding, vocabulary=number + 3, padded_vocabulary=0)
     facts = {name.removeprefix("tokenizer.ggml."): field.contents() for name, field in reader.fields.items()}
     texts = facts["tokens"]
-    assert {decoded(text): i for i, text in enumerate(texts[:number])} == known.ranks
+    assert {decoded(text): i for i, text in enumerate(texts[:number])} == vocabulary.ranks
     assert (texts[number], facts["eos_token_id"], facts["token_type"][number:]) == (end, number, [3, 5, 5])
     assert [merge.replace(" ", "") for merge in facts["merges"]] == (texts[256:number] or [end + end])
 

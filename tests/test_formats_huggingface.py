@@ -39,13 +39,13 @@ def write(folder, values=None, fields=FIELDS):
 
 
 def assert_the_model(path, parameters=PARAMETERS):
-    config, found = daskgpt.load(path)
+    config, tensors = daskgpt.load(path)
     assert config == CONFIG
-    assert list(found) == list(parameters)
+    assert list(tensors) == list(parameters)
     for name, values in parameters.items():
-        assert found[name].flags.c_contiguous
-        assert found[name].flags.writeable
-        np.testing.assert_array_equal(found[name], values.astype("f4"), err_msg=name, strict=True)
+        assert tensors[name].flags.c_contiguous
+        assert tensors[name].flags.writeable
+        np.testing.assert_array_equal(tensors[name], values.astype("f4"), err_msg=name, strict=True)
 
 
 def opened(parameters=PARAMETERS, config=CONFIG, **more):
@@ -150,12 +150,12 @@ def test_written_folder_is_read_by_both_readers(tmp_path):
     assert_the_model(folder)
     for model in (open_model_file(folder), open_run_model(folder / "model.safetensors")):
         assert (model.config, model.encoding, model.sequence_length) == (CONFIG, "bytes", 4)
-    known = json.loads((folder / "config.json").read_text())
+    settings = json.loads((folder / "config.json").read_text())
     wanted = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
-    assert known.items() >= wanted.items()  # what other programs need not guess
-    assert known.items() >= (FIELDS | {"bos_token_id": 28, "eos_token_id": 28}).items()
+    assert settings.items() >= wanted.items()  # what other programs need not guess
+    assert settings.items() >= (FIELDS | {"bos_token_id": 28, "eos_token_id": 28}).items()
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 28
-    (folder / "config.json").write_text(json.dumps(known | {"n_head": 2}))
+    (folder / "config.json").write_text(json.dumps(settings | {"n_head": 2}))
     with pytest.raises(ValueError, match=r"must describe one model; .*heads=4.*config.json=.*heads=2"):
         daskgpt.load(folder)
 

@@ -47,10 +47,10 @@ def rewrite(path, header, tensors):
 def edit(path, change):
     """The file with another entry of the metadata, and its checksum."""
     header, tensors = parts(path)
-    known = json.loads(header["__metadata__"]["daskgpt"])
-    del known["check"]
-    change(known)
-    header["__metadata__"]["daskgpt"] = json.dumps(known | {"check": _checksum(known)})
+    entry = json.loads(header["__metadata__"]["daskgpt"])
+    del entry["check"]
+    change(entry)
+    header["__metadata__"]["daskgpt"] = json.dumps(entry | {"check": _checksum(entry)})
     rewrite(path, header, tensors)
 
 
@@ -58,29 +58,30 @@ def edit(path, change):
 
 
 def test_names_and_layout_match_hugging_face(path):
-    own = unpadded()
+    tensors = unpadded()
     with safe_open(path, framework="numpy") as file:
         assert set(file.keys()) == set(parameter_shapes(SMALL))
         assert file.metadata()["format"] == "pt"  # else transformers refuses the file
         for name in file.keys():  # noqa: SIM118
-            matrix = own[name].ndim == 2 and name.startswith("h.")
-            expected = own[name].T if matrix else own[name][: SMALL.vocabulary] if name == "wte.weight" else own[name]
+            matrix = tensors[name].ndim == 2 and name.startswith("h.")
+            values = tensors[name]
+            expected = values.T if matrix else values[: SMALL.vocabulary] if name == "wte.weight" else values
             np.testing.assert_array_equal(file.get_tensor(name), expected, err_msg=name)
     assert path.stat().st_size % 4 == 0
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
 
 
 def test_metadata_and_round_trip(path):
-    known = json.loads(parts(path)[0]["__metadata__"]["daskgpt"])
+    entry = json.loads(parts(path)[0]["__metadata__"]["daskgpt"])
     sizes = {"blocks": 2, "heads": 2, "channels": 4, "vocabulary": 5, "padded_vocabulary": 8, "positions": 6}
     said = {"model": asdict(SMALL), "version": 1, "encoding": "bytes", "sequence_length": 4}
-    assert sizes.items() <= known["model"].items()
-    assert known.items() >= (said | {"daskgpt": daskgpt.__version__}).items()
+    assert sizes.items() <= entry["model"].items()
+    assert entry.items() >= (said | {"daskgpt": daskgpt.__version__}).items()
     model = open_run_model(path)
     assert (model.config, model.encoding, model.sequence_length) == (SMALL, "bytes", 4)
     assert_same_bits(unpadded(), model.loaded().parameters)
     # A setting that came later means its default.
-    edit(path, lambda known: known["model"].pop("norm"))
+    edit(path, lambda entry: entry["model"].pop("norm"))
     assert open_run_model(path).config == SMALL
 
 
@@ -116,9 +117,9 @@ def test_llmc_refuses_what_its_header_cannot_express(tmp_path):
         daskgpt.save(tmp_path / "model.bin", RMS, parameters)
     assert os.listdir(tmp_path) == []
     daskgpt.save(tmp_path / "model.safetensors", RMS, parameters)
-    config, found = daskgpt.load(tmp_path / "model.safetensors")
+    config, tensors = daskgpt.load(tmp_path / "model.safetensors")
     assert config == RMS
-    assert_same_bits(parameters, found)
+    assert_same_bits(parameters, tensors)
 
 
 # Which format a file has
@@ -202,7 +203,7 @@ WRONG_CONFIGURATIONS = [
 @pytest.mark.parametrize(("changes", "keyword"), WRONG_CONFIGURATIONS)
 def test_configuration_must_match_the_tensors(path, changes, keyword):
     of_the_model = not changes.keys() & {"version", "encoding", "sequence_length"}
-    edit(path, lambda known: (known["model"] if of_the_model else known).update(changes))
+    edit(path, lambda entry: (entry["model"] if of_the_model else entry).update(changes))
     with pytest.raises(ValueError, match=keyword):
         daskgpt.load(path)
 

@@ -16,16 +16,17 @@ def test_measurement_record(tmp_path, monkeypatch):
     monkeypatch.setattr("compare.turns.DISTURBED", float("inf"))  # one turn
     assert main([*FLAGS.split(), "--record", str(tmp_path / "record")]) == 0
     (record,) = read_records(tmp_path / "record")
-    found = {name: figure.median for name, figure in record.figures.items()}
+    figures = {name: figure.median for name, figure in record.figures.items()}
     rows = [f"{precision}_{row}" for precision in ("float32", "bfloat16") for row in ("1_10", "1_24", "8_10")]
-    assert [name.removesuffix("_step") for name in found if name.endswith("_step")] == rows
+    assert [name.removesuffix("_step") for name in figures if name.endswith("_step")] == rows
     for row in rows:
-        texts, step = int(row.split("_")[1]), found[f"{row}_step"]
-        assert found[f"{row}_tokens"] == pytest.approx(texts / step * 1e3, rel=1e-2)
-        assert found[f"{row}_share"] == pytest.approx(found[f"{row}_read"] / step, rel=1e-2)
-    assert found["flat_float32"] == pytest.approx(found["float32_1_24_step"] / found["float32_1_10_step"], rel=5e-2)
-    eight = 8 * found["bfloat16_1_10_step"] / found["bfloat16_8_10_step"]
-    assert found["batch_bfloat16"] == pytest.approx(eight, rel=5e-2)
+        texts, step = int(row.split("_")[1]), figures[f"{row}_step"]
+        assert figures[f"{row}_tokens"] == pytest.approx(texts / step * 1e3, rel=1e-2)
+        assert figures[f"{row}_share"] == pytest.approx(figures[f"{row}_read"] / step, rel=1e-2)
+    flat = figures["float32_1_24_step"] / figures["float32_1_10_step"]
+    assert figures["flat_float32"] == pytest.approx(flat, rel=5e-2)
+    eight = 8 * figures["bfloat16_1_10_step"] / figures["bfloat16_8_10_step"]
+    assert figures["batch_bfloat16"] == pytest.approx(eight, rel=5e-2)
     assert (record.settings["threads"], record.command.split()[:2]) == (2, ["python", "benchmarks/generation.py"])
     with pytest.raises(ValueError, match="positions=20"):
         main(["--positions", "20"])

@@ -32,10 +32,10 @@ def tree(terms, groups, start):
 
     def total(low, high):
         if high - low == 1:
-            found = start.copy() if low == 0 else np.zeros_like(start)
+            result = start.copy() if low == 0 else np.zeros_like(start)
             for term in terms[low * size : high * size].reshape(-1, *start.shape):
-                found += term
-            return found
+                result += term
+            return result
         middle = low + 2 ** ((high - low - 1).bit_length() - 1)
         return total(low, middle) + total(middle, high)
 
@@ -76,14 +76,14 @@ def test_partial_sums_are_subtrees(parts):
             subtrees.add((low, high))
     assert waiting == [(0, parts)]
     for first in range(parts):
-        own = []
+        totals = []
         for part in range(first, parts):
-            assert len(own) == level(part, first)
-            own.append((part, part + 1))
+            assert len(totals) == level(part, first)
+            totals.append((part, part + 1))
             for _ in range(additions(part, first)):
-                (low, _), (_, high) = own[-2:]
-                own[-2:] = [(low, high)]
-                assert own[-1] in subtrees
+                (low, _), (_, high) = totals[-2:]
+                totals[-2:] = [(low, high)]
+                assert totals[-1] in subtrees
 
 
 def test_chunks_are_cut_where_a_group_ends():

@@ -34,13 +34,13 @@ class Kind:
         qkv, dy = arrays(tokens, (2, tokens, 3 * channels), (2, tokens, channels))
         return (qkv * scale).astype(self.dtype), dy.astype(self.dtype)
 
-    def assert_near(self, found, expected):
-        assert found.dtype == self.dtype
+    def assert_near(self, result, expected):
+        assert result.dtype == self.dtype
         if self.rounds:
             largest = np.abs(expected).max() or 1
-            np.testing.assert_allclose(found / largest, expected / largest, **TOLERANCES["bfloat16 attention"])
+            np.testing.assert_allclose(result / largest, expected / largest, **TOLERANCES["bfloat16 attention"])
         else:
-            np.testing.assert_allclose(found, expected, **TOLERANCES[f"kernel {self.dtype}"])
+            np.testing.assert_allclose(result, expected, **TOLERANCES[f"kernel {self.dtype}"])
 
 
 @pytest.fixture(params=["float32", "float64", *UNITS])
@@ -135,7 +135,7 @@ def test_threads_at_once_give_the_same_bits_and_inputs_are_only_read(kind):
     for array in (moved, qkv, dy):
         array.flags.writeable = False
     for results in at_once(4, lambda: [run(kind.kernels, x, dy, 6, 0.3) for x in (qkv, moved)]):
-        for found, wanted in zip(sum(results, ()), expected * 2, strict=True):
-            assert_same_bits(found, wanted)
+        for result, wanted in zip(sum(results, ()), expected * 2, strict=True):
+            assert_same_bits(result, wanted)
     for array, copy in zip((qkv, dy), before):
         assert_same_bits(array, copy)

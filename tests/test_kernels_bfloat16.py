@@ -187,7 +187,7 @@ def test_an_update_in_one_pass_has_the_bits_of_products_additions_and_adamw(
     dys, xs = (arrays(seed, *((n, width) for n in tokens)) for seed, width in ((20, outputs), (21, channels)))
     (gradient,) = arrays(22, (outputs, channels))
     weight, m, v = state(23, outputs, channels)
-    expected = [each.copy() for each in (weight, m, v)]
+    expected = [array.copy() for array in (weight, m, v)]
     sums = np.zeros((count, outputs, channels), np.float32)
     sums[0] = gradient if given else 0
     for number, (dy, x, group) in enumerate(zip(dys, xs, groups)):
@@ -200,8 +200,8 @@ def test_an_update_in_one_pass_has_the_bits_of_products_additions_and_adamw(
     trained = TrainedWeight(weight, packed), m, v, HYPER
     linear_update(list(zip(dys, xs)), groups, start, trained, 0, outputs, **OPTIONS)
     fresh = gemm.pack_weight(weight)
-    found = weight, m, v, packed.forward, packed.backward
-    assert_all_same(found, (*expected, fresh.forward, fresh.backward))
+    updated = weight, m, v, packed.forward, packed.backward
+    assert_all_same(updated, (*expected, fresh.forward, fresh.backward))
 
 
 def test_updates_of_rows_make_the_whole(tiles):
@@ -228,7 +228,7 @@ def named(monkeypatch):
 
 
 def test_the_variable_names_the_unit(named):
-    assert [named(each, lambda unit: True) for each in UNITS] == list(Unit)
+    assert [named(name, lambda unit: True) for name in UNITS] == list(Unit)
     with pytest.raises(ValueError, match="the unit must be amx, avx512 or portable; got DASKGPT_MATMUL=gpu"):
         named("gpu")
     with pytest.raises(RuntimeError, match="the processor must have the unit"):
@@ -246,13 +246,13 @@ THE_FASTEST_UNIT_THAT_OUTRUNS_FLOAT32_IS_PICKED = [
 @pytest.mark.parametrize(("processor", "fast", "available", "picked"), THE_FASTEST_UNIT_THAT_OUTRUNS_FLOAT32_IS_PICKED)
 def test_the_fastest_unit_that_outruns_float32_is_picked(monkeypatch, named, processor, fast, available, picked):
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: processor)
-    assert {each for each in Unit if outruns_float32(each)} == fast
+    assert {kind for kind in Unit if outruns_float32(kind)} == fast
     assert named("", lambda unit: unit in available) is picked
 
 
 def test_units_are_compiled_if_the_processor_has_them(monkeypatch):
-    some = {Unit.PORTABLE}, {Unit.PORTABLE, Unit.AVX512}
-    for has, tiles, compiled in ((True, "tile bf16", {*Unit}), (True, "tile", some[1]), (False, "tile bf16", some[0])):
+    portable, avx512 = {Unit.PORTABLE}, {Unit.PORTABLE, Unit.AVX512}
+    for has, tiles, compiled in ((True, "tile bf16", {*Unit}), (True, "tile", avx512), (False, "tile bf16", portable)):
         monkeypatch.setattr(isa, "has_avx512_bfloat16", lambda has=has: has)
-        monkeypatch.setattr(isa, "features", lambda tiles=tiles: frozenset(f"amx-{each}" for each in tiles.split()))
-        assert {each for each in Unit if isa.compiles(each)} == compiled
+        monkeypatch.setattr(isa, "features", lambda tiles=tiles: frozenset(f"amx-{name}" for name in tiles.split()))
+        assert {unit for unit in Unit if isa.compiles(unit)} == compiled

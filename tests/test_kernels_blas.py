@@ -50,11 +50,11 @@ def test_rows_may_be_followed_by_a_gap(way):
 
 
 def test_the_variable_chooses(monkeypatch):
-    own = gemm.address() if gemm.has_fma() else find_gemm("s")
-    assert own not in (0, find_gemm("s")) or not gemm.has_fma()
+    address = gemm.address() if gemm.has_fma() else find_gemm("s")
+    assert address not in (0, find_gemm("s")) or not gemm.has_fma()
     portable = tuple(blas._PORTABLE.address(kind) for kind in "fd")
     addresses = {"numpy": (find_gemm("s"), find_gemm("d")), "portable": portable}
-    addresses |= {"own": (own, find_gemm("d")), "": (own, find_gemm("d"))}
+    addresses |= {"own": (address, find_gemm("d")), "": (address, find_gemm("d"))}
     for choice, expected in addresses.items():
         if choice != "own" or gemm.has_fma():
             monkeypatch.setenv(VARIABLE, choice)
@@ -62,7 +62,7 @@ def test_the_variable_chooses(monkeypatch):
             assert one_order(SINGLE) == (choice in ("own", "") and gemm.has_fma())
             assert not one_order(DOUBLE)
     monkeypatch.delenv(VARIABLE)
-    assert gemm_address(SINGLE) == own
+    assert gemm_address(SINGLE) == address
     monkeypatch.setenv(VARIABLE, "mkl")
     with pytest.raises(ValueError, match="own, numpy or portable; got DASKGPT_BLAS=mkl"):
         gemm_address(SINGLE)

@@ -43,8 +43,8 @@ def weighted(tmp_path, monkeypatch):
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)  # of other processes
     yield importlib.import_module("weighted_module").weighted
     module = sys.modules.pop("weighted_module")
-    for each in (module.weighted, module.large):
-        KERNELS.remove(each)
+    for kernel in (module.weighted, module.large):
+        KERNELS.remove(kernel)
 
 
 def test_each_dtype_is_compiled_once_also_for_read_only_arrays(weighted):
@@ -113,7 +113,7 @@ def test_compile_all_leaves_every_wanted_kernel_in_the_cache(weighted, monkeypat
     told: list = []
     assert not all_cached(np.float64)
     compile_all(np.float64, bfloat16=False, after_each=lambda: told.append(None))
-    assert [list(each._compiled) for each in (weighted, rounding, whole)] == [["d"], [], ["any"]]
+    assert [list(kernel._compiled) for kernel in (weighted, rounding, whole)] == [["d"], [], ["any"]]
     assert len(told) == 2
     assert all_cached(np.float64, bfloat16=False)
     compile_all(np.float64)
@@ -125,7 +125,7 @@ def test_processes_share_out_what_is_compiled(weighted, monkeypatch):
     large = sys.modules["weighted_module"].large
     monkeypatch.setattr(compilation, "_all_kernels", lambda: [weighted, large])
     compile_all(np.float32, processes=2)
-    loaded = [bool(each.compile("f").stats.cache_hits) for each in (weighted, large)]
+    loaded = [bool(kernel.compile("f").stats.cache_hits) for kernel in (weighted, large)]
     assert loaded == [True, False]
 
 
@@ -249,7 +249,7 @@ def test_without_a_folder_processes_share_a_temporary_one(weighted, unwritable, 
     monkeypatch.setattr(compilation, "_all_kernels", lambda: [weighted, large])
     assert not all_cached(np.float32)
     compile_all(np.float32, processes=2)
-    loaded = [bool(each.compile("f").stats.cache_hits) for each in (weighted, large)]
+    loaded = [bool(kernel.compile("f").stats.cache_hits) for kernel in (weighted, large)]
     assert loaded == [True, False]
     assert Path(unwritable.folder).stat().st_mode & 0o777 == 0o700
     assert Kernel(weighted.function, SIGNATURE).is_cached("f")

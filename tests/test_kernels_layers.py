@@ -105,8 +105,8 @@ def test_bits_do_not_depend_on_memory_or_thread(case, dtype):
             restore(previous)
 
     alone = flushed()
-    for found in at_once(3, flushed):
-        assert_all_same(found, alone)
+    for results in at_once(3, flushed):
+        assert_all_same(results, alone)
 
 
 def whole_sum(name, dtype="float64"):

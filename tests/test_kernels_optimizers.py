@@ -56,7 +56,7 @@ def by_singular_values(x):
 
 def muon_formula(hyper, weight, gradient, m, maps=1):
     m = 0.95 * m + 0.05 * gradient
-    directions = [by_singular_values(own) for own in np.split(0.95 * m + 0.05 * gradient, maps)]
+    directions = [by_singular_values(part) for part in np.split(0.95 * m + 0.05 * gradient, maps)]
     length = 0.2 * max(directions[0].shape) ** 0.5
     return weight - hyper[0] * (length * np.concatenate(directions) + 0.1 * weight), m
 
@@ -85,13 +85,13 @@ def test_in_place_gives_the_same_bits_in_the_same_arrays(name, shape):
     weight, gradient, *rest = inputs(shape, "float32", moments)
     gradient.flags.writeable = False
     for step in (1, 2, 3):
-        given = [weight.copy(), gradient, *(each.copy() for each in rest)]
+        given = [weight.copy(), gradient, *(array.copy() for array in rest)]
         for array in given:
             array.flags.writeable = False
         expected = new(*given, hyper(step, moments), **options)
         assert_all_same(given, (weight, gradient, *rest))
         results = inplace(weight, gradient, *rest, hyper(step, moments), **options)
-        assert all(result is own for result, own in zip(results, (weight, *rest), strict=True))
+        assert all(result is array for result, array in zip(results, (weight, *rest), strict=True))
         assert_all_same(results, expected)
 
 
@@ -106,18 +106,18 @@ def test_steps_are_those_of_the_formula(name, shape, dtype):
     for step in (1, 2, 3):
         weight, *rest = new(weight, gradient, *rest, hyper(step, moments), **options)
         expected = FORMULAS[name](hyper(step, moments), expected[0], gradient.astype("f8"), *expected[1:])
-    for found, wanted in zip((weight, *rest), expected, strict=True):
-        assert (found.dtype, found.shape) == (dtype, shape)
-        np.testing.assert_allclose(found, wanted, **TOLERANCES[f"kernel {dtype}"])
+    for result, wanted in zip((weight, *rest), expected, strict=True):
+        assert (result.dtype, result.shape) == (dtype, shape)
+        np.testing.assert_allclose(result, wanted, **TOLERANCES[f"kernel {dtype}"])
 
 
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 def test_singular_values_go_through_the_polynomial(dtype, shape, random):
     x = random.normal(size=shape).astype(dtype)
-    found = orthogonalised(x.copy())
-    assert found.dtype == np.dtype(dtype)
-    np.testing.assert_allclose(found, by_singular_values(x), **TOLERANCES[f"orthogonalised {dtype}"])
+    result = orthogonalised(x.copy())
+    assert result.dtype == np.dtype(dtype)
+    np.testing.assert_allclose(result, by_singular_values(x), **TOLERANCES[f"orthogonalised {dtype}"])
     np.testing.assert_array_equal(orthogonalised(np.zeros_like(x)), np.zeros_like(x))
 
 
@@ -137,7 +137,7 @@ def test_symmetric_product_from_its_half(shape, random):
 def test_singular_values_with_rounded_operands(unit, shape, random):
     x = random.normal(size=shape).astype(np.float32)
     with using(unit):
-        found = orthogonalised(x.copy(), bf16.iteration)
+        result = orthogonalised(x.copy(), bf16.iteration)
     expected = by_singular_values(x)
-    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    error = np.linalg.norm(result - expected) / np.linalg.norm(expected)
     assert error < TOLERANCES["orthogonalised bfloat16"]["of norm"]

@@ -36,7 +36,7 @@ def over_an_array(function):
     return call
 
 
-exp, log, sigmoid = (over_an_array(each) for each in (elementary.exp, elementary.log, elementary.sigmoid))
+exp, log, sigmoid = (over_an_array(function) for function in (elementary.exp, elementary.log, elementary.sigmoid))
 POSITIVE = np.concatenate([np.geomspace(2e-38, 3e38, 500_001), np.linspace(0.4, 2.5, 500_001)])
 
 
@@ -115,20 +115,20 @@ def test_row_sum_has_32_lanes_and_a_tree(length, dtype):
     x = random.normal(size=length).astype(dtype)
     # Products of these are exact, so that adding them with one rounding is adding them.
     left, right = (random.integers(-63, 64, length).astype(dtype) for _ in range(2))
-    found = np.empty(2, dtype)
-    run(x, x, found)
-    assert found[0] == in_lanes(x)
-    run(left, right, found)
-    assert found[1] == in_lanes(left * right)
+    sums = np.empty(2, dtype)
+    run(x, x, sums)
+    assert sums[0] == in_lanes(x)
+    run(left, right, sums)
+    assert sums[1] == in_lanes(left * right)
     if dtype == "float32":
-        assert run_at(left, right) == found[1]
+        assert run_at(left, right) == sums[1]
 
 
 def test_products_are_added_with_one_rounding():
-    found, one, other = np.empty(2, "f4"), np.zeros(33, "f4"), np.zeros(33, "f4")
+    sums, one, other = np.empty(2, "f4"), np.zeros(33, "f4"), np.zeros(33, "f4")
     one[[0, 32]], other[[0, 32]] = (1, 1 + 2.0**-12), (-1, 1 + 2.0**-12)
-    run(one, other, found)
-    assert found[1] == np.float32(2.0**-11 + 2.0**-24)
+    run(one, other, sums)
+    assert sums[1] == np.float32(2.0**-11 + 2.0**-24)
 
 
 def kernel_result() -> float:

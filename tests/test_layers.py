@@ -19,7 +19,7 @@ def test_the_check_finds_nothing_wrong(layer):
     report = daskgpt.check_layer(layer)
     assert report, report
     expected = {f"gradient of {name}{end}" for name in layer.backward for end in ("", " in chunks")}
-    assert {each.what for each in report.findings} == expected | {"output in chunks", "dtype", "arguments"}
+    assert {finding.what for finding in report.findings} == expected | {"output in chunks", "dtype", "arguments"}
     assert report.layer in report._repr_html_()
 
 
@@ -65,7 +65,7 @@ FAULTS = {
 def test_check_names_faults(what):
     report = daskgpt.check_layer(replace(RMSNORM, **FAULTS[what]))
     assert not report
-    assert what in [each.what for each in report.findings if not each.right]
+    assert what in [finding.what for finding in report.findings if not finding.right]
     assert f"WRONG  {what}" in str(report)
 
 

@@ -26,9 +26,9 @@ def test_operations_of_all_calls_are_those_of_the_model(chunk, barrier, monkeypa
         work for work in works if "b" in (axes := work[0].rpartition(" ")[2]) and len(set(axes) & set("OCV")) == 2
     ]
     of_tokens = [work for work in products if not work[0].startswith(("attention", "embedding"))]
-    found = sum(limits.operations_of(*work) for work in of_tokens if "P" not in work[0] and "bt->V" not in work[0])
+    operations = sum(limits.operations_of(*work) for work in of_tokens if "P" not in work[0] and "bt->V" not in work[0])
     attention = 6 * SMALL.blocks * SMALL.channels * 4 * 16 * 17
-    assert found == step_operations(SMALL, 4, 16) - attention
+    assert operations == step_operations(SMALL, 4, 16) - attention
     pairs = sum(limits.operations_of(*work) for work in works if work[0].startswith("attention"))
     assert pairs == 7 * SMALL.blocks * SMALL.channels * 4 * 16 * 16  # the backward makes the scores again
 

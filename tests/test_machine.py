@@ -156,5 +156,5 @@ def test_quota_of_the_system(group):
     code = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))\n"
     code += "from daskgpt.schedulers.machine import *; print(usable_cores(), quota_note(1))"
     command = [sys.executable, "-c", code, group / "cgroup.procs"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert found == f"1 : quota of 1 of {usable_cores()} cores\n"
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert output == f"1 : quota of 1 of {usable_cores()} cores\n"

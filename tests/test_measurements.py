@@ -10,6 +10,6 @@ def test_pages_match_the_data():
 
 def test_every_file_holds_records():
     for path in DATA.glob("*.jsonl"):
-        found = read_records(path)
-        assert found
-        assert all(record.machine["processor"] and record.versions for record in found)
+        records = read_records(path)
+        assert records
+        assert all(record.machine["processor"] and record.versions for record in records)

@@ -47,13 +47,13 @@ def test_golden_losses_of_ten_steps(options, precision, losses, tolerance, golde
     """AdamW's and Muon's (for the matrices of the blocks) beside those of PyTorch."""
     config, parameters = golden_model
     optimizer = OptimizerConfig(schedule="constant", **EXPECTED["adamw"] | options)
-    step, found = step_of(config, (4, 32), (2, 16), optimizer, precision), []
+    step, told = step_of(config, (4, 32), (2, 16), optimizer, precision), []
     state = state_of(step, parameters)
     with open_scheduler("threads", 2) as scheduler:
         for _ in range(10):
             outcome, state = run_step(scheduler, step, state, (golden_state.tokens, golden_state.targets), 10)
-            found.append(outcome.loss)
-    np.testing.assert_allclose(found, EXPECTED[losses], **TOLERANCES[tolerance])
+            told.append(outcome.loss)
+    np.testing.assert_allclose(told, EXPECTED[losses], **TOLERANCES[tolerance])
 
 
 def check_gradient_in_a_random_direction(random, config=SMALL):
@@ -78,8 +78,8 @@ def test_gradients_agree_with_a_numeric_derivative(random):
 def test_other_chunks_agree_within_rounding_with_a_library_s_product(monkeypatch):
     monkeypatch.setenv("DASKGPT_BLAS", "numpy")
     chunks = (6, 20), (3, 20), (1, 5), (6, 1)
-    found = [outcomes_of_steps(MODELS["odd"], "float32", Dials(chunk))[0] for chunk in chunks]
-    expected, *others = ([outcome.loss for outcome in told] for told in found)
+    outcomes = [outcomes_of_steps(MODELS["odd"], "float32", Dials(chunk))[0] for chunk in chunks]
+    expected, *others = ([outcome.loss for outcome in told] for told in outcomes)
     for losses in others:
         np.testing.assert_allclose(losses, expected, **TOLERANCES["chunkings, whole model"])
 
@@ -89,8 +89,8 @@ def test_padded_rows_of_the_vocabulary_get_no_probability_and_no_gradient(random
     losses = []
     for padding in (0, 5, -5):
         parameters["wte.weight"][SMALL.vocabulary :] = padding
-        found = loss_and_gradients(SMALL, parameters, *lazy_batch(batch, (2, 6)))
-        loss, gradients = dask.compute(*found, scheduler="sync")
+        lazy = loss_and_gradients(SMALL, parameters, *lazy_batch(batch, (2, 6)))
+        loss, gradients = dask.compute(*lazy, scheduler="sync")
         losses.append(float(loss))
         assert not gradients["wte.weight"][SMALL.vocabulary :].any()
         assert gradients["wte.weight"][: SMALL.vocabulary].any(axis=1).all()
@@ -106,10 +106,10 @@ def test_public_names():
 
 def test_digest_depends_on_every_bit(random):
     parameters = random_parameters(SMALL, random)
-    found = daskgpt.digest(parameters)
-    assert daskgpt.digest({name: value.copy() for name, value in reversed(parameters.items())}) == found
+    digest = daskgpt.digest(parameters)
+    assert daskgpt.digest({name: value.copy() for name, value in reversed(parameters.items())}) == digest
     changed = parameters["h.1.mlp.c_fc.weight"].copy()
     changed.view(np.uint32)[3, 4] ^= 1  # the last bit of one number
     others = [{"h.1.mlp.c_fc.weight": changed}, {"ln_f.weight": parameters["ln_f.weight"][None]}]
     others.append({"wpe.weight": parameters["wpe.weight"].astype("float64")})
-    assert len({found} | {daskgpt.digest(parameters | other) for other in others}) == 4
+    assert len({digest} | {daskgpt.digest(parameters | other) for other in others}) == 4

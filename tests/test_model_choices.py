@@ -103,13 +103,13 @@ def loss_of_torch(torch, p, tokens, targets):
     angles = torch.arange(tokens.shape[1])[:, None] / 10000 ** (torch.arange(size // 2, dtype=x.dtype) / (size // 2))
     turn = torch.polar(torch.ones_like(angles), angles)
     for block in range(CONFIG.blocks):
-        own = {name.removeprefix(f"h.{block}.").rpartition(".")[::2]: value for name, value in p.items()}
-        weights = {at: (own[at, "weight"], own[at, "bias"]) for at, kind in own if kind == "bias"}
+        block_p = {name.removeprefix(f"h.{block}.").rpartition(".")[::2]: value for name, value in p.items()}
+        weights = {at: (block_p[at, "weight"], block_p[at, "bias"]) for at, kind in block_p if kind == "bias"}
         qkv = f.linear(f.layer_norm(x, x.shape[2:], *weights["ln_1"]), *weights["attn.c_attn"])
         qkv = qkv.unflatten(-1, (-1, size)).transpose(1, 2)
         q, k, v = qkv.split([heads, CONFIG.kv_heads, CONFIG.kv_heads], 1)
-        pairs = (torch.complex(*each.unflatten(-1, (2, -1)).unbind(-2)) * turn for each in (q, k))
-        q, k = (torch.cat([each.real, each.imag], -1) for each in pairs)
+        pairs = (torch.complex(*part.unflatten(-1, (2, -1)).unbind(-2)) * turn for part in (q, k))
+        q, k = (torch.cat([part.real, part.imag], -1) for part in pairs)
         y = f.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
         x = x + f.linear(y, *weights["attn.c_proj"])
         gate, up = f.linear(f.layer_norm(x, x.shape[2:], *weights["ln_2"]), *weights["mlp.c_fc"]).chunk(2, -1)
@@ -123,9 +123,9 @@ def test_gradients_are_those_of_pytorch(random):
     torch = pytest.importorskip("torch")
     values, batch = random_parameters(CONFIG, random, "float64"), random_batch(CONFIG, random)
     leaves = {name: torch.tensor(value, requires_grad=True) for name, value in values.items()}
-    expected = loss_of_torch(torch, leaves, *(torch.tensor(each).long() for each in batch))
+    expected = loss_of_torch(torch, leaves, *(torch.tensor(array).long() for array in batch))
     expected.backward()
-    lazy = [da.from_array(each, chunks=(2, 4)) for each in batch]
+    lazy = [da.from_array(array, chunks=(2, 4)) for array in batch]
     loss, gradients = dask.compute(*loss_and_gradients(CONFIG, values, *lazy), scheduler="sync")
     assert loss == pytest.approx(expected.item(), rel=1e-12)
     for name, gradient in gradients.items():
@@ -196,4 +196,4 @@ def test_plan_bench_and_timeline_of_extensions():
         steps = TimedEngine(made, scheduler, 0)
         assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"]["median"] > 0
         kernels = {"swiglu.forward", "heads.backward", "mini.update"}
-        assert kernels <= {".".join(own) for own in summarise(steps.timeline(1)).kernels}
+        assert kernels <= {".".join(names) for names in summarise(steps.timeline(1)).kernels}

@@ -66,9 +66,9 @@ def multiplying(precision):
 @needs_own_product
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_no_chunk_changes_a_bit(name, precision):
-    with multiplying(precision) as own:
-        found = {chunk: bits_after_steps(MODELS[name], own, Dials(chunk)) for chunk in CHUNKS[name]}
-    assert len(set(found.values())) == 1, found
+    with multiplying(precision) as unit:
+        bits = {chunk: bits_after_steps(MODELS[name], unit, Dials(chunk)) for chunk in CHUNKS[name]}
+    assert len(set(bits.values())) == 1, bits
 
 
 @needs_own_product
@@ -107,8 +107,8 @@ def test_chunks_change_no_bit_of_any_layer(layer, groups):
         y = tape("here.0", layer, *arrays.values(), **OPTIONS | {"heads": 3})
         dy = np.random.default_rng(3).normal(size=y.shape).astype(np.float32)
         gradients = tape.backward(y, da.from_array(dy, chunks=y.chunks, name="dy-leaf"))
-        found = {name: gradients[array.name] for name, array in arrays.items() if array.name in gradients}
-        (results,) = dask.compute(found | {"y": y}, scheduler="sync")
+        gradients_by_name = {name: gradients[array.name] for name, array in arrays.items() if array.name in gradients}
+        (results,) = dask.compute(gradients_by_name | {"y": y}, scheduler="sync")
         expected = expected or results
         for name, value in results.items():
             assert value.tobytes() == expected[name].tobytes(), f"{name} {chunk}"
@@ -132,18 +132,18 @@ EXPECTED = json.loads((Path(__file__).parent / "golden" / "bits.json").read_text
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_bits_match_the_golden_bits(name, precision):
     """Files of expected bits: float32 has one number, bfloat16 one for each unit."""
-    with multiplying(precision) as own:
-        key = precision if precision == own else f"{own} {precision}"
+    with multiplying(precision) as unit:
+        key = precision if precision == unit else f"{unit} {precision}"
         if key not in EXPECTED:
             pytest.skip(f"no machine with the unit {precision} has written its bits yet")
-        assert bits_after_steps(MODELS[name], own, Dials(CHUNKS[name][2]), 20) == EXPECTED[key][name]
+        assert bits_after_steps(MODELS[name], unit, Dials(CHUNKS[name][2]), 20) == EXPECTED[key][name]
 
 
 def test_sample_of_the_campaign():
     """Other cases each time; DASKGPT_TEST_SEED repeats them. The whole campaign: see CONTRIBUTING.md."""
     print(f"{SEED}={(number := seed())}")
-    found = [campaign.check(number, case, clusters=False) for case in range(4)]
-    assert [problem for _, problem in found if problem] == []
+    results = [campaign.check(number, case, clusters=False) for case in range(4)]
+    assert [problem for _, problem in results if problem] == []
 
 
 @pytest.mark.parametrize("precision", campaign.PRECISIONS)
@@ -156,9 +156,9 @@ def test_a_model_of_any_precision_agrees_with_the_independent_program(precision,
 
 def test_the_independent_program_agrees_with_the_golden_state(golden_model, golden_state):
     config, parameters = golden_model
-    found = expected(parameters, golden_state.tokens, golden_state.targets, config.heads, config.vocabulary)
-    assert set(found.gradients) == set(golden_state.gradients)
-    compared = [(found.gradients[name], wanted) for name, wanted in golden_state.gradients.items()]
-    compared += [(found.logits[..., : config.vocabulary], golden_state.logits), (found.loss, golden_state.loss)]
-    errors = [campaign.relative_error(np.asarray(own), np.asarray(wanted)) for own, wanted in compared]
+    results = expected(parameters, golden_state.tokens, golden_state.targets, config.heads, config.vocabulary)
+    assert set(results.gradients) == set(golden_state.gradients)
+    compared = [(results.gradients[name], wanted) for name, wanted in golden_state.gradients.items()]
+    compared += [(results.logits[..., : config.vocabulary], golden_state.logits), (results.loss, golden_state.loss)]
+    errors = [campaign.relative_error(np.asarray(result), np.asarray(wanted)) for result, wanted in compared]
     assert max(errors) < TOLERANCES["float32 file"]["of largest"]

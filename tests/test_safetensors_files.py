@@ -34,10 +34,10 @@ def write(path, metadata=None):
 def assert_holds(files, arrays):
     assert files.keys() == arrays.keys()
     for name, array in arrays.items():
-        found = files[name].read()
+        values = files[name].read()
         assert (files[name].shape, files[name].dtype) == (array.shape, "F32")
-        assert not found.flags.writeable
-        np.testing.assert_array_equal(found, array, err_msg=name, strict=True)
+        assert not values.flags.writeable
+        np.testing.assert_array_equal(values, array, err_msg=name, strict=True)
 
 
 def test_one_file_as_the_library_reads_it(tmp_path):
@@ -87,9 +87,9 @@ def test_a_run_model_in_shards_is_the_model(tmp_path):
     write_run_model(tmp_path / "model.safetensors", StoredModel(SMALL, parameters, "bytes", 4))
     in_shards(tmp_path / "model.safetensors", 500)
     for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
-        found = open_model_file(path)
-        assert (found.config, found.encoding, found.sequence_length) == (SMALL, "bytes", 4)
-        assert_same_bits(parameters, found.loaded().parameters)
+        model = open_model_file(path)
+        assert (model.config, model.encoding, model.sequence_length) == (SMALL, "bytes", 4)
+        assert_same_bits(parameters, model.loaded().parameters)
 
 
 # What is refused

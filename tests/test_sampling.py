@@ -44,12 +44,12 @@ def test_scores_match_training(norm, random):
         config = daskgpt.ModelConfig(blocks=2, heads=heads, channels=channels, **rest)
         parameters = random_parameters(config, random)
         tokens = random.integers(0, 37, 80).tolist()
-        (found,) = Texts(Weights(config, parameters, "float32"), [tokens]).scores([0])
+        (scores,) = Texts(Weights(config, parameters, "float32"), [tokens]).scores([0])
         expected = whole_logits(config, parameters, tokens)[-1]
-        assert_allclose(found / abs(expected).max(), expected / abs(expected).max(), **TOLERANCES["kept, float32"])
+        assert_allclose(scores / abs(expected).max(), expected / abs(expected).max(), **TOLERANCES["kept, float32"])
         (rounded,) = Texts(Weights(config, parameters, "bfloat16"), [tokens]).scores([0])
         assert_allclose(rounded / abs(expected).max(), expected / abs(expected).max(), **TOLERANCES["kept, bfloat16"])
-        assert not np.array_equal(rounded, found)
+        assert not np.array_equal(rounded, scores)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -82,8 +82,8 @@ def test_threads_and_other_texts_change_no_text(parameters, random, precision):
 
 def test_each_text_ends_separately(parameters):
     texts = Texts(Weights(SMALL, parameters, "float32"), [[1], [2], [3]])
-    found = np.array(list(texts.write(200, Choice(), seed=1, end=7)), object).T
-    for row, tokens in zip(found, texts.tokens):
+    rows = np.array(list(texts.write(200, Choice(), seed=1, end=7)), object).T
+    for row, tokens in zip(rows, texts.tokens):
         written = [token for token in row if token is not None]
         assert written == tokens[1:]
         assert written.index(7) == len(written) - 1 if 7 in written else len(written) == 200
@@ -95,8 +95,8 @@ def test_token_frequencies_match_probabilities(random):
     logits = random.normal(size=11).astype(np.float32) * 2
     weights = np.exp(logits.astype(np.float64) / 0.7)
     order = np.argsort(-weights)
-    shares = (np.cumsum(weights[own]) / weights[own].sum() for own in (order, order[:4]))
-    above, of_four = (1 + np.searchsorted(own, 0.8) for own in shares)
+    shares = (np.cumsum(weights[chosen]) / weights[chosen].sum() for chosen in (order, order[:4]))
+    above, of_four = (1 + np.searchsorted(chosen, 0.8) for chosen in shares)
     cases = {Choice(0.7): 11, Choice(0.7, top_k=4): 4, Choice(1e-60): 1, Choice(1e-30): 1}
     cases |= {Choice(0.7, top_p=0.8): above, Choice(0.7, top_k=4, top_p=0.8): of_four}
     for choice, count in cases.items():

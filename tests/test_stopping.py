@@ -102,15 +102,15 @@ def test_started_process_ignores_interrupts():
 
 
 def test_interrupt_is_delayed_in_any_thread():
-    over, found = threading.Event(), []
+    over, order = threading.Event(), []
     threading.Thread(target=over.wait, daemon=True).start()
 
     def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.1)
-        found.append("after the signal")
+        order.append("after the signal")
 
     with pytest.raises(KeyboardInterrupt), delayed_interrupts():
         interrupt()
-    assert found == ["after the signal"]
+    assert order == ["after the signal"]
     over.set()

@@ -76,13 +76,13 @@ def test_ids_are_those_of_the_library(specials, files, tmp_path):
 )
 def test_other_tokenizers_are_refused_by_name(part, value, keyword, tmp_path):
     trained().save(str(tmp_path / "tokenizer.json"))
-    known = json.loads((tmp_path / "tokenizer.json").read_text())
-    at = known
+    pipeline = json.loads((tmp_path / "tokenizer.json").read_text())
+    at = pipeline
     *parents, last = part.split(".")
     for name in parents:
         at = at[name]
     at[last] = value
-    (tmp_path / "tokenizer.json").write_text(json.dumps(known))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(pipeline))
     with pytest.raises(ValueError, match=keyword):
         encoding_named(str(tmp_path))
 

@@ -97,7 +97,7 @@ def test_too_little_memory_of_workers_is_refused():
 
 def test_runs_of_two_threads_share_the_process(small_text):
     """The second one begins and ends within a step of the first."""
-    begun, wanted, found = threading.Event(), fit(small_text).losses, []
+    begun, wanted, losses = threading.Event(), fit(small_text).losses, []
 
     def wait(step, metrics):
         begun.set()
@@ -106,9 +106,9 @@ def test_runs_of_two_threads_share_the_process(small_text):
 
     def other():
         begun.wait()
-        found.append(fit(small_text).losses)
+        losses.append(fit(small_text).losses)
 
     second = threading.Thread(target=other, daemon=True)
     second.start()
     assert fit(small_text, on_step=wait).losses == wanted
-    assert found == [wanted]
+    assert losses == [wanted]

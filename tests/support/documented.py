@@ -72,8 +72,8 @@ class Command:
     @property
     def module(self) -> str:
         """Of the package, which the command starts; "" for something else."""
-        found = MODULE.match(self.text)
-        return found[1] if found else ""
+        match = MODULE.match(self.text)
+        return match[1] if match else ""
 
     @property
     def arguments(self) -> list[str]:
@@ -93,5 +93,5 @@ def commands_of(page: Path) -> list[Command]:
 
 def documented() -> list[Command]:
     """Every command of every page, each text once."""
-    found = {command.text: command for page in pages() for command in commands_of(page)}
-    return list(found.values())
+    commands = {command.text: command for page in pages() for command in commands_of(page)}
+    return list(commands.values())

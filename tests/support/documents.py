@@ -31,28 +31,28 @@ def tokens(page: Path) -> list[Token]:
 
 def links(page: Path) -> list[str]:
     """Where links and pictures of a page lead."""
-    found = []
+    urls = []
     for block in tokens(page):
         for token in [block, *(block.children or [])]:
             if token.type == "link_open":
-                found.append(str(token.attrs["href"]))
+                urls.append(str(token.attrs["href"]))
             elif token.type == "image":
-                found.append(str(token.attrs["src"]))
+                urls.append(str(token.attrs["src"]))
             elif token.type in ("html_inline", "html_block"):
-                found += SOURCE.findall(token.content)
-    return found
+                urls += SOURCE.findall(token.content)
+    return urls
 
 
 def anchors(page: Path) -> set[str]:
     """The names under which a page's headings are reached, as GitHub and MyST make them."""
-    found: set[str] = set()
+    anchors_of_page: set[str] = set()
     for name in (slug(heading) for heading in headings(page)):
-        number, own = 0, name
-        while own in found:
+        number, anchor = 0, name
+        while anchor in anchors_of_page:
             number += 1
-            own = f"{name}-{number}"
-        found.add(own)
-    return found
+            anchor = f"{name}-{number}"
+        anchors_of_page.add(anchor)
+    return anchors_of_page
 
 
 def headings(page: Path) -> list[str]:
@@ -66,20 +66,20 @@ def slug(heading: str) -> str:
 
 def tables(page: Path) -> list[Table]:
     """Every table of a page; of code and links only the text."""
-    found: list[Table] = []
+    tables_of_page: list[Table] = []
     parsed, heading = tokens(page), ""
     for number, token in enumerate(parsed):
         if token.type == "heading_open":
             heading = _text(parsed[number + 1])
         elif token.type == "table_open":
-            found.append(Table(heading, [], []))
-        elif token.type == "tr_open" and found[-1].head:
-            found[-1].rows.append([])
+            tables_of_page.append(Table(heading, [], []))
+        elif token.type == "tr_open" and tables_of_page[-1].head:
+            tables_of_page[-1].rows.append([])
         elif token.type == "inline" and parsed[number - 1].type == "th_open":
-            found[-1].head.append(_text(token))
+            tables_of_page[-1].head.append(_text(token))
         elif token.type == "inline" and parsed[number - 1].type == "td_open":
-            found[-1].rows[-1].append(_text(token))
-    return found
+            tables_of_page[-1].rows[-1].append(_text(token))
+    return tables_of_page
 
 
 def code(page: Path, language: str) -> str:

@@ -151,18 +151,18 @@ class Example:
         self._put(path, content)
         tracemalloc.start()
         try:
-            found = self.format.read(self.folder)
+            content_read = self.format.read(self.folder)
         except (ValueError, FileNotFoundError) as error:
             self._check_message(str(error))
-            found = None
+            content_read = None
         finally:
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             self._put(path, self.whole[file])
         assert peak < BYTES, f"{peak} bytes"
-        if found is None:
+        if content_read is None:
             return "refused"
-        self._check_values(file, content, found)
+        self._check_values(file, content, content_read)
         return "read"
 
     def _put(self, path: Path, content: bytes) -> None:
@@ -179,32 +179,33 @@ class Example:
         assert ". " in rest, message
         assert len(message) < LONGEST + 2 * len(str(self.folder)), message
 
-    def _check_values(self, file: str, content: bytes, found: dict[str, Any]) -> None:
+    def _check_values(self, file: str, content: bytes, tensors: dict[str, Any]) -> None:
         """All is as it was, but for numbers that were in the damaged bytes, of which nothing tells another value."""
         whole = self.whole[file]
         # Ids alone are whatever bytes there are; what still looks like a header must not be taken for ids.
         bare = file == "train.bin" or (file == "t.bin" and content[32:1024].count(0) < 900)
         if len(content) != len(whole) and not file.endswith(".json"):
             assert bare, f"{len(content)} instead of {len(whole)} bytes"
-        assert found.keys() == self.expected.keys()
+        assert tensors.keys() == self.expected.keys()
         touched = sum(a != b for a, b in zip(content, whole, strict=False)) + abs(len(content) - len(whole))
         differing = 0
         for name, values in self.expected.items():
             if name == "config":
-                self._check_config(file, found[name])
+                self._check_config(file, tensors[name])
             elif bare:
                 continue
             else:
-                assert found[name].shape == values.shape, name
-                differing += int((found[name].view("u1") != values.view("u1")).reshape(*values.shape, -1).any(-1).sum())
+                assert tensors[name].shape == values.shape, name
+                changed = tensors[name].view("u1") != values.view("u1")
+                differing += int(changed.reshape(*values.shape, -1).any(-1).sum())
         allowed = 0 if file.startswith(STEP) else touched  # a checkpoint has the SHA-256 of its files
         assert differing <= allowed, f"{differing} numbers differ, {touched} bytes do"
 
-    def _check_config(self, file: str, found: Any) -> None:
+    def _check_config(self, file: str, config: Any) -> None:
         # How many heads there are says one number of the file alone; so does llm.c's vocabulary, within its padding.
         expected = self.expected["config"]
         free = {"hf/config.json": {"heads"}, "m.bin": {"heads", "vocabulary"}}.get(file, set())
-        wrong = {name for name, value in vars(expected).items() if getattr(found, name) != value} - free
+        wrong = {name for name, value in vars(expected).items() if getattr(config, name) != value} - free
         assert not wrong, wrong
 
 
@@ -269,9 +270,9 @@ def _absurd(draw: st.DrawFn, content: bytes) -> bytes:
             return draw(st.sampled_from(LENGTHS)).to_bytes(8, "little") + content[8:]
         end = len(content) if content[:1] == b"{" else 8 + int.from_bytes(content[:8], "little")
         numbers = list(NUMBER.finditer(content, 8 if content[8:9] == b"{" else 0, end))
-        found, word = draw(st.sampled_from(numbers)), draw(st.sampled_from(WORDS))
-        text = content[: found.start()] + word + content[found.end() :]
-        return text if content[:1] == b"{" else _with_length(text, len(word) - len(found[0]))
+        match, word = draw(st.sampled_from(numbers)), draw(st.sampled_from(WORDS))
+        text = content[: match.start()] + word + content[match.end() :]
+        return text if content[:1] == b"{" else _with_length(text, len(word) - len(match[0]))
     at = 4 * draw(st.integers(0, 8))
     return content[:at] + draw(st.sampled_from(NUMBERS)).to_bytes(4, "little", signed=True) + content[at + 4 :]
 

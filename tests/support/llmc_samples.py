@@ -80,11 +80,11 @@ def assert_same_bits(first: Mapping[str, np.ndarray], second: Mapping[str, np.nd
     """Names in order, shapes and bits of parameters; the second ones are arrays that can be used at once."""
     assert list(first) == list(second)
     for name, values in first.items():
-        found = second[name]
-        assert (found.dtype, found.shape) == (np.float32, values.shape)
-        assert found.flags.c_contiguous, name
-        assert found.flags.writeable, name
-        assert found.tobytes() == values.tobytes(), name
+        other = second[name]
+        assert (other.dtype, other.shape) == (np.float32, values.shape)
+        assert other.flags.c_contiguous, name
+        assert other.flags.writeable, name
+        assert other.tobytes() == values.tobytes(), name
 
 
 def peak_bytes(work: Callable[..., Any], *arguments: Any) -> int:

@@ -29,29 +29,29 @@ ROOT = Path(__file__).parents[2]
 def wait_until(holds: Callable[[], Any], what: str = "") -> Any:
     """What `holds` returns as soon as that is something."""
     end = time.monotonic() + PATIENCE
-    while not (found := holds()):
+    while not (answer := holds()):
         assert time.monotonic() < end, f"not within {PATIENCE} seconds: {what}"
         time.sleep(0.05)
-    return found
+    return answer
 
 
-def terminal(**own: str) -> dict[str, str]:
+def terminal(**variables: str) -> dict[str, str]:
     """What a terminal has: this Python first on the PATH, this checkout's package, no settings of Dask; and its own."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    known = {name: value for name, value in os.environ.items() if not name.startswith("DASK_")}
-    return known | {"PATH": path, "PYTHONPATH": str(ROOT)} | own
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("DASK_")}
+    return inherited | {"PATH": path, "PYTHONPATH": str(ROOT)} | variables
 
 
 def session_of(leader: int) -> list[psutil.Process]:
     """What still runs of a process and all that it started; what has ended and waits to be noticed does not count."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                processes.append(process)
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue  # ended meanwhile
-    return found
+    return processes
 
 
 @contextmanager
@@ -87,13 +87,13 @@ class Machines:
         self.at: dict[str, int] = {}
         self.processes: dict[str, subprocess.Popen[Any]] = {}
         self.log = (folder / "machines.log").open("w")
-        paths = [*(str(ROOT / own) for own in ("", "tests", "tests/support", "tests/nightly", "benchmarks"))]
+        paths = [*(str(ROOT / name) for name in ("", "tests", "tests/support", "tests/nightly", "benchmarks"))]
         paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-        own = {"PYTHONPATH": os.pathsep.join(paths)}
+        variables = {"PYTHONPATH": os.pathsep.join(paths)}
         # As local clusters have it: idle processes take a fifth of the processor time of Dask's defaults.
         for name, (_, ours) in BETWEEN_TASKS.items():
-            own[f"DASK_{name}".upper().replace(".", "__").replace("-", "_")] = str(ours)
-        self.environment = os.environ | own
+            variables[f"DASK_{name}".upper().replace(".", "__").replace("-", "_")] = str(ours)
+        self.environment = os.environ | variables
         file = folder / "scheduler.json"
         # If this process is killed, the scheduler ends by itself, and its workers with it.
         flags = ["--port", "0", "--scheduler-file", str(file), "--idle-timeout", "1h"]

@@ -101,8 +101,8 @@ class Hosts:
 
     def kill(self, host: int) -> None:
         """End every process of a host with SIGKILL."""
-        found = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True)
-        for process in map(int, found.stdout.split()):
+        listed = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True)
+        for process in map(int, listed.stdout.split()):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 

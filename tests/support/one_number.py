@@ -104,8 +104,8 @@ def outcomes_of_steps(model: Model, precision: str, dials: Dials, steps: int = S
         state, told = state_of(step, start_values(model.config)), []
         if dials.barrier == "none" and step.dials.in_place:  # a cluster gets one step after the other, as in training
             for first in range(0, steps, dials.window):
-                found, state = run_window(scheduler, step, state, batches[first : first + dials.window], steps)
-                told += found
+                outcomes, state = run_window(scheduler, step, state, batches[first : first + dials.window], steps)
+                told += outcomes
         else:
             for batch in batches:
                 outcome, state = run_step(scheduler, step, state, batch, steps)

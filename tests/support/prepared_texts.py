@@ -40,8 +40,8 @@ def prepared(tmp_path: Path, *arguments: object, out: str = "out") -> Path:
 
 def files_of(folder: Path, *, but: tuple[str, ...] = ()) -> dict[str, str]:
     """Hashes of all files that are not hidden."""
-    found = (path for path in sorted(folder.iterdir()) if path.name not in but and not path.name.startswith("."))
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    paths = (path for path in sorted(folder.iterdir()) if path.name not in but and not path.name.startswith("."))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def tokens_of(folder: Path, part: str) -> np.ndarray:

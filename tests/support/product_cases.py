@@ -13,7 +13,7 @@ from tolerances import TOLERANCES
 
 from daskgpt.kernels.bfloat16.isa import VARIABLE, Unit, unit, works
 
-UNITS = [each.name.lower() for each in Unit]
+UNITS = [unit.name.lower() for unit in Unit]
 T = TypeVar("T")
 
 
@@ -50,9 +50,9 @@ def check_rounding(to_bfloat16: Callable[[np.ndarray], np.ndarray]) -> None:
     """Numbers of 16 bits, ties, and what lies just below and above them; a NaN stays one."""
     for low in (0, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         x = (np.arange(1 << 16, dtype=np.uint32) << 16 | low).view(np.float32)
-        found, nan = to_bfloat16(x), np.isnan(x)
-        np.testing.assert_array_equal(found[~nan], round_one_by_one(x[~nan]))
-        assert (found[nan] & 0x7FFF > 0x7F80).all()
+        rounded, nan = to_bfloat16(x), np.isnan(x)
+        np.testing.assert_array_equal(rounded[~nan], round_one_by_one(x[~nan]))
+        assert (rounded[nan] & 0x7FFF > 0x7F80).all()
 
 
 def exact(array: np.ndarray) -> np.ndarray:
@@ -60,10 +60,10 @@ def exact(array: np.ndarray) -> np.ndarray:
     return (round_one_by_one(array).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
-def assert_product(found: np.ndarray, left: np.ndarray, right: np.ndarray, start: np.ndarray | float = 0.0) -> None:
+def assert_product(result: np.ndarray, left: np.ndarray, right: np.ndarray, start: np.ndarray | float = 0.0) -> None:
     """`start` and the product of rounded numbers, in units of the size of the numbers that were added."""
     left, right = exact(left), exact(right)
-    error = (found - (start + left @ right)) / (np.abs(left) @ np.abs(right) + 1)
+    error = (result - (start + left @ right)) / (np.abs(left) @ np.abs(right) + 1)
     np.testing.assert_allclose(error, np.zeros_like(error), **TOLERANCES["bfloat16 sums"])
 
 
@@ -84,11 +84,11 @@ def arrays(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [random.standard_normal(shape, np.float32) for shape in shapes]
 
 
-def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert found.tobytes() == expected.tobytes()
+def assert_same_bits(result: np.ndarray, expected: np.ndarray) -> None:
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
+    assert result.tobytes() == expected.tobytes()
 
 
-def assert_all_same(found: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_all_same(results: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> None:
+    for one, other in zip(results, expected, strict=True):
         assert_same_bits(one, other)

@@ -89,8 +89,8 @@ def train(
         rank = Rank(number, count, messages.link(number), options["groups"], *shape, threads)
         step = step_of(*arguments, **options, in_place=True, threads=threads, rank=rank)
         scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
-        own = {name: value.copy() for name, value in initial.items()}  # it is written over
-        state, outcomes, rows = state_of(step, own), list[Outcome](), step.sequences
+        values = {name: value.copy() for name, value in initial.items()}  # it is written over
+        state, outcomes, rows = state_of(step, values), list[Outcome](), step.sequences
         mine = [(tokens[rows], targets[rows]) for tokens, targets in batches]
         if options.get("barrier") == "none":
             outcomes, state = run_window(scheduler, step, state, mine, len(batches))

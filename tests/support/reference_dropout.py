@@ -10,8 +10,8 @@ WORD = 2**32
 
 def philox(counter: tuple, key: tuple) -> list[np.ndarray]:
     """Four words of counters and keys, which are four and two arrays of numbers below 2**32."""
-    a, b, c, d = (np.asarray(each, np.uint64) for each in counter)
-    key = [int(each) for each in key]
+    a, b, c, d = (np.asarray(word, np.uint64) for word in counter)
+    key = [int(word) for word in key]
     for _ in range(10):
         first, second = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
         a, b = (second // WORD) ^ b ^ np.uint64(key[0]), second % WORD
@@ -37,10 +37,10 @@ def of_batch(seed: int, step: int, batch: tuple[int, int], blocks: int, channels
     def masks(place: int, part: int, columns: int) -> np.ndarray:
         return np.stack([factors(seed, step, s, place, part, tokens, columns, rate) for s in range(sequences)])
 
-    found = {"wte+wpe": masks(0, 0, channels)}
+    masks_by_place = {"wte+wpe": masks(0, 0, channels)}
     for block in range(blocks):
         at, first = f"h.{block}", 1 + 3 * block
-        found[f"{at}.attn"] = np.stack([masks(first, head, tokens) for head in range(heads)], 1)
-        found[f"{at}.attn.c_proj"] = masks(first + 1, 0, channels)
-        found[f"{at}.mlp.c_proj"] = masks(first + 2, 0, channels)
-    return found
+        masks_by_place[f"{at}.attn"] = np.stack([masks(first, head, tokens) for head in range(heads)], 1)
+        masks_by_place[f"{at}.attn.c_proj"] = masks(first + 1, 0, channels)
+        masks_by_place[f"{at}.mlp.c_proj"] = masks(first + 2, 0, channels)
+    return masks_by_place

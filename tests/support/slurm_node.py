@@ -55,9 +55,9 @@ def slurm_node(folder: Path) -> Iterator[dict[str, str]]:
     (folder / "munge" / "key").write_bytes(os.urandom(128))
     (folder / "munge" / "key").chmod(0o600)
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
-        ports = [each.getsockname()[1] for each in (one, two)]
+        ports = [listener.getsockname()[1] for listener in (one, two)]
     (folder / "slurm.conf").write_text(CONFIGURATION.format(node=NODE, ports=ports, folder=folder))
-    own = terminal(PATH=PATH, SLURM_CONF=str(folder / "slurm.conf"))
+    environment = terminal(PATH=PATH, SLURM_CONF=str(folder / "slurm.conf"))
     munge = [f"--{name}={folder}/munge/{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
     commands = [
         ["munged", "--foreground", "--force", *munge, f"--key-file={folder}/munge/key"],
@@ -66,11 +66,11 @@ def slurm_node(folder: Path) -> Iterator[dict[str, str]]:
     ]
     with ExitStack() as running, (folder / "log").open("w") as log:
         for command in commands:
-            running.enter_context(started(command, own, stdout=log, stderr=log))
+            running.enter_context(started(command, environment, stdout=log, stderr=log))
             if command[0] == "munged":
                 wait_until((folder / "munge" / "socket").exists, "munged")
-        wait_until(lambda: "idle" in said(own, "sinfo", "--noheader", "--format=%T"), "the node")
-        yield own
+        wait_until(lambda: "idle" in said(environment, "sinfo", "--noheader", "--format=%T"), "the node")
+        yield environment
 
 
 def said(environment: Mapping[str, str], *command: str, cwd: Path | None = None) -> str:

@@ -31,8 +31,8 @@ def fit(
     """A run from random values."""
     settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "out": str(out), "sample_tokens": 0} | run
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
-    own = daskgpt.RunConfig(**settings)
-    return daskgpt.fit(MODEL, data, optimizer, dataflow, own, client=client, on_step=on_step, quiet=True)
+    config = daskgpt.RunConfig(**settings)
+    return daskgpt.fit(MODEL, data, optimizer, dataflow, config, client=client, on_step=on_step, quiet=True)
 
 
 def fit_in_parts(text: Path, out: Path, scheduler: str, on_step: Any = None, **run: Any) -> Any:

@@ -31,19 +31,19 @@ def trained(count, groups, precision="float32", config=CONFIG):
 
 
 @pytest.mark.parametrize(("count", "groups", "precision"), [(2, 2, "float32"), (3, 12, "float32"), (3, 6, "bfloat16")])
-def test_traffic_matches_the_plan(count, groups, precision):
+def test_bytes_sent_match_the_plan(count, groups, precision):
     steps, passed = trained(count, groups, precision)
     for step in steps:
-        for rank, own in enumerate(loads(step)):
+        for rank, load in enumerate(loads(step)):
             for kind in KINDS:
-                assert own.sent[kind] == sum(passed[rank, other, kind] for other in range(count))
-                assert own.received[kind] == sum(passed[other, rank, kind] for other in range(count))
+                assert load.sent[kind] == sum(passed[rank, other, kind] for other in range(count))
+                assert load.received[kind] == sum(passed[other, rank, kind] for other in range(count))
 
 
 def test_bfloat16_weights_are_sent_in_bfloat16():
     """Halves but of vectors and of tables."""
     whole, half = (
-        sum(own.sent["weights"] for own in loads(trained(2, 2, name)[0][0])) for name in ("float32", "bfloat16")
+        sum(load.sent["weights"] for load in loads(trained(2, 2, name)[0][0])) for name in ("float32", "bfloat16")
     )
     matrices = 4 * 12 * CONFIG.blocks * CONFIG.channels**2
     assert whole - half == matrices / 2

@@ -21,10 +21,10 @@ def test_links_in_a_run_folder_are_not_followed(name, small_text, tmp_path):
     fit(small_text, out)
     shutil.move(out / name, victim)
     (out / name).symlink_to(victim)
-    known = victim.read_bytes()
+    content = victim.read_bytes()
     with pytest.raises(ValueError, match=r"symbolic link"):
         resume(out, run={"steps": 14})
-    assert victim.read_bytes() == known
+    assert victim.read_bytes() == content
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -64,10 +64,10 @@ def test_address_in_a_folder_is_not_used(address, small_text, tmp_path, monkeypa
     out = tmp_path / "run"
     fit(small_text, out)
     (state,) = out.glob("step-*/state.json")
-    known = json.loads(state.read_text())
-    del known["sha256"]
-    known["asked"]["scheduler"] = known["configuration"]["dataflow"]["scheduler"] = address
-    state.write_text(json.dumps(known | {"sha256": digest_of(known)}))
+    content = json.loads(state.read_text())
+    del content["sha256"]
+    content["asked"]["scheduler"] = content["configuration"]["dataflow"]["scheduler"] = address
+    state.write_text(json.dumps(content | {"sha256": digest_of(content)}))
     with pytest.raises(ValueError, match=rf"--scheduler {address}"):
         resume(out, run={"steps": 14})
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:2")
