@@ -12,7 +12,7 @@ from daskgpt import verify
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.kernels.bfloat16.gemm import TrainedWeight, pack_weight
 from daskgpt.kernels.bfloat16.isa import outruns_float32, unit
-from daskgpt.model.precision import BFLOAT16, FLOAT32, settle
+from daskgpt.model.precision import BFLOAT16, FLOAT32, resolve
 from daskgpt.schedulers.opening import open_scheduler
 
 
@@ -48,8 +48,8 @@ def test_every_unit_agrees_with_the_golden_state(name, capsys):
 
 
 def test_auto_precision_reports_its_choice():
-    assert settle("float32", 768) == (FLOAT32, "products in float32")
+    assert resolve("float32", 768) == (FLOAT32, "products in float32")
     for channels in (128, 255, 256, 768):
-        picked, why = settle("auto", channels)
+        picked, why = resolve("auto", channels)
         assert picked is (BFLOAT16 if outruns_float32(unit()) and channels >= 256 else FLOAT32)
         assert why.startswith("auto: ")

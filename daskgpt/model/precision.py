@@ -154,7 +154,7 @@ def precision_of(name: str) -> Precision:
     return PRECISIONS[name]
 
 
-def settle(wanted: str, channels: int) -> tuple[Precision, str]:
+def resolve(wanted: str, channels: int) -> tuple[Precision, str]:
     """Choose the precision to compute with if auto is wanted; return it with the reason.
 
     Errors   ValueError or RuntimeError if DASKGPT_MATMUL names a unit that is unknown or missing

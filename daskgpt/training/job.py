@@ -30,7 +30,7 @@ from daskgpt.kernels.cache import PLACE
 from daskgpt.model.layers import CHOICES, chosen
 from daskgpt.model.optimizer import optimizer_of
 from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
-from daskgpt.model.precision import FLOAT32, Precision, settle
+from daskgpt.model.precision import FLOAT32, Precision, resolve
 from daskgpt.schedulers.machine import memory_limit, usable_cores
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, resolved_address
 from daskgpt.schedulers.protocol import Scheduler
@@ -218,7 +218,7 @@ class Job:
     @property
     def precision(self) -> Precision:
         """The precision of products; `auto` is resolved."""
-        return settle(self.dataflow.precision, self.config.channels)[0]
+        return resolve(self.dataflow.precision, self.config.channels)[0]
 
     @property
     def uses(self) -> frozenset[str]:
@@ -323,7 +323,7 @@ def facts(job: Job) -> dict[str, str]:
         "model": f"{parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
         f"vocabulary {c.vocabulary}, positions {c.positions}" + (f", {c.beyond_gpt2()}" if c.beyond_gpt2() else ""),
         "batch": batch,
-        "precision": f"{job.precision.name}: {settle(job.dataflow.precision, c.channels)[1]}",
+        "precision": f"{job.precision.name}: {resolve(job.dataflow.precision, c.channels)[1]}",
     }
 
 
