@@ -148,7 +148,7 @@ PRECISIONS = {precision.name: precision for precision in (FLOAT32, BFLOAT16, FLO
 def precision_of(name: str) -> Precision:
     """Return the precision of a name.
 
-    Errors   ValueError for an unknown name, and for auto, which `resolve` chooses for
+    Errors   ValueError for an unknown name, also for auto (see `resolve`)
     """
     require_known(name, PRECISIONS, "precision_of", "precision")
     return PRECISIONS[name]
