@@ -1,13 +1,16 @@
-"""Tests of the documentation: links have targets, and drawings, excerpts and parameters match the code."""
+"""Tests of the documentation: links have targets, and drawings, excerpts, tables and the reference match the code."""
 
+import re
 from textwrap import indent
 
 import pytest
 from documents import PAGES, ROOT, anchors, excerpts, links, tables
 from drawings import DRAWINGS, FOLDER
 
+import daskgpt
 from daskgpt.config.model import preset
 from daskgpt.config.run import OptimizerConfig
+from daskgpt.model import layers
 from daskgpt.model.parameters import PARAMETERS
 
 
@@ -47,3 +50,20 @@ def test_parameters_match_the_table():
         sizes, decays = " x ".join(f"{size:,}" for size in row.shape(config)), rule == "all" or row.is_matrix
         expected.append([row.name, " ".join(row.axes), sizes, row.initial, "yes" if decays else "no"])
     assert table.rows == expected
+
+
+def test_kernels_and_signatures_match_the_table_of_layers():
+    made = set()
+    for layer in (value for value in vars(layers).values() if isinstance(value, layers.Layer)):
+        for row in filter(None, (layer.forward, *layer.backward.values())):
+            module = row.kernel.__module__.rpartition(".")[2]
+            made.add((row.signature.strip(), f"{module}.{row.kernel.__name__}"))
+    calls = [row for table in tables(ROOT / "docs" / "model.md") if table.head[0] == "call" for row in table.rows]
+    assert calls
+    assert [call for call, signature, kernel in calls if (signature.strip(), kernel) not in made] == []
+
+
+def test_the_reference_lists_the_public_names():
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(\w+)`", text.partition("## Training")[0])) == set(daskgpt.__all__)
+    assert set(re.findall(r"^\.\. auto\w+:: daskgpt\.(\w+)$", text, re.MULTILINE)) == set(daskgpt.__all__)
