@@ -21,7 +21,9 @@ from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.audit import Audit, Stretch, Verdict, differing_tensors
 from daskgpt.training.job import compile_kernels
 
-EPILOG = "Exit codes: 0 = everything agrees; 1 = the chain or a stretch does not; 2 = the run cannot be audited here."
+EPILOG = (
+    "Exit codes: 0 = everything agrees; 1 = the chain or a stretch does not agree; 2 = the run cannot be audited here."
+)
 
 
 @documented

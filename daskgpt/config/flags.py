@@ -163,7 +163,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help=text)
     text = "with --plan: number of workers of --threads threads (default 1) that share the step; prints what each "
     parser.add_argument("--workers", type=int, help=f"{text}sends, runs and holds")
-    text = "with --workers: bits a second of the link of each worker, such as 10G (default: all are on this machine)"
+    text = "with --workers: bits per second of the link of each worker, such as 10G (default: all are on this machine)"
     parser.add_argument("--bandwidth", type=count, default=0, help=text)
     text = "with --bandwidth: time of a message on a link, such as 50us (default: 0s)"
     parser.add_argument("--latency", type=duration, default=0.0, help=text)

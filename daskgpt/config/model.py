@@ -43,7 +43,7 @@ class ModelConfig(Checked):
         "gelu", "function inside of the feed-forward layer", choices=("gelu", "swiglu"), rows=True
     )
     bias: str = setting("all", "linear layers with a bias", choices=("all", "qkv", "none"))
-    head: str = setting("tied", "whether the last layer has the table of the embedding", choices=("tied", "untied"))
+    head: str = setting("tied", "whether the last layer shares the table of the embedding", choices=("tied", "untied"))
     kv_heads: int = setting(0, "heads of keys and values, a divisor of heads; 0 = as many as heads", most=1_000_000)
     head_size: int = setting(0, "channels of a head; 0 = channels / heads", most=1_000_000)
     hidden: int = setting(0, "channels inside of the feed-forward layer; 0 = 4 x channels", most=4_000_000)

@@ -45,7 +45,7 @@ class DataConfig(Checked):
     )
     batch_size: int = setting(12, "B, sequences per step; with --accumulate, per micro-batch", least=1, most=2**20)
     accumulate: int = setting(
-        1, "N, micro-batches of B sequences: a step of N x B sequences in the memory of one with B", least=1, most=2**20
+        1, "N, micro-batches of B sequences: a step of N x B sequences in the memory of B", least=1, most=2**20
     )
     sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
     groups: int = groups_setting()
@@ -117,7 +117,7 @@ class DataflowConfig(Checked):
         0, "sequences in a chunk, a divisor of the batch size; auto or 0 = chosen by threads and times", words=AUTO
     )
     sequence_chunk: int = setting(
-        0, "tokens of each sequence in a chunk, a divisor of the sequence length; auto or 0 = likewise", words=AUTO
+        0, "tokens of each sequence in a chunk, a divisor of the sequence length; auto or 0 = chosen", words=AUTO
     )
     scheduler: str = setting(
         "auto",
@@ -159,7 +159,7 @@ class RunConfig(Checked):
     tokens: int = setting(0, "length of the run in tokens, such as 10M, in place of --steps", parse=count)
     minutes: float = setting(
         0.0,
-        "length of the run in minutes of training, those before a --resume included; the number of steps, on which the "
+        "length of the run in minutes of training, including those before --resume; the number of steps, on which the "
         "learning rate depends, is estimated repeatedly; 0 = by steps",
         unit="minutes",
     )
