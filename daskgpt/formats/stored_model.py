@@ -142,7 +142,7 @@ def in_memory(values: np.ndarray) -> np.ndarray:
 
 
 def pieces(values: np.ndarray, most: int = PIECE_BYTES) -> Iterator[np.ndarray]:
-    """Yield the values of an array in C order, in contiguous arrays of about `size` bytes, views if possible."""
+    """Yield the values of an array in C order, in contiguous arrays of about `most` bytes, views if possible."""
     if values.ndim < 2 or values.nbytes <= most:
         yield np.ascontiguousarray(values)
         return
