@@ -81,7 +81,7 @@ def test_apart_opens_one_program_at_a_time():
 
     sides = [Apart(partial(open_one, seconds), 3) for seconds in (1, 2)]
     turns = take_turns(sides, 2, 4)
-    assert [own[0] for own in order[::3]] == [1, 2, 2, 1]
+    assert [entry[0] for entry in order[::3]] == [1, 2, 2, 1]
     assert order[:3] == [(1, 3), "peaks count from here", (1, 4)]
     assert [turn.seconds for turn in turns] == [((1, 1, 1, 3), (2, 2, 2, 6))] * 2
     assert (sides[0].losses, sides[0].peak(), len(sides[0].cpu())) == ([float(n) for n in range(7)], 7, 2)

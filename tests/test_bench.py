@@ -38,16 +38,16 @@ def printed(capsys, *arguments):
 @pytest.mark.parametrize("flags", [["--grain", "auto"], ["--scheduler", "sync"]], ids=str)
 def test_measurement_record(capsys, flags):
     record = Record.of_line(printed(capsys, *FLAGS, *flags, "--sequence-chunk", "16", "--json").encode())
-    found, settings = {name: figure.median for name, figure in record.figures.items()}, record.settings
+    figures, settings = {name: figure.median for name, figure in record.figures.items()}, record.settings
     step, config = record.figures["step"], ModelConfig(blocks=2, heads=2, channels=32)
     assert 0 < step.least <= step.median <= step.largest
     assert len(step.turns) == 3
     assert record.command == " ".join(["python -m daskgpt.bench", *FLAGS, *flags, "--sequence-chunk", "16"])
-    assert min(found["forward"], found["backward"], found["update"]) > 0
-    assert found["tokens"] == pytest.approx(4 * 32 / step.median * 1e3, rel=1e-3)
-    assert found["rate"] == pytest.approx(step_operations(config, 4, 32) / step.median / 1e6, rel=1e-2)
-    assert 0 <= found["overhead"] < 1
-    assert found["peak"] > 0.03
+    assert min(figures["forward"], figures["backward"], figures["update"]) > 0
+    assert figures["tokens"] == pytest.approx(4 * 32 / step.median * 1e3, rel=1e-3)
+    assert figures["rate"] == pytest.approx(step_operations(config, 4, 32) / step.median / 1e6, rel=1e-2)
+    assert 0 <= figures["overhead"] < 1
+    assert figures["peak"] > 0.03
     assert settings["threads"] == (1 if "sync" in flags else machine.usable_cores())
     assert (settings["batch_size"], settings["sequence_length"], settings["sequence_chunk"]) == (4, 32, 16)
     chunk, grain = (settings["batch_chunk"], 16), settings["grain"]  # what the machine chose
@@ -60,10 +60,10 @@ def test_worker_kernels_are_counted(cluster):
     cluster.have(1)
     with open_scheduler(cluster.address) as scheduler:
         steps = TimedEngine(job_of(scheduler=cluster.address), scheduler, 0)
-        found = measure_steps(steps, warmup=1, timed=2, recorded=1)
+        measurement = measure_steps(steps, warmup=1, timed=2, recorded=1)
         assert len(steps.cpu()) == 3  # this process, the worker and the scheduler
-    figures = {name: figure["median"] for name, figure in found.figures.items()}
-    assert (found.settings["threads"], 0 < figures["overhead"] < 1) == (1, True)
+    figures = {name: figure["median"] for name, figure in measurement.figures.items()}
+    assert (measurement.settings["threads"], 0 < figures["overhead"] < 1) == (1, True)
     assert min(figures[name] for name in ("forward", "backward", "update")) > 0
     assert figures["peak"] * 1e9 > machine.resident_memory()  # this process, and the worker
 
@@ -127,12 +127,12 @@ ACTIVATION_BYTES = 4 * (48 * (16 * (5 + 2 * 42) + 2 * 2 + 2 + 32) + 1)
 
 @pytest.mark.parametrize("grain", ["kernel", "block", "chunk"])
 def test_bytes_of_a_step_match_a_hand_count(grain):
-    found = predict(job_of(grain=grain))
+    plan = predict(job_of(grain=grain))
     first_gradient = 4 * 32 * 16  # the sum of the unembedding's chunks, which the embedding's continues from
     expected = {"parameters": PARAMETER_BYTES, "gradients": PARAMETER_BYTES + first_gradient}
-    assert dict(found.made) == expected | {"optimizer": 2 * PARAMETER_BYTES, "activations": ACTIVATION_BYTES}
-    assert found.grain == grain
-    assert 3 * PARAMETER_BYTES < found.peak < sum(found.made.values())
+    assert dict(plan.made) == expected | {"optimizer": 2 * PARAMETER_BYTES, "activations": ACTIVATION_BYTES}
+    assert plan.grain == grain
+    assert 3 * PARAMETER_BYTES < plan.peak < sum(plan.made.values())
     beside = predict(job_of(scheduler="local", engine="tasks", grain=grain))  # the new state comes beside the old
     assert (beside.made["parameters"], beside.made["optimizer"]) == (2 * PARAMETER_BYTES, 4 * PARAMETER_BYTES)
     assert beside.peak > 6 * PARAMETER_BYTES
@@ -157,9 +157,9 @@ def test_predicted_peak_matches_a_real_step(dataflow):
         steps.run(1)
         peak = tracemalloc.get_traced_memory()[1] - graph
         tracemalloc.stop()
-    found = predict(job)
-    assert found.peak == pytest.approx(peak, rel=0.1)
-    assert found.made["parameters"] + found.made["optimizer"] == state  # packed matrices too
+    plan = predict(job)
+    assert plan.peak == pytest.approx(peak, rel=0.1)
+    assert plan.made["parameters"] + plan.made["optimizer"] == state  # packed matrices too
 
 
 def test_plan_table(capsys, small_text):
@@ -169,9 +169,9 @@ def test_plan_table(capsys, small_text):
     for words in ("parameters: 2 blocks, 2 heads, 32 channels", "4 x 32 tokens", "2 of 2 x 32"):
         assert words in " ".join(out.split())
     job = job_of(grain="chunk", batch_chunk=2)
-    found = predict(job)
-    assert f"{found.peak / 1e6:,.1f} MB" in str(found)
-    assert f"{found.largest_bytes / 1e6:,.1f} MB of results, {found.largest_task}" in str(found)
+    plan = predict(job)
+    assert f"{plan.peak / 1e6:,.1f} MB" in str(plan)
+    assert f"{plan.largest_bytes / 1e6:,.1f} MB of results, {plan.largest_task}" in str(plan)
 
 
 GRAINS = [({}, "block", "assumed"), ({"barrier": "layer"}, "kernel", "layer")]
@@ -181,9 +181,9 @@ GRAINS += [({"scheduler": "local", "engine": "tasks"}, "block", "scheduler")]
 @pytest.mark.parametrize(("flags", "grain", "word"), GRAINS)
 def test_plan_shows_its_grain(flags, grain, word):
     job = job_of(**flags)
-    found = predict(job)
-    assert (found.grain, found.tasks) == (grain, predict(job_of(grain=grain, **flags)).tasks)
-    (line,) = [line for line in str(found).splitlines() if line.startswith("grain")]
+    plan = predict(job)
+    assert (plan.grain, plan.tasks) == (grain, predict(job_of(grain=grain, **flags)).tasks)
+    (line,) = [line for line in str(plan).splitlines() if line.startswith("grain")]
     assert {grain, word} <= set(re.findall(r"\w+", line))
 
 

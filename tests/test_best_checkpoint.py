@@ -30,9 +30,9 @@ def copy(steep, tmp_path):
 
 def validated(out):
     """Validation loss after so many steps, and which of them are told to be the best so far."""
-    found = {record["step"] + 1: record for record in metrics_of(out) if "validation_loss" in record}
-    return {step: record["validation_loss"] for step, record in found.items()}, [
-        step for step, record in found.items() if record.get("best")
+    records = {record["step"] + 1: record for record in metrics_of(out) if "validation_loss" in record}
+    return {step: record["validation_loss"] for step, record in records.items()}, [
+        step for step, record in records.items() if record.get("best")
     ]
 
 
@@ -62,8 +62,8 @@ def test_best_holds_the_state_of_its_step(small_text, steep, tmp_path):
     assert best_in(tmp_path / "run") == best
     for step in (best, None):
         assert tensors_of(tmp_path / "run", step) == tensors_of(steep, step)
-    own, last = (daskgpt.load(steep / name)[1] for name in ("best", "latest"))
-    assert any((own[name] != last[name]).any() for name in own)
+    lowest, last = (daskgpt.load(steep / name)[1] for name in ("best", "latest"))
+    assert any((lowest[name] != last[name]).any() for name in lowest)
 
 
 def test_resume_gives_the_best_of_an_uninterrupted_run(small_text, steep, tmp_path):

@@ -40,9 +40,9 @@ def test_checkpoint_has_model_moments_and_state(saved):
     model, optimizer = (load_file(out / "latest" / f"{name}.safetensors") for name in ("model", "optimizer"))
     assert set(optimizer) == {f"{moment}.{name}" for moment in "mv" for name in model}
     for name, values in model.items():
-        own = result.parameters[name]
-        assert np.array_equal(values, own.T if "c_" in name and own.ndim == 2 else own)
-        assert optimizer[f"v.{name}"].shape == own.shape
+        parameter = result.parameters[name]
+        assert np.array_equal(values, parameter.T if "c_" in name and parameter.ndim == 2 else parameter)
+        assert optimizer[f"v.{name}"].shape == parameter.shape
     assert all((values > 0).any() for name, values in optimizer.items() if name.startswith("v."))
     state = json.loads((out / "latest" / "state.json").read_text())
     assert (state["step"], state["seed"], state["data"]["next_batch"]) == (STEPS, 0, STEPS)
@@ -51,9 +51,9 @@ def test_checkpoint_has_model_moments_and_state(saved):
     assert state["groups"] == state["configuration"]["data"]["groups"] == 1
     assert state["arithmetic"]["precision"] == "float32"
     assert state["versions"]["numpy"] == np.__version__
-    for name, known in state["files"].items():
+    for name, facts in state["files"].items():
         content = (out / "latest" / name).read_bytes()
-        assert (len(content), hashlib.sha256(content).hexdigest()) == (known["bytes"], known["sha256"])
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (facts["bytes"], facts["sha256"])
 
 
 def test_checkpoint_holds_the_state_of_its_step(small_text, tmp_path, monkeypatch):
@@ -69,9 +69,9 @@ def test_checkpoint_holds_the_state_of_its_step(small_text, tmp_path, monkeypatc
     on_step = lambda step, metrics: gone_on.set() if step == 7 else None  # noqa: E731
     fit(small_text, tmp_path / "run", optimizer=CONSTANT, save_every=5, on_step=on_step)
     monkeypatch.undo()
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    beside = max(19, own) if sys.platform == "linux" else own
-    assert niceness == [beside, beside, own]
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
+    beside = max(19, priority) if sys.platform == "linux" else priority
+    assert niceness == [beside, beside, priority]
     for steps in (5, 10):
         fit(small_text, tmp_path / f"{steps}", optimizer=CONSTANT, steps=steps)
         assert tensors_of(tmp_path / "run", steps) == tensors_of(tmp_path / f"{steps}")
@@ -169,11 +169,11 @@ def test_every_changed_byte_is_detected(saved, tmp_path, name, random):
         changed[place] ^= 1 << int(random.integers(8))
         (folder / name).write_bytes(changed)
         try:
-            found = checked_state(folder)
+            state = checked_state(folder)
         except DamagedCheckpoint:
             continue
         assert name == "state.json", "white space of JSON means nothing, and nothing else"
-        assert found == json.loads(content) | found
+        assert state == json.loads(content) | state
     (folder / name).unlink()
     with pytest.raises(DamagedCheckpoint, match=name):
         checked_state(folder)

@@ -30,7 +30,7 @@ def chunk_of(shape, threads, config=TINY, work=None, **given):
 
 
 CHUNKS = [
-    *(("tiny", (12, 64), *each) for each in ((1, (6, 64)), (2, (6, 64)), (3, (4, 64)), (4, (3, 64)), (8, (1, 64)))),
+    *(("tiny", (12, 64), *case) for case in ((1, (6, 64)), (2, (6, 64)), (3, (4, 64)), (4, (3, 64)), (8, (1, 64)))),
     ("tiny", (7, 64), 2, (1, 64)),
     # Tokens are cut where sequences are too few.
     ("gpt2", (1, 1024), 2, (1, 512)),
@@ -47,8 +47,11 @@ def test_chunks_follow_the_threads(name, shape, threads, chunk):
 
 def test_expected_seconds_follow_the_formula():
     """One thread has two chunks; a chunk of few rows or cut tokens is slower; the last round is filled by half."""
-    found = {own.chunk: own for own in candidates(TINY, (4, 64), DataflowConfig(), 4, Work(tokens=2.0, attention=1.0))}
-    whole, cut = found[2, 64], found[2, 16]
+    by_chunk = {
+        candidate.chunk: candidate
+        for candidate in candidates(TINY, (4, 64), DataflowConfig(), 4, Work(tokens=2.0, attention=1.0))
+    }
+    whole, cut = by_chunk[2, 64], by_chunk[2, 16]
     assert (whole.count, cut.count) == (2, 8)
     assert whole.seconds == pytest.approx(2 * (1 + 8 / 128) / 2 + 1 / 2 + 2 * 0.15e-3 / 4)
     slower, tasks = 1 + 8 / 32 + 1.6 / 16, 8 * 4 * TINY.blocks
@@ -110,9 +113,9 @@ def test_measured_times_change_the_chunks_once():
 
 def test_chunks_stay_without_a_clear_gain():
     with open_scheduler("threads", 2) as scheduler:
-        own = job((3, 64), replace(SMALL, positions=64))
+        automatic = job((3, 64), replace(SMALL, positions=64))
         for seconds, steps in ((0.1, 1), (1e-4, 20)):
-            engine = LocalEngine(own, scheduler)
+            engine = LocalEngine(automatic, scheduler)
             step = engine.step.with_dials(chunk=(3, 32))
             slow = spans_of(step, lambda origin, s=seconds: s if origin.layer == "attention" else 0.0)
             assert engine.chunks.choose(step, slow, steps) == (step, "")
@@ -167,8 +170,8 @@ def run(small_text, tmp_path, name, *flags):
 def test_automatic_chunks_change_no_bit(small_text, tmp_path, cluster, capsys):
     cluster.have(2)
     schedulers = [("threads", 1), ("threads", 2), ("threads", 5), (cluster.address, 0)]
-    found, chunks = zip(*(run(small_text, tmp_path, f"{n}", "--scheduler", s, "--threads", n) for s, n in schedulers))
-    assert all(each == found[0] for each in found)
+    bits, chunks = zip(*(run(small_text, tmp_path, f"{n}", "--scheduler", s, "--threads", n) for s, n in schedulers))
+    assert all(other == bits[0] for other in bits)
     assert chunks == ((6, 64), (6, 64), (3, 64), (6, 64))
     out = capsys.readouterr().out
     assert "2 of 6 x 64 (auto, for 2 threads)" in out

@@ -39,7 +39,7 @@ def made_up(step, name, shape):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("clip", TORCH)
 def test_norms_and_clipped_updates_match_pytorch(clip, in_place):
-    state = {name: [made_up(0, name, own), *np.zeros((2, *own), "float32")] for name, own in SHAPES.items()}
+    state = {name: [made_up(0, name, shape), *np.zeros((2, *shape), "float32")] for name, shape in SHAPES.items()}
     for step, (norm, total) in enumerate(zip(TORCH[clip]["norms"], TORCH[clip]["sums"]), 1):
         gradients = {name: made_up(step, name, shape) for name, shape in SHAPES.items()}
         hyper = np.array([1e-2, 1 - 0.9**step, 1 - 0.99**step, math.inf, math.inf])
@@ -48,18 +48,18 @@ def test_norms_and_clipped_updates_match_pytorch(clip, in_place):
         for name, (weight, m, v) in state.items():
             kernel = Guarded(adamw_inplace if in_place else adamw)
             state[name] = list(kernel(weight, gradients[name], m, v, told, **OPTIONS))
-        own = sum(np.abs(weight.astype("float64")).sum() for weight, *_ in state.values())
-        assert own == pytest.approx(total, rel=1e-6)
+        magnitude = sum(np.abs(weight.astype("float64")).sum() for weight, *_ in state.values())
+        assert magnitude == pytest.approx(total, rel=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(1,), (5000,), (3, 7), (64, 31), (65, 32), (300, 129)])
 def test_squares_of_rows_add_up(random, shape):
     gradient = random.normal(size=shape).astype("float32")
-    found = squares(gradient)
-    np.testing.assert_allclose(found.sum(), (gradient.astype("float64") ** 2).sum(), rtol=1e-14)
+    sums = squares(gradient)
+    np.testing.assert_allclose(sums.sum(), (gradient.astype("float64") ** 2).sum(), rtol=1e-14)
     if len(shape) == 2:
         parts = [squares(gradient[first : first + UNIT_ROWS]) for first in range(0, len(gradient), UNIT_ROWS)]
-        np.testing.assert_array_equal(np.concatenate(parts), found)
+        np.testing.assert_array_equal(np.concatenate(parts), sums)
     large = (gradient * np.float32(1e30)).astype("float32")  # its squares are beyond float32
     assert np.isfinite(squares(large)).all()
 
@@ -70,9 +70,9 @@ def test_only_norms_above_the_limit_are_clipped():
         told[clip], values = outcomes_of_steps(replace(MODELS["odd"], clip=clip), "float32", Dials((3, 10)))
         ends[clip] = {name: value.tobytes() for name, value in values.items()}
     assert ends[1e9] == ends[0.0]
-    assert [each.loss for each in told[1e9]] == [each.loss for each in told[0.0]]
-    assert {each.norm for each in told[0.0]} == {None}
-    assert len({each.norm for each in told[0.1]}) == 3
+    assert [outcome.loss for outcome in told[1e9]] == [outcome.loss for outcome in told[0.0]]
+    assert {outcome.norm for outcome in told[0.0]} == {None}
+    assert len({outcome.norm for outcome in told[0.1]}) == 3
     assert told[0.1][0] == told[1e9][0]
     assert ends[0.1]["wpe.weight"] != ends[0.0]["wpe.weight"]
 
@@ -116,32 +116,32 @@ def test_clipped_run_logs_norms_and_resumes_to_the_same_bits(small_text, tmp_pat
 
 
 def test_limits_follow_from_earlier_steps():
-    found = Outliers(3.0)
+    outliers = Outliers(3.0)
     losses = np.sin(np.arange(200)) + 5
     for step, loss in enumerate(losses):
         if step in (LEAST, 90, 199):
-            known = losses[max(step - WINDOW, 0) : step]
-            assert found.limits(step)[0] == pytest.approx(known.mean() + 3 * known.std(), rel=1e-12)
-            assert found.limits(step)[1] == pytest.approx(2.0)
-        found.note(step, Outcome(float(loss), 2.0))
-    assert found.limits(LEAST - 1) == NO_LIMITS
-    again = Outliers(3.0, json.loads(json.dumps(found.facts(150))))
-    assert again.limits(150) == found.limits(150)
-    found.note(70, Outcome(1e9, 1e9))  # made again after a loss: it counts once
-    assert again.limits(150) == found.limits(150)
-    assert Outliers(0.0, found.seen).limits(150) == NO_LIMITS
+            earlier = losses[max(step - WINDOW, 0) : step]
+            assert outliers.limits(step)[0] == pytest.approx(earlier.mean() + 3 * earlier.std(), rel=1e-12)
+            assert outliers.limits(step)[1] == pytest.approx(2.0)
+        outliers.note(step, Outcome(float(loss), 2.0))
+    assert outliers.limits(LEAST - 1) == NO_LIMITS
+    again = Outliers(3.0, json.loads(json.dumps(outliers.facts(150))))
+    assert again.limits(150) == outliers.limits(150)
+    outliers.note(70, Outcome(1e9, 1e9))  # made again after a loss: it counts once
+    assert again.limits(150) == outliers.limits(150)
+    assert Outliers(0.0, outliers.seen).limits(150) == NO_LIMITS
 
 
 def test_outliers_count_clipped_and_lasting_ones_are_accepted():
-    found = Outliers(6.0)
+    outliers = Outliers(6.0)
     for step in range(LEAST + 8):
-        found.note(step, Outcome(5 + step % 2, 1.0))
-    most = found.limits(step + 1)[0]
-    found.note(step + 1, Outcome(1e9, 1.0))
-    assert found.seen[-1][1] == most
+        outliers.note(step, Outcome(5 + step % 2, 1.0))
+    most = outliers.limits(step + 1)[0]
+    outliers.note(step + 1, Outcome(1e9, 1.0))
+    assert outliers.seen[-1][1] == most
     for later in range(step + 2, step + 60):
-        found.note(later, Outcome(9.0, 1.0))
-    assert found.limits(later)[0] > 9, "a loss of 9 is left out for ever"
+        outliers.note(later, Outcome(9.0, 1.0))
+    assert outliers.limits(later)[0] > 9, "a loss of 9 is left out for ever"
 
 
 @pytest.mark.parametrize(("precision", "in_place"), [("float32", True), ("float32", False), ("bfloat16", True)])
@@ -233,9 +233,9 @@ def test_error_names_the_last_good_checkpoint(small_text, tmp_path):
     fit(small_text, out, optimizer=OptimizerConfig(schedule="constant"), steps=3, save_every=2)
     with pytest.raises(RuntimeError, match="must stay finite") as ended:
         daskgpt.fit(resume=out, quiet=True, run={"steps": 40}, optimizer={"learning_rate": 1e30})
-    (found,) = re.findall(r"The last good checkpoint is (\S+): --resume (\S+) continues", str(ended.value))
-    assert found == (str(sorted(out.glob("step-*"))[-1]), str(out))
-    assert daskgpt.load(found[0])
+    (paths,) = re.findall(r"The last good checkpoint is (\S+): --resume (\S+) continues", str(ended.value))
+    assert paths == (str(sorted(out.glob("step-*"))[-1]), str(out))
+    assert daskgpt.load(paths[0])
 
 
 def test_sums_of_layers_stay_apart_between_barriers():
@@ -249,4 +249,4 @@ def test_sums_of_layers_stay_apart_between_barriers():
         if is_sum(node):
             stages.setdefault(groups[key], set()).add(origin_of(node).stage)
     assert len(stages) > 20
-    assert {len(own) for group, own in stages.items() if group is not None} == {1}
+    assert {len(members) for group, members in stages.items() if group is not None} == {1}

@@ -94,19 +94,19 @@ def test_function_of_parameters_runs_on_a_worker(cluster, precision, monkeypatch
     with daskgpt.open_scheduler(cluster.address) as scheduler:
         state = state_after_a_step(scheduler, precision)
         monkeypatch.setattr(State, "parameters", None)
-        process, *found = call_on_model(scheduler, state, summed)
+        process, *sums = call_on_model(scheduler, state, summed)
     assert here == os.getpid() != process
-    assert found == wanted
+    assert sums == wanted
 
 
 def test_recorded_spans_name_their_workers_and_times(cluster):
     cluster.have(2)
     begin = time.time()
-    with daskgpt.open_scheduler(cluster.address) as scheduler, scheduler.record() as found:
+    with daskgpt.open_scheduler(cluster.address) as scheduler, scheduler.record() as processes:
         scheduler.settle(state_after_a_step(scheduler, "float32").packs)
     names = [f"worker {name}" for name in sorted(cluster.alive())]
-    assert [process.name for process in found] == names
-    for process in found:
+    assert [process.name for process in processes] == names
+    for process in processes:
         assert process.threads == 1
         assert process.spans
         assert all(begin < process.offset + span.start <= process.offset + span.end for span in process.spans)
@@ -130,7 +130,11 @@ def left_with(dask_worker):
     threads = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
     plugins = [name for name in dask_worker.plugins if "daskgpt" in name]
     plugins += [name for name in dask_worker.handlers if "daskgpt" in name]
-    plugins += [str(own) for own in logging.getLogger("distributed.worker").filters if "daskgpt" in str(own)]
+    plugins += [
+        str(log_filter)
+        for log_filter in logging.getLogger("distributed.worker").filters
+        if "daskgpt" in str(log_filter)
+    ]
     return plugins, METRIC in dask_worker.metrics, len(dask_worker.data), threads
 
 
@@ -148,12 +152,12 @@ def held_by(dask_scheduler):
 
 def places_of_copies(dask_scheduler):
     """The workers that hold the copies of each part of a recovery point."""
-    found = {}
+    places = {}
     for task in dask_scheduler.tasks.values():
         if str(task.key).startswith("recovery.copy") and task.who_has:
             rows = frozenset(source.key for source in task.dependencies)
-            found.setdefault(rows, []).append({worker.address for worker in task.who_has})
-    return list(found.values())
+            places.setdefault(rows, []).append({worker.address for worker in task.who_has})
+    return list(places.values())
 
 
 def test_copies_of_a_recovery_point_stay_on_different_workers(cluster, small_text, tmp_path):
@@ -163,16 +167,18 @@ def test_copies_of_a_recovery_point_stay_on_different_workers(cluster, small_tex
 
         def look(step, metrics):
             if step in (4, 8):
-                wait_until(lambda: all(len(own) == 2 for own in client.run_on_scheduler(places_of_copies)), "copies")
+                wait_until(
+                    lambda: all(len(workers) == 2 for workers in client.run_on_scheduler(places_of_copies)), "copies"
+                )
                 for _ in range(3):
                     client.amm.run_once()
                 time.sleep(0.5)
-                found.extend(client.run_on_scheduler(places_of_copies))
+                places.extend(client.run_on_scheduler(places_of_copies))
 
-        found = []
+        places = []
         fit(small_text, tmp_path / "run", cluster.address, on_step=look, snapshot_every=4)
-    assert found
-    assert all(len(own) == 2 and not set.intersection(*own) for own in found)
+    assert places
+    assert all(len(workers) == 2 and not set.intersection(*workers) for workers in places)
 
 
 @engines
@@ -212,19 +218,19 @@ def test_borrowed_client_is_left_unchanged(engine, cluster, small_text, whole, t
 
 def test_steps_leak_nothing(cluster, small_text):
     cluster.have(2)
-    found = []
+    counts = []
     with Client(cluster.address) as client:
 
         def look(step, metrics):
             if step in (7, 63):
                 tasks = sum(client.run(lambda dask_worker: len(dask_worker.state.tasks)).values())
-                found.append((*client.run_on_scheduler(held_by), tasks))
+                counts.append((*client.run_on_scheduler(held_by), tasks))
 
         run = {"steps": 64, "snapshot_every": 8, "validate_every": 0}
         fit(small_text, "", "", client=client, on_step=look, **run)
-    early, late = found
+    early, late = counts
     # What is in flight at a moment varies by some steps; of 56 steps that leave all of theirs there would be 1,000.
-    assert all(after < before + 200 for before, after in zip(early, late)), found
+    assert all(after < before + 200 for before, after in zip(early, late)), counts
 
 
 def test_cluster_by_scheduler_file_and_environment(cluster):
@@ -242,8 +248,8 @@ def test_cluster_by_scheduler_file_and_environment(cluster):
 
 def test_workers_of_other_versions_are_refused(cluster, small_text, tmp_path, monkeypatch):
     cluster.have(2)
-    known = {"daskgpt": "0.0 (00000000)", "float32 products": "fused"}
-    monkeypatch.setattr("daskgpt.schedulers.membership.identity", lambda packed: known)
+    versions = {"daskgpt": "0.0 (00000000)", "float32 products": "fused"}
+    monkeypatch.setattr("daskgpt.schedulers.membership.identity", lambda packed: versions)
     prepared = []
     monkeypatch.setattr("daskgpt.schedulers.workers.PrepareWorker", prepared.append)
     with pytest.raises(RuntimeError, match=r"must have the versions.*worker=tcp://127.*daskgpt=.*the run: 0\.0 "):
@@ -380,8 +386,8 @@ def test_worker_that_leaves_loses_no_step(within, cluster, small_text, whole, tm
 
         if within:
             client.run(leave_in_a_window, workers=one)
-        own = {"snapshot_every": 3, "validate_every": 0}  # windows of three steps, and no newer copies
-        fit(small_text, tmp_path / "run", cluster.address, on_step=None if within else leave, **own)
+        options = {"snapshot_every": 3, "validate_every": 0}  # windows of three steps, and no newer copies
+        fit(small_text, tmp_path / "run", cluster.address, on_step=None if within else leave, **options)
         wait_until(lambda: len(client.nthreads()) == 2, "a worker leaves")
     assert losses_of(tmp_path / "run") == losses_of(whole)
     assert tensors_of(tmp_path / "run") == tensors_of(whole)
@@ -406,7 +412,7 @@ def test_joining_worker_takes_part_and_changes_no_bit(cluster, small_text, whole
             with Client(cluster.address) as client:
                 wait_until(lambda: len(running(client)) == 2, "a second worker")
 
-    own = {"on_step": join, "snapshot_every": 1}
-    assert same(fit(small_text, tmp_path / "run", cluster.address, **own), whole)
+    options = {"on_step": join, "snapshot_every": 1}
+    assert same(fit(small_text, tmp_path / "run", cluster.address, **options), whole)
     said = capsys.readouterr().out
     assert said.index("workers    new: tcp://") < said.index("workers    2 ")

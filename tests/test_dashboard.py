@@ -55,9 +55,9 @@ def cluster():
 @pytest.fixture
 def collected(cluster):
     """What the page collects from a run."""
-    found, client = cluster
+    local, client = cluster
     assert client.run_on_scheduler(lambda dask_scheduler: begin(dask_scheduler, "run"))
-    yield found.scheduler.plugins[Collected.name]
+    yield local.scheduler.plugins[Collected.name]
     client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "run"))
 
 
@@ -72,16 +72,16 @@ def status(client):
 
 def test_idle_and_overlap_are_those_of_kernels():
     part = Part([(worker, call) for worker, calls in CALLS.items() for call in calls], 0.0, 4.0, [*CALLS])
-    found = shares(part, 2)
-    assert found == {
+    times = shares(part, 2)
+    assert times == {
         "linear.forward": 0.5,
         "receive": 1.5 / 8,
         "gelu.forward": 1 / 8,
         "linear.backward": 0.5 / 8,
         IDLE: 1 / 8,
     }
-    assert [*found][:3] == ["linear.forward", "receive", "gelu.forward"], "the greatest first"
-    assert idle_share(found) == 2.5 / 8, "who waits for a message is idle"
+    assert [*times][:3] == ["linear.forward", "receive", "gelu.forward"], "the greatest first"
+    assert idle_share(times) == 2.5 / 8, "who waits for a message is idle"
     assert overlap_share(part) == 0.5 / 4, "two of one layer are no overlap of layers, and neither is a wait"
     nothing = Part([], 0.0, 0.0, [])
     assert (shares(nothing, 2), idle_share({}), overlap_share(nothing)) == ({}, 0, 0)
@@ -89,11 +89,11 @@ def test_idle_and_overlap_are_those_of_kernels():
 
 def test_scheduler_without_dashboard_has_no_page():
     """It collects calls for reports all the same."""
-    with LocalCluster(n_workers=0, processes=False, dashboard_address=None) as own, Client(own) as client:
+    with LocalCluster(n_workers=0, processes=False, dashboard_address=None) as local, Client(local) as client:
         assert not client.run_on_scheduler(lambda dask_scheduler: begin(dask_scheduler, "run"))
-        assert Collected.name in own.scheduler.plugins
+        assert Collected.name in local.scheduler.plugins
         client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "run"))
-        assert Collected.name not in own.scheduler.plugins
+        assert Collected.name not in local.scheduler.plugins
 
 
 def test_page_shows_collected_events(cluster, collected, monkeypatch):
@@ -155,9 +155,9 @@ def test_page_shows_collected_events(cluster, collected, monkeypatch):
 
 
 def test_page_ends_with_the_run(cluster):
-    found, client = cluster
+    local, client = cluster
     client.run_on_scheduler(lambda dask_scheduler: begin(dask_scheduler, "run"))
-    page = Page(found.scheduler)
+    page = Page(local.scheduler)
     assert page.update()
     client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "run"))
     assert not page.update()
@@ -216,26 +216,26 @@ async def collected_asks(dask_scheduler):
 
 
 def test_scheduler_asks_only_while_somebody_looks(cluster, collected):
-    found, client = cluster
+    local, client = cluster
     prepare = PrepareWorker("run")
     client.register_plugin(prepare)
-    worker = min(found.workers.values(), key=lambda worker: worker.address)
-    wait_until(lambda: all(METRIC in own.metrics for own in found.scheduler.workers.values()))
+    worker = min(local.workers.values(), key=lambda worker: worker.address)
+    wait_until(lambda: all(METRIC in state.metrics for state in local.scheduler.workers.values()))
     program = SimpleNamespace(recent=[spans_of(("gelu.forward-h.0", 1, 1.0, 2.0))], link=SimpleNamespace(close=list))
     ranks_of(worker).programs["run"] = program
     client.run_on_scheduler(collected_asks)
     assert collected.asking == collected.calls == {}, "nobody looks"
-    Page(found.scheduler).update()
+    Page(local.scheduler).update()
     wait_until(lambda: worker.address in collected.calls, "an answer")
     assert [call.name for call in collected.calls[worker.address]] == ["gelu.forward-h.0"]
-    stream = task_stream.TaskStreamPlugin(found.scheduler)
-    found.scheduler.add_plugin(stream)
+    stream = task_stream.TaskStreamPlugin(local.scheduler)
+    local.scheduler.add_plugin(stream)
     soon = time.perf_counter() + 60
     program.recent.append(spans_of(("receive.gelu.forward-h.0", 1, soon, soon)))
     wait_until(lambda: stream.buffer, "a call in the task stream")
     drawn = stream.buffer[-1]
     assert (drawn["worker"], drawn["startstops"][0]["action"]) == (worker.address, "transfer")
-    found.scheduler.remove_plugin(stream.name)
+    local.scheduler.remove_plugin(stream.name)
     client.unregister_worker_plugin(prepare.name)
     wait_until(lambda: ASKED not in worker.handlers, "the handler is removed")
 

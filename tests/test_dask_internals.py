@@ -16,8 +16,8 @@ from daskgpt.schedulers import dask_internals as internals
 @pytest.fixture(scope="module")
 def cluster():
     options = {"threads_per_worker": 2, "processes": False, "dashboard_address": ":0"}
-    with LocalCluster(n_workers=2, **options) as found, Client(found) as client:
-        yield found, client
+    with LocalCluster(n_workers=2, **options) as local, Client(local) as client:
+        yield local, client
 
 
 def workers_of(cluster):
@@ -25,10 +25,10 @@ def workers_of(cluster):
 
 
 def test_few_messages_are_kept(cluster):
-    found, client = cluster
+    local, client = cluster
     for _ in range(2):
         client.run_on_scheduler(internals.keep_messages, count=3)
-        logs = [sender.recent_message_log for sender in found.scheduler.stream_comms.values()]
+        logs = [sender.recent_message_log for sender in local.scheduler.stream_comms.values()]
         assert [log.maxlen for log in logs] == [3, 3]
         for number in range(10):
             client.submit(abs, number, pure=False, workers=[min(workers_of(cluster))]).result()
@@ -76,8 +76,8 @@ def test_worker_counts_tasks_seconds_and_bytes(cluster):
 
 def test_worker_is_closed_or_refused():
     options = {"threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
-    with LocalCluster(n_workers=2, **options) as found, Client(found) as client:
-        address, worker = min((worker.address, worker) for worker in found.workers.values())
+    with LocalCluster(n_workers=2, **options) as local, Client(local) as client:
+        address, worker = min((worker.address, worker) for worker in local.workers.values())
 
         async def refuse():
             internals.refuse_work(worker)
@@ -85,7 +85,7 @@ def test_worker_is_closed_or_refused():
         assert not internals.closes(worker)
         asyncio.run_coroutine_threadsafe(refuse(), internals.event_loop(worker)).result()
         wait_until(lambda: internals.closes(worker) or worker.status == Status.closed)
-        internals.end_worker(client, max(worker.address for worker in found.workers.values()))
+        internals.end_worker(client, max(worker.address for worker in local.workers.values()))
         wait_until(lambda: address not in internals.scheduler_identity(client)["workers"])
 
 

@@ -39,8 +39,8 @@ def test_parts_of_a_text_share_no_line(book: Path):
 def test_documents_begin_with_end_of_text(tmp_path: Path):
     for name, text in (("1.txt", "one"), ("2.txt", "two")):
         (tmp_path / name).write_text(text)
-    found = load_validation(recognize(str(tmp_path / "?.txt")), "bytes").validation
-    assert found.tolist() == [END, *b"one", END, *b"two"]
+    ids = load_validation(recognize(str(tmp_path / "?.txt")), "bytes").validation
+    assert ids.tolist() == [END, *b"one", END, *b"two"]
     (tmp_path / "2.txt").write_text("two" * 9)
     described = load_dataset(str(tmp_path / "?.txt"), validation_fraction=0.1).description
     assert "?.txt (2 files): 30 training and 4 validation tokens (bytes)" in described
@@ -50,9 +50,9 @@ def test_token_files_default_to_gpt2(tmp_path: Path):
     write_tokens(tmp_path / "train.bin", np.arange(50257))
     dataset = load_dataset(str(tmp_path / "train.bin"))
     assert (dataset.vocabulary, dataset.encoding_name) == (50257, "gpt2")
-    found = load_validation(recognize(str(tmp_path / "train.bin")), "gpt2").validation
-    assert isinstance(found.base, np.memmap)
-    np.testing.assert_array_equal(found, np.arange(50257))
+    ids = load_validation(recognize(str(tmp_path / "train.bin")), "gpt2").validation
+    assert isinstance(ids.base, np.memmap)
+    np.testing.assert_array_equal(ids, np.arange(50257))
 
 
 def test_one_token_file_is_split_into_spans(tmp_path: Path):

@@ -27,8 +27,8 @@ def test_parts_are_read_as_one_row(cuts):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 1000, 4097])
 def test_an_epoch_sees_each_sequence_once(count):
     for epoch in range(3):
-        found = shuffled(np.arange(count), count, seed=7, epoch=epoch)
-        assert sorted(found) == list(range(count))
+        order = shuffled(np.arange(count), count, seed=7, epoch=epoch)
+        assert sorted(order) == list(range(count))
 
 
 def test_order_depends_on_epoch_and_seed():
@@ -40,9 +40,9 @@ def test_order_depends_on_epoch_and_seed():
     assert np.count_nonzero(np.abs(np.diff(first)) == 1) < 20
     # An order of billions takes no memory.
     places = np.array([0, 1, 2, 4 * 10**12 - 1])
-    found = shuffled(places, 4 * 10**12, seed=0, epoch=0)
-    assert len({each for each in found.tolist() if 0 <= each < 4 * 10**12}) == 4
-    np.testing.assert_array_equal(shuffled(places[2:], 4 * 10**12, 0, 0), found[2:])
+    order = shuffled(places, 4 * 10**12, seed=0, epoch=0)
+    assert len({place for place in order.tolist() if 0 <= place < 4 * 10**12}) == 4
+    np.testing.assert_array_equal(shuffled(places[2:], 4 * 10**12, 0, 0), order[2:])
 
 
 def test_epoch_batches_have_every_target_once():
@@ -52,8 +52,8 @@ def test_epoch_batches_have_every_target_once():
     taken = [batch(ROW, **shape, seed=3, step=step, order=EPOCHS) for step in range(count)]
     starts = np.concatenate([x[:, 0] for x, _ in taken])
     for epoch in range(7):
-        own = starts[epoch * count : (epoch + 1) * count]
-        assert sorted(own) == [10 * number for number in range(count)]
+        starts_of_epoch = starts[epoch * count : (epoch + 1) * count]
+        assert sorted(starts_of_epoch) == [10 * number for number in range(count)]
     for x, y in taken:
         np.testing.assert_array_equal(y, x + 1)
 
@@ -81,8 +81,8 @@ def test_next_batches_are_read_ahead():
     loader = BatchLoader(Dataset(Watched([ROW]), ROW, 1000, "bytes", ""), 4, 8, 5, EPOCHS)
     expected = [batch(ROW, batch_size=4, sequence_length=8, seed=5, step=step, order=EPOCHS) for step in range(8)]
     for numbers in ([0], [1], [2, 3], [4, 5], [1], [2, 7]):  # steps that are made again, and some in one
-        for number, found in zip(numbers, loader.take(numbers)):
-            np.testing.assert_array_equal(found, expected[number])
+        for number, tokens in zip(numbers, loader.take(numbers)):
+            np.testing.assert_array_equal(tokens, expected[number])
     loader.reader.submit(int).result()
     assert len(readers) > 9, "those that come next as well"
     assert all(name.startswith("batches") for name in readers)

@@ -91,8 +91,8 @@ def test_ids_of_other_widths_are_read_as_they_are(tmp_path):
     for dtype in ("<u2", "<u4", "<i4", "<i8", "<u8"):
         path = tmp_path / f"{dtype[1:]}.bin"
         ids.astype(dtype).tofile(path)
-        found = load_validation(recognize(str(path)), "gpt2").validation
-        np.testing.assert_array_equal(found, ids, err_msg=dtype)
+        validation = load_validation(recognize(str(path)), "gpt2").validation
+        np.testing.assert_array_equal(validation, ids, err_msg=dtype)
     with pytest.raises(ValueError, match=r"below the vocabulary; got id=.*path=.*u2.bin.*encoding"):
         load_dataset(str(tmp_path / "u2.bin"), "bytes")
 
@@ -303,9 +303,9 @@ def test_the_loss_of_pairs_is_that_of_their_responses(model, tmp_path, capsys):
     flags += ["--batch-size", "4", "--validation-batches", "99", "--learning-rate", "0", "--final-learning-rate", "0"]
     train.main([*flags, "--steps", "1", "--sample-tokens", "0", "--out", str(tmp_path / "run")])
     said = capsys.readouterr().out
-    found = evaluated(model, path, capsys)
-    assert (found["pairs"], found["bytes"]) == (60, sum(len(answer) for _, answer in PAIRS))
-    assert f"{found['loss']:.3f} on held-out text" in said
+    figures = evaluated(model, path, capsys)
+    assert (figures["pairs"], figures["bytes"]) == (60, sum(len(answer) for _, answer in PAIRS))
+    assert f"{figures['loss']:.3f} on held-out text" in said
     assert evaluated(model, path, capsys, "--limit", "7")["pairs"] == 7
 
 

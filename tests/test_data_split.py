@@ -32,8 +32,8 @@ def test_text_is_cut_between_lines(files: int):
     lines = [f"{n} {'x' * (n * 7 % 90)}\n" for n in range(20_000)]
     documents = ["".join(lines[n::files]) for n in range(files)]
     training, validation = split_text(documents, 0.1)
-    found = [line for piece in training + validation for line in piece.splitlines(keepends=True)]
-    assert sorted(found) == sorted(lines)
+    kept = [line for piece in training + validation for line in piece.splitlines(keepends=True)]
+    assert sorted(kept) == sorted(lines)
     assert abs(sum(map(len, validation)) / sum(map(len, lines)) - 0.1) < 0.02
     assert len(validation) >= 5
     # Pieces of one document stand in its order.

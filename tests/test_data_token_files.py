@@ -29,9 +29,9 @@ def test_round_trip_layout_and_mapping(tmp_path: Path):
 def test_nanogpts_ids_without_a_header(tmp_path: Path):
     for name, tokens in (("train.bin", np.arange(2000) % 777), ("val.bin", TOKENS[:1])):
         (tmp_path / name).write_bytes(tokens.astype("<u2").tobytes())
-        found = read_tokens(tmp_path / name)
-        assert not found.flags.writeable
-        np.testing.assert_array_equal(found, tokens.astype(np.uint16), strict=True)
+        ids = read_tokens(tmp_path / name)
+        assert not ids.flags.writeable
+        np.testing.assert_array_equal(ids, tokens.astype(np.uint16), strict=True)
     dataset = load_dataset(str(tmp_path / "*.bin"), "gpt2")
     assert "2 files" in dataset.description
 

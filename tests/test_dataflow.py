@@ -37,12 +37,12 @@ def test_longest_chain():
 
 @pytest.mark.parametrize(("grain", "tokens"), [("kernel", 8), ("segment", 8), ("block", 8), ("chunk", 16)])
 def test_grain_merges_tasks_without_losing_kernels(grain, tokens):
-    found, fine = graph(grain, 2, tokens), graph("kernel", 2, tokens)
-    calls = [{(c.kind, c.place) for task in each.tasks.values() for c in task.calls} for each in (found, fine)]
+    merged, fine = graph(grain, 2, tokens), graph("kernel", 2, tokens)
+    calls = [{(c.kind, c.place) for task in one.tasks.values() for c in task.calls} for one in (merged, fine)]
     assert calls[0] == calls[1]
-    assert len(found.tasks) == len(fine.tasks) if grain == "kernel" else len(found.tasks) < len(fine.tasks)
-    assert f"grain {grain}" in found.title
-    assert found.bytes <= fine.bytes
+    assert len(merged.tasks) == len(fine.tasks) if grain == "kernel" else len(merged.tasks) < len(fine.tasks)
+    assert f"grain {grain}" in merged.title
+    assert merged.bytes <= fine.bytes
 
 
 def test_edge_removal():
@@ -74,15 +74,15 @@ def test_dataflows_in_turns_have_equal_losses():
         "fork-join": {"threads": 2, "barrier": "layer", "grain": "kernel"},
         "barrier-free": {"threads": 2, "barrier": "none", "grain": "segment"},
     }
-    models = {name: {"batch_chunk": 2, "sequence_chunk": 16, **own} for name, own in models.items()}
-    found = daskgpt.measure(MODEL, DATA, models, turns=2, steps=4)
-    assert list(found) == list(models)
-    assert {run.losses for run in found.values()} == {found["sequential"].losses}
-    assert [(run.threads, len(run.timeline.steps)) for run in found.values()] == [(1, 4), (2, 4), (2, 4)]
-    assert found.speedup("sequential") == found.efficiency("sequential") == 1
-    assert found.efficiency("fork-join") == pytest.approx(found.speedup("fork-join") / 2)
-    assert found["sequential"].overlap == 0
-    assert found._repr_html_().count("<svg") == 3
-    assert all(name in repr(found) for name in models)
+    models = {name: {"batch_chunk": 2, "sequence_chunk": 16, **settings} for name, settings in models.items()}
+    measured = daskgpt.measure(MODEL, DATA, models, turns=2, steps=4)
+    assert list(measured) == list(models)
+    assert {run.losses for run in measured.values()} == {measured["sequential"].losses}
+    assert [(run.threads, len(run.timeline.steps)) for run in measured.values()] == [(1, 4), (2, 4), (2, 4)]
+    assert measured.speedup("sequential") == measured.efficiency("sequential") == 1
+    assert measured.efficiency("fork-join") == pytest.approx(measured.speedup("fork-join") / 2)
+    assert measured["sequential"].overlap == 0
+    assert measured._repr_html_().count("<svg") == 3
+    assert all(name in repr(measured) for name in models)
     with pytest.raises(ValueError, match="turns=0"):
         daskgpt.measure(MODEL, DATA, models, turns=0)

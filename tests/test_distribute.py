@@ -52,9 +52,9 @@ def test_ranks_train_to_the_bits_of_one_process(name, count, monkeypatch):
     print(dials, precision)
     wanted = digest(*outcomes_of_steps(model, precision, Dials(model.batch, grain="kernel"), STEPS))
     ranks, _ = train(model, precision, count, (1, choose([20, 10])), **dials)
-    assert {digest(own.outcomes, rank_threads.owned(ranks)) for own in ranks} == {wanted}
+    assert {digest(rank_of_run.outcomes, rank_threads.owned(ranks)) for rank_of_run in ranks} == {wanted}
     if precision == "float32":
-        assert {digest(*own) for own in ranks} == {wanted}
+        assert {digest(*rank_of_run) for rank_of_run in ranks} == {wanted}
 
 
 @pytest.mark.parametrize("grain", GRAINS)
@@ -68,8 +68,8 @@ def test_tasks_of_a_rank_of_many_chunks(grain):
 def test_moments_on_owners_and_one_message_per_bucket():
     ranks, messages = train(MODELS["odd in 2 groups"], "float32", 2, (3, 20))
     for name, moment in ranks[0].moments.items():
-        for own in zip(*(np.abs(each.moments[name]).reshape(len(moment), -1).max(1) for each in ranks)):
-            assert min(own) == 0, f"both ranks have updated a row of {name}"
-    assert sum(np.abs(each.moments["m.wte.weight"]).max() > 0 for each in ranks) >= 1
+        for largest in zip(*(np.abs(rank.moments[name]).reshape(len(moment), -1).max(1) for rank in ranks)):
+            assert min(largest) == 0, f"both ranks have updated a row of {name}"
+    assert sum(np.abs(rank.moments["m.wte.weight"]).max() > 0 for rank in ranks) >= 1
     # Losses, totals, weights both ways, and what the tied table is summed from where that is.
     assert len(messages.sent) <= STEPS * (3 * 2 + 2)

@@ -106,10 +106,10 @@ def test_multiple_choice_matches_whole_sequences(parameters, random):
     for question, answer in zip(questions, results, strict=True):
         longest = max(map(len, question.completions))
         context = question.context[-(CONFIG.positions - longest) :]
-        texts = (np.concatenate([context, each]) for each in question.completions)
+        texts = (np.concatenate([context, part]) for part in question.completions)
         nats = [nats_of(parameters, text)[len(context) - 1 :] for text in texts]
-        assert answer[0] == (np.argmin([each.sum() for each in nats]) == question.label)
-        assert answer[1] == (np.argmin([each.mean() for each in nats]) == question.label)
+        assert answer[0] == (np.argmin([part.sum() for part in nats]) == question.label)
+        assert answer[1] == (np.argmin([part.mean() for part in nats]) == question.label)
         kinds.add(answer)
     assert len(kinds) > 2  # both accuracies are seen to differ
 

@@ -262,11 +262,11 @@ def test_lock_files_are_empty_also_those_of_older_versions(tmp_path):
 
 def test_records_without_locks_and_sync(tmp_path, refusing):
     path = Path(__file__).parents[1] / "docs" / "measurements" / "checkpoints.jsonl"
-    known = read_records(path)[:2]
+    records = read_records(path)[:2]
     refusing("flock", errno.EOPNOTSUPP, module=fcntl)
     refusing("fsync", errno.EINVAL)
-    append_records(tmp_path / "records.jsonl", known)
-    assert read_records(tmp_path / "records.jsonl") == known
+    append_records(tmp_path / "records.jsonl", records)
+    assert read_records(tmp_path / "records.jsonl") == records
 
 
 def test_a_file_that_cannot_be_written_is_refused_with_its_reason(tmp_path, monkeypatch):

@@ -36,9 +36,9 @@ from daskgpt.training.autotune import GrainChoice
 from daskgpt.training.job import Job
 
 
-def assert_same_bits(found, expected, what):
-    assert found[0] == expected[0], what
-    for name, value in found[1].items():
+def assert_same_bits(result, expected, what):
+    assert result[0] == expected[0], what
+    for name, value in result[1].items():
         np.testing.assert_array_equal(value, expected[1][name], err_msg=f"{what} {name}")
 
 
@@ -49,8 +49,8 @@ def test_shared_update_tasks_give_the_same_bits(rows, monkeypatch):
     for name in ("TASK_ELEMENTS", "LEAST_ELEMENTS"):
         monkeypatch.setattr(update_in_place, name, 1)  # each in a task of its own
     config = replace(SMALL, vocabulary=200, padded_vocabulary=0, channels=rows * 2)
-    model, dials = Model(config, (4, 12)), [Dials((2, 12), "step", "block", "threads", 2, own) for own in (False, True)]
-    assert_same_bits(*(outcomes_of_steps(model, "float32", own) for own in dials), rows)
+    model, dials = Model(config, (4, 12)), [Dials((2, 12), "step", "block", "threads", 2, one) for one in (False, True)]
+    assert_same_bits(*(outcomes_of_steps(model, "float32", one) for one in dials), rows)
     step = step_of(config, (4, 12), (2, 12), OptimizerConfig(), in_place=True)
     shares = [key for key in step.graph if key[0].startswith("adamw-wte.weight")]
     assert len(shares) == 4
@@ -63,7 +63,7 @@ def test_more_threads_share_updates_and_heads_and_change_no_bit(precision, of_pi
     monkeypatch.setattr(update_in_place, "TASK_ELEMENTS", 1 << 13)
     monkeypatch.setattr(update_in_place, "LEAST_ELEMENTS", 1)
     config = replace(SMALL, vocabulary=300, padded_vocabulary=0)
-    parameters, batch, found = random_parameters(config, random), random_batch(config, random, (8, 12)), {}
+    parameters, batch, by_threads = random_parameters(config, random), random_batch(config, random, (8, 12)), {}
     for threads in (2, 3, 8):
         step = step_of(
             config, (8, 12), (1, 12), OptimizerConfig(), precision_of(precision), in_place=True, threads=threads
@@ -75,8 +75,8 @@ def test_more_threads_share_updates_and_heads_and_change_no_bit(precision, of_pi
         with open_scheduler("threads", threads) as scheduler:
             state = state_of(step, {name: value.copy() for name, value in parameters.items()})
             _, state = run_step(scheduler, step, state, batch, 10)
-            found[threads] = heads, updates, daskgpt.digest(state.parameters(scheduler))
-    (heads, updates, bits), (few, _, same), (none, more, also) = found.values()
+            by_threads[threads] = heads, updates, daskgpt.digest(state.parameters(scheduler))
+    (heads, updates, bits), (few, _, same), (none, more, also) = by_threads.values()
     assert (heads, few, none) == (6, 5, 0)
     assert more > updates
     assert bits == same == also
@@ -186,17 +186,17 @@ def spans_of(barrier, grain="kernel", steps=2):
 
 def intervals(spans, name_of):
     """From the first start to the last end of the spans of each name."""
-    found = defaultdict(list)
+    times_by_name = defaultdict(list)
     for origin, span in spans:
-        found[name_of(origin)] += [span.start, span.end]
-    return sorted((min(times), max(times)) for times in found.values())
+        times_by_name[name_of(origin)] += [span.start, span.end]
+    return sorted((min(times), max(times)) for times in times_by_name.values())
 
 
 @pytest.mark.parametrize(("barrier", "stage"), [("layer", "stage"), ("phase", "phase"), ("step", "stage")])
 def test_barriers_separate_stages(barrier, stage):
-    found = intervals(spans_of(barrier), attrgetter(stage))
-    assert (len(found) == 3) == (barrier == "phase")
-    assert all(end <= start for (_, end), (start, _) in pairwise(found)) == (barrier != "step")
+    stages = intervals(spans_of(barrier), attrgetter(stage))
+    assert (len(stages) == 3) == (barrier == "phase")
+    assert all(end <= start for (_, end), (start, _) in pairwise(stages)) == (barrier != "step")
 
 
 def test_overlapping_steps_wait_only_for_updates():
@@ -242,19 +242,19 @@ def test_sums_follow_their_micro_batch():
     config = MODELS["odd"].config
     step = step_of(config, (6, 20), (1, 20), OptimizerConfig(), in_place=True, accumulate=3)
     sums = [node.func for node in step.kernels.graph.values() if getattr(getattr(node, "func", None), "whole", False)]
-    assert {each.micro for each in sums} == {0, 1, 2, None}
-    assert {each.origin.where for each in sums if each.micro is None} == {"wte+wpe"}
+    assert {call.micro for call in sums} == {0, 1, 2, None}
+    assert {call.origin.where for call in sums if call.micro is None} == {"wte+wpe"}
 
 
 def test_accumulation_gives_the_bits_of_larger_batches(small_text):
     run = RunConfig(steps=6, validate_every=3, validation_batches=2, sample_tokens=0)
-    found = []
+    results = []
     for size, count, barrier in ((8, 1, "step"), (2, 4, "step"), (2, 4, "none")):
         data = DataConfig(data=str(small_text), batch_size=size, accumulate=count, sequence_length=16)
         dataflow = DataflowConfig(scheduler="threads", threads=2, barrier=barrier)
         result = daskgpt.fit(MODEL, data, dataflow=dataflow, run=run, quiet=True)
-        found.append((result.losses, result.validation_loss, daskgpt.digest(result.parameters)))
-    assert found[1] == found[2] == found[0]
+        results.append((result.losses, result.validation_loss, daskgpt.digest(result.parameters)))
+    assert results[1] == results[2] == results[0]
 
 
 REFUSED = [("--accumulate 0", "at least 1")]

@@ -28,8 +28,10 @@ def logged(tmp_path_factory, small_text):
 
 def events(out):
     """The scalars that TensorBoard itself reads: (step, value) by tag."""
-    found = EventAccumulator(str(out), size_guidance={"scalars": 0}).Reload()
-    scalars = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    accumulator = EventAccumulator(str(out), size_guidance={"scalars": 0}).Reload()
+    scalars = {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
     return {tag: values for tag, values in scalars.items() if values}  # some steps were dropped as duplicates
 
 
@@ -77,19 +79,19 @@ def test_worker_metrics_have_names():
 
 @pytest.mark.parametrize("name", SINKS)
 def test_records_wait_for_disk_space(name, tmp_path):
-    found = Logs()
-    found.open(name, tmp_path, None)
+    logs = Logs()
+    logs.open(name, tmp_path, None)
     errors = []
     with full_disk(1500):
         for step in range(50):
-            errors += found.log({"step": step, "loss": 1.5 * step, "tokens_per_s": float("nan")})
+            errors += logs.log({"step": step, "loss": 1.5 * step, "tokens_per_s": float("nan")})
         with pytest.raises(OSError, match="all of the file must be written; got path="):
-            found.sync()
+            logs.sync()
     ((path, error),) = errors
     assert str(path) in str(error), "said once"
     assert path.stat().st_size <= 1500
-    found.log({"step": 50, "loss": 75.0})
-    found.close()
+    logs.log({"step": 50, "loss": 75.0})
+    logs.close()
     if name == "metrics":
         records = metrics_of(tmp_path)
         assert [record["loss"] for record in records] == [1.5 * step for step in range(51)]

@@ -108,9 +108,11 @@ def test_chunks_micro_batches_and_resuming_change_no_bit(pairs, whole, tmp_path)
     fit(pairs, tmp_path / "stopped", on_step=stopping_at(3))
     daskgpt.fit(resume=tmp_path / "stopped", dataflow=dials, quiet=True)
     assert all(same(tmp_path / name, whole) for name in ("chunks", "micro", "stopped"))
-    found = [[r["validation_loss"] for r in metrics_of(own) if "validation_loss" in r] for own in tmp_path.iterdir()]
-    assert found == [found[0]] * 3
-    assert len(found[0]) == 2
+    losses = [
+        [r["validation_loss"] for r in metrics_of(folder) if "validation_loss" in r] for folder in tmp_path.iterdir()
+    ]
+    assert losses == [losses[0]] * 3
+    assert len(losses[0]) == 2
 
 
 def test_two_workers_give_the_bits_of_one_process(cluster, pairs, whole, tmp_path):

@@ -138,8 +138,8 @@ def test_a_separator_divides_a_text_into_documents(learned, tmp_path):
     text.write_text("\n<|endoftext|>\n".join(stories))
     folder = prepared(tmp_path, text, "--separator", "<|endoftext|>", "--encoding", learned)
     codec = codec_of(folder)
-    found = "".join(codec.decode(tokens_of(folder, part).tolist()) for part in ("train", "val"))
-    assert sorted(found.split("<|endoftext|>")[1:]) == sorted(stories)
+    decoded = "".join(codec.decode(tokens_of(folder, part).tolist()) for part in ("train", "val"))
+    assert sorted(decoded.split("<|endoftext|>")[1:]) == sorted(stories)
     inside = prepared(tmp_path, text, "--encoding", learned, "--validation-fraction", 0.5, out="inside")
     manifest = read_manifest(inside, "test")
     marks = sum(np.count_nonzero(tokens_of(inside, part) == codec.eot_token) for part in ("train", "val"))
@@ -227,9 +227,9 @@ def test_an_unfinished_folder_begins_again_with_corrected_inputs(flags, corpus, 
         with pytest.raises(OSError, match="killed"):
             prepared(tmp_path, *flags)
     shutil.copy2(corpus / "below" / "00.md", changed)  # the first inputs again, which cannot continue now either
-    found = files_of(prepared(tmp_path, *flags))
+    files = files_of(prepared(tmp_path, *flags))
     assert "begun again" in capsys.readouterr().out
-    assert found == files_of(prepared(tmp_path, *flags, out="anew"))
+    assert files == files_of(prepared(tmp_path, *flags, out="anew"))
 
 
 def killed(path: Path, missing_ok: bool = False) -> None:

@@ -94,10 +94,10 @@ def test_progress_in_a_file(monkeypatch):
 @pytest.mark.parametrize(("width", "lines"), [(0, 1), (22, 1), (39, 1), (38, 2), (23, 3)])
 def test_header_lines_wrap_at_words(width, lines):
     line = "scheduler  Dask's threaded, two threads"
-    found = wrapped(line, width).splitlines()
-    assert len(found) == lines
-    assert all(part.startswith(" " * 11) for part in found[1:])
-    assert " ".join(part.strip() for part in found) == line
+    parts = wrapped(line, width).splitlines()
+    assert len(parts) == lines
+    assert all(part.startswith(" " * 11) for part in parts[1:])
+    assert " ".join(part.strip() for part in parts) == line
 
 
 def test_fit_prints_the_header_unless_quiet(fitted, capfd):

@@ -109,7 +109,10 @@ def test_resume_between_threads_and_a_cluster(small_text, tmp_path, whole, clust
 
 @pytest.mark.parametrize(
     ("optimizer", "dataflow"),
-    [(OPTIMIZER, {"precision": "bfloat16"}), *(({"optimizer": own, "warmup": 2}, {}) for own in ("momentum", "muon"))],
+    [
+        (OPTIMIZER, {"precision": "bfloat16"}),
+        *(({"optimizer": name, "warmup": 2}, {}) for name in ("momentum", "muon")),
+    ],
 )
 def test_other_arithmetic_and_another_optimizer(small_text, tmp_path, optimizer, dataflow):
     fit(small_text, tmp_path / "whole", optimizer=optimizer, dataflow=dataflow)

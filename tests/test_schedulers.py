@@ -31,8 +31,8 @@ OPTIONS = {"threads_per_worker": 1, "processes": False, "dashboard_address": "12
 @pytest.fixture(scope="module")
 def threads():
     """Return a cluster of two workers in this process, and a borrowed client, which stays open."""
-    with LocalCluster(n_workers=2, **OPTIONS) as found, Client(found):
-        yield found
+    with LocalCluster(n_workers=2, **OPTIONS) as cluster, Client(cluster):
+        yield cluster
 
 
 @pytest.fixture
@@ -136,10 +136,10 @@ def test_unusable_clients_are_refused(threads, small_text, monkeypatch):
     ],
 )
 def test_why_a_scheduler_does_not_answer(said, reason, advice):
-    found = connect.reason_and_advice(OSError(said))
-    assert reason in found[0]
-    assert "more" not in found[0]
-    assert advice in found[1]
+    answer = connect.reason_and_advice(OSError(said))
+    assert reason in answer[0]
+    assert "more" not in answer[0]
+    assert advice in answer[1]
 
 
 def test_losses_raise_one_error():
@@ -163,9 +163,9 @@ def test_cluster_in_one_process_gives_the_bits_of_one_thread(count, of, small_te
     with LocalCluster(**OPTIONS | {"n_workers": count, "threads_per_worker": of}) as cluster, Client(cluster) as client:
         for grain, barrier in (("auto", "step"), ("auto", "none"), ("block", "none")):
             dials = {"grain": grain, "barrier": barrier}
-            found = daskgpt.fit(config, **settings, dataflow=dials, client=client, quiet=True)
-            assert found.losses == alone.losses
-            assert daskgpt.digest(found.parameters) == daskgpt.digest(alone.parameters)
+            result = daskgpt.fit(config, **settings, dataflow=dials, client=client, quiet=True)
+            assert result.losses == alone.losses
+            assert daskgpt.digest(result.parameters) == daskgpt.digest(alone.parameters)
 
 
 def where_it_runs():
@@ -195,8 +195,8 @@ def test_sweep_runs_side_by_side_in_tasks(small_text):
 def test_active_client_runs_what_asks_for_no_scheduler(threads, client, small_text, capsys):
     data, run = {"data": str(small_text), "batch_size": 4, "sequence_length": 16}, {"steps": 2, "validation_batches": 1}
 
-    def said(**own):
-        daskgpt.fit(MODEL, data, run=run, **own)
+    def said(**alone):
+        daskgpt.fit(MODEL, data, run=run, **alone)
         return capsys.readouterr().out.splitlines()[0]
 
     used = f"scheduler  your active Client: LocalCluster at {threads.scheduler_address}, 2 workers"
@@ -206,9 +206,9 @@ def test_active_client_runs_what_asks_for_no_scheduler(threads, client, small_te
     assert said(client=client).startswith(f"scheduler  LocalCluster at {threads.scheduler_address}, 2 workers")
     assert said(dataflow={"scheduler": "sync"}) == "scheduler  Dask's synchronous scheduler"
     assert where_it_runs()[0] == 2
-    shared, own = (daskgpt.plan(MODEL, data | {"groups": 2}, threads=count) for count in (0, 3))
+    shared, alone = (daskgpt.plan(MODEL, data | {"groups": 2}, threads=count) for count in (0, 3))
     assert (shared.job.scheduler, shared.job.dataflow.threads, len(shared.loads)) == ("local", 2, 2)
-    assert (own.job.scheduler, own.job.dataflow.threads) == ("threads", 3)
+    assert (alone.job.scheduler, alone.job.dataflow.threads) == ("threads", 3)
 
     async def within():
         async with Client(threads.scheduler_address, asynchronous=True):
@@ -234,9 +234,9 @@ def test_recovery_continues_from_the_newest_state(client, small_text, run, again
     pending, copied = [], RankEngine._copies_of
 
     def copied_at_once(self, *packs, **apart):
-        found = copied(self, *packs, **apart)
-        pending.extend(first for first, *_ in found if not first.done())
-        return found
+        copies = copied(self, *packs, **apart)
+        pending.extend(first for first, *_ in copies if not first.done())
+        return copies
 
     fit(small_text, tmp_path / "whole", dataflow={"scheduler": "threads"}, **run)
     monkeypatch.setattr(RankEngine, "run", losing)
@@ -253,8 +253,8 @@ def recovering(who):
     """Return a recovery that finds the given workers at each look, its output, and the number of reports."""
     there, said, told = iter(who), [], []
     monitor = SimpleNamespace(left={"b": "which sent no heartbeat"}, stuck={})
-    own = {"addresses": lambda: set(next(there)), "look": lambda: None, "monitor": monitor}
-    scheduler = SimpleNamespace(in_place=False, client=SimpleNamespace(nthreads=dict), **own)
+    parts = {"addresses": lambda: set(next(there)), "look": lambda: None, "monitor": monitor}
+    scheduler = SimpleNamespace(in_place=False, client=SimpleNamespace(nthreads=dict), **parts)
     job = SimpleNamespace(run=SimpleNamespace(snapshot_every=0))
     engine = SimpleNamespace(look=told.append, scheduler=scheduler, job=job)
     return recovery.Recovery(engine, None, said.append), said, told
@@ -274,12 +274,12 @@ def test_run_without_progress_between_losses_ends():
 
 
 def test_worker_changes_are_reported():
-    found, said, told = recovering(["a", "ab", "ab", "ac"])
+    recovery, said, told = recovering(["a", "ab", "ab", "ac"])
     for _ in range(4):
-        found._look()
+        recovery._look()
     assert said == ["workers    new: b", "workers    gone: b, which sent no heartbeat; new: c"]
     assert told == [1, 2, 2, 2]
-    assert (found.gone, found.known) == (["b"], {"a", "c"})
+    assert (recovery.gone, recovery.known) == (["b"], {"a", "c"})
 
 
 def test_recovery_interval_follows_cost_and_losses(monkeypatch):
@@ -304,7 +304,7 @@ def test_recovery_interval_follows_cost_and_losses(monkeypatch):
 )
 def test_worker_with_other_arithmetic_is_refused(other, there, outcome, monkeypatch):
     closed = []
-    loop = SimpleNamespace(add_callback=lambda *_, **own: closed.append(own))
+    loop = SimpleNamespace(add_callback=lambda *_, **options: closed.append(options))
     worker = SimpleNamespace(address="tcp://a:1", loop=loop, close=None, status=Status.running)
     expected = membership.identity(True)
     assert {"daskgpt", "numpy", "numba", "float32 products", "bfloat16 products"} <= expected.keys()
@@ -391,12 +391,12 @@ def test_open_cluster_warns_once(host, monkeypatch, capsys):
 
 def test_identity_covers_every_source_file(tmp_path, monkeypatch):
     monkeypatch.setattr(daskgpt, "__file__", str(tmp_path / "__init__.py"))
-    found = []
+    digests = []
     for name, words in (("a.py", "1"), ("a.txt", "1"), ("a.py", "2"), ("b.py", "")):
         (tmp_path / name).write_text(words)
-        found.append(membership._sources.__wrapped__())
-    assert found[0] == found[1]
-    assert len(set(found)) == 3
+        digests.append(membership._sources.__wrapped__())
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
 
 
 def test_waiting_for_a_worker_ends(monkeypatch):
@@ -425,20 +425,20 @@ def test_worker_usage_is_reported():
     assert worker_metrics.imbalance({"a": worker_metrics.Use(1.0, 1.0, 1)}) == 0
     told = iter([{}, {"a": before}, {"a": before, "b": later}, {"a": later}, {}])
     scheduler = SimpleNamespace(in_place=False)
-    scheduler.worker_metrics = lambda name: {worker: vars(own) for worker, own in next(told).items()}
-    found = worker_metrics.WorkerMetrics(scheduler)
-    found.begin()
-    assert found.news() == {}
-    assert [list(found.news(every=0)["workers"]) for _ in range(3)] == [["a"], ["b"], ["a"]], "who has news"
-    assert found.products == 3.0
-    assert found.lines() == [
+    scheduler.worker_metrics = lambda name: {worker: vars(use) for worker, use in next(told).items()}
+    usage = worker_metrics.WorkerMetrics(scheduler)
+    usage.begin()
+    assert usage.news() == {}
+    assert [list(usage.news(every=0)["workers"]) for _ in range(3)] == [["a"], ["b"], ["a"]], "who has news"
+    assert usage.products == 3.0
+    assert usage.lines() == [
         "workers      tasks/s   idle  received/s    sent/s",
         "                 3.0    60%       50.0B     10.0B  a",
         "                 3.0    60%       50.0B     10.0B  b",
         "           the busiest was 0% busier than the mean",
     ]
-    found.whole, told = {str(number): later for number in range(worker_metrics.SHOWN + 2)}, iter([{}])
-    assert found.lines()[-2].strip() == "and 2 more"
+    usage.whole, told = {str(number): later for number in range(worker_metrics.SHOWN + 2)}, iter([{}])
+    assert usage.lines()[-2].strip() == "and 2 more"
 
 
 def test_worker_usage_counts_from_its_start(monkeypatch):
@@ -447,7 +447,7 @@ def test_worker_usage_counts_from_its_start(monkeypatch):
     state = SimpleNamespace(nthreads=2, executed_count=3)
     worker = type("Worker", (), {"state": state, "transfer_outgoing_bytes_total": 50})()
     worker.transfer_incoming_log, sums = [{"total": 100}], {("execute", "a", "thread-cpu", "s"): 1.0}
-    worker.digests_total, found = sums, []
+    worker.digests_total, uses = sums, []
     count = workers.Count(worker)
     for more in ([{"total": 20}, {"total": 3}], [], [{"total": 4}]):
         worker.transfer_incoming_log += more
@@ -455,10 +455,10 @@ def test_worker_usage_counts_from_its_start(monkeypatch):
         worker.transfer_outgoing_bytes_total += 6
         for key in (("execute", "a", "kernel x", "s"), ("execute", "a", "disk", "s"), ("get", "thread-cpu", "s")):
             sums[key] = sums.get(key, 0.0) + 2.0
-        found.append(worker_metrics.Use(**count(worker)))
-    counted = [(own.tasks, own.busy, own.received, own.sent) for own in found]
+        uses.append(worker_metrics.Use(**count(worker)))
+    counted = [(use.tasks, use.busy, use.received, use.sent) for use in uses]
     assert counted == [(1, 2, 23, 6), (2, 4, 23, 12), (3, 6, 27, 18)]
-    assert (found[0].threads, found[0].memory, found[0].products) == (2, 11, 5.0)
+    assert (uses[0].threads, uses[0].memory, uses[0].products) == (2, 11, 5.0)
 
 
 def test_product_rate_counts_all_threads(monkeypatch):

@@ -28,7 +28,7 @@ def seconds(alone, beside=None, **others):
 
 def process(needs, demands, threads=1):
     graph = {(name, 0): task((name, 0), wait, [(other, 0) for other in others]) for name, others in needs.items()}
-    return Process(graph, list(graph), {(name, 0): own for name, own in demands.items()}, threads, threads > 1)
+    return Process(graph, list(graph), {(name, 0): demand for name, demand in demands.items()}, threads, threads > 1)
 
 
 CHAIN = {"a": "", "b": "a", "c": "b"}
@@ -39,17 +39,17 @@ TWO_CHAINS = {"a": "", "b": "a", "c": "", "d": "c"}
     ("needs", "threads", "expected"), [(CHAIN, 1, 3), (CHAIN, 2, 3), (TWO_CHAINS, 1, 4), (TWO_CHAINS, 2, 2)]
 )
 def test_time_of_chains(needs, threads, expected):
-    own = process(needs, dict.fromkeys(needs, seconds(1.0)), threads)
-    found = Simulation([own], FREE, TWO_CORES)
-    assert found.seconds == pytest.approx(expected)
-    assert found.busy[("linear", "forward")] == pytest.approx(len(needs))
-    assert critical_path([own], FREE, TWO_CORES) == {("linear", "forward"): 3 if needs is CHAIN else 2}
+    chains = process(needs, dict.fromkeys(needs, seconds(1.0)), threads)
+    simulation = Simulation([chains], FREE, TWO_CORES)
+    assert simulation.seconds == pytest.approx(expected)
+    assert simulation.busy[("linear", "forward")] == pytest.approx(len(needs))
+    assert critical_path([chains], FREE, TWO_CORES) == {("linear", "forward"): 3 if needs is CHAIN else 2}
 
 
 def test_cores_share_memory_and_are_shared():
-    own = process({"a": "", "b": ""}, {"a": seconds(1.0, 2.0), "b": seconds(2.0, 3.0)}, 2)
+    pair = process({"a": "", "b": ""}, {"a": seconds(1.0, 2.0), "b": seconds(2.0, 3.0)}, 2)
     # Together until a has ended after 2 s, when a third of b is left, which takes a third of its time alone.
-    assert Simulation([own], FREE, TWO_CORES).seconds == pytest.approx(2 + 2 / 3)
+    assert Simulation([pair], FREE, TWO_CORES).seconds == pytest.approx(2 + 2 / 3)
     many = process(dict.fromkeys("abcd", ""), {name: seconds(1.0) for name in "abcd"}, 4)
     assert Simulation([many], FREE, Platform(4)).seconds == pytest.approx(1)
     assert Simulation([many], FREE, TWO_CORES).seconds == pytest.approx(2)
@@ -59,12 +59,12 @@ def test_cores_share_memory_and_are_shared():
 
 def test_the_lock_limits_short_tasks():
     costs = replace(FREE, lock=0.1, call=0.02, tasks=[(1.0, 0.1, 0.15)], graph=(0.3, 0.01))
-    own = process({str(number): "" for number in range(50)}, {str(number): seconds(0.01) for number in range(50)}, 4)
-    found = Simulation([own], costs, Platform(4))
-    assert found.locked[0] == pytest.approx(0.3 + 50 * (0.01 + 0.1 + 0.02))
-    assert found.locked[0] < found.seconds < found.locked[0] + 0.2
-    alone = Simulation([replace(own, threads=1)], costs, Platform(4))
-    assert alone.seconds == pytest.approx(found.locked[0] + 50 * (0.05 + 0.01))
+    short = process({str(number): "" for number in range(50)}, {str(number): seconds(0.01) for number in range(50)}, 4)
+    simulation = Simulation([short], costs, Platform(4))
+    assert simulation.locked[0] == pytest.approx(0.3 + 50 * (0.01 + 0.1 + 0.02))
+    assert simulation.locked[0] < simulation.seconds < simulation.locked[0] + 0.2
+    alone = Simulation([replace(short, threads=1)], costs, Platform(4))
+    assert alone.seconds == pytest.approx(simulation.locked[0] + 50 * (0.05 + 0.01))
 
 
 def sender_and_receivers():
@@ -83,16 +83,16 @@ def test_tasks_cost_more_after_long_kernels():
 def test_messages_share_a_link():
     costs, place = replace(FREE, message=0.1), Platform(2, 50.0, 0.5)
     processes = sender_and_receivers()
-    found = Simulation(processes, costs, place)
+    simulation = Simulation(processes, costs, place)
     # The second message begins 0.1 s after the first and ends as much later, since both have half of the link.
-    assert [own[-1] for own in found.ends] == pytest.approx(
+    assert [ends[-1] for ends in simulation.ends] == pytest.approx(
         [1, 1 + 0.1 + 0.5 + 3.9 + 0.1 + 1, 1 + 0.2 + 0.5 + 3.9 + 0.1 + 1]
     )
-    assert found.sent == [200, 0, 0]
+    assert simulation.sent == [200, 0, 0]
     path = critical_path(processes, costs, place)
     assert path == {("linear", "forward"): pytest.approx(2), ("messages", "update"): pytest.approx(0.2 + 0.5 + 2)}
     again = Simulation(sender_and_receivers(), costs, place)
-    assert again.ends == found.ends
+    assert again.ends == simulation.ends
 
 
 def test_a_process_without_its_message_is_reported():
@@ -104,13 +104,13 @@ def test_times_follow_operations_and_measured_ratios():
     kind = "float32 linear.forward btC,OC->btO"
     sizes = product((64, 128, 512), (64, 256))
     shapes = [{"b": 2, "t": 64, "C": channels, "O": outputs, "n": 1} for channels, outputs in sizes]
-    operations = [own["b"] * own["t"] * own["C"] * own["O"] for own in shapes]
-    exact = Times(kind, [(own, 1e-5 + count / 1e10) for own, count in zip(shapes, operations)])
+    operations = [shape["b"] * shape["t"] * shape["C"] * shape["O"] for shape in shapes]
+    exact = Times(kind, [(shape, 1e-5 + count / 1e10) for shape, count in zip(shapes, operations)])
     larger = {"b": 4, "t": 64, "C": 1024, "O": 1024, "n": 1}
     assert exact(larger) == pytest.approx(1e-5 + 4 * 64 * 1024 * 1024 / 1e10, rel=1e-3)
-    slow = [(own, 2e-10 * count if own["C"] == 512 else 1e-10 * count) for own, count in zip(shapes, operations)]
+    slow = [(shape, 2e-10 * count if shape["C"] == 512 else 1e-10 * count) for shape, count in zip(shapes, operations)]
     uneven = Times(kind, slow)
-    assert all(uneven(own) == pytest.approx(found, rel=0.01) for own, found in slow)
+    assert all(uneven(shape) == pytest.approx(seconds_of_call, rel=0.01) for shape, seconds_of_call in slow)
 
 
 MODEL = daskgpt.preset("tiny", blocks=1, channels=32)
@@ -128,18 +128,18 @@ def calibrated(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         job = job_from(MODEL, data={"batch_size": 8, "sequence_length": 16}, dataflow=DIALS)
-        found = calibrate.of_job(job, (2, 16), None)
-        assert found.save() == calibrate.cache_path()
-        assert calibrate.load().samples == json.loads(json.dumps(found.samples))
-        yield found
+        calibration = calibrate.of_job(job, (2, 16), None)
+        assert calibration.save() == calibrate.cache_path()
+        assert calibrate.load().samples == json.loads(json.dumps(calibration.samples))
+        yield calibration
 
 
 def test_plans_of_threads_and_workers(calibrated):
     one, two, many = (predicted(threads=threads) for threads in (1, 2, 64))
     assert one.work == pytest.approx(two.work) == pytest.approx(many.work)
-    for found in (one, two, many):
-        assert sum(found.path.values()) <= found.seconds
-        assert sum(found.busy.values()) <= found.seconds * found.threads
+    for plan in (one, two, many):
+        assert sum(plan.path.values()) <= plan.seconds
+        assert sum(plan.busy.values()) <= plan.seconds * plan.threads
     assert repr(two) == repr(predicted(threads=2))
     assert not any("just now" in note for note in two.notes)
     fast, slow = (predicted(workers=2, bandwidth=rate, latency="50us", explain=True) for rate in ("10G", "10M"))
@@ -158,9 +158,9 @@ def test_the_memory_of_this_machine_does_not_bound_others(calibrated, monkeypatc
 def test_studies_predict_points_of_one_process(calibrated):
     study = StudyConfig(batch_size=8, sequence_length=16)
     points = [replace(base_point(study, 2), scheduler=name) for name in ("sync", "threads", "local")]
-    found = predicted_times(MODEL, study, points)
-    assert list(found) == points[:2]
-    assert all(0 < value < 10_000 for value in found.values())
+    times = predicted_times(MODEL, study, points)
+    assert list(times) == points[:2]
+    assert all(0 < value < 10_000 for value in times.values())
 
 
 def test_versions_tell_an_interpreter_without_its_lock(monkeypatch):

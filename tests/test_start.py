@@ -153,10 +153,10 @@ def nothing_slow(monkeypatch):
 @pytest.mark.parametrize(("flags", "said"), WRONG)
 def test_what_is_wrong_is_said_before_data_are_read(flags, said, first, small_text, tmp_path):
     flags = flags.replace("TEXT", str(small_text)).replace("RUN", str(first))
-    own = [] if "--resume" in flags else ["--data", small_text, "--batch-size 4"]
+    data = [] if "--resume" in flags else ["--data", small_text, "--batch-size 4"]
     out = [] if "--out" in flags or "--resume" in flags else ["--out", tmp_path / "run"]
     with pytest.raises((ValueError, OSError, RuntimeError), match=said):
-        begin(*own, *out, flags)
+        begin(*data, *out, flags)
     assert not (tmp_path / "run").exists()
 
 

@@ -80,11 +80,11 @@ def test_every_kernel_call_is_an_event():
     assert all(re.search(r"attention|crossentropy", key[0]) and key[0][-2] == "." for key in missing), "picks only"
     assert timeline.steps == [7, 8]
     assert {event.step for event in timeline.events} == {7, 8}
-    found = {(event.layer, event.phase, event.place, event.block, event.chunk) for event in timeline.events}
-    assert ("linear", "forward", "h.1.attn.c_attn", 1, (1, 0)) in found
-    assert ("attention", "backward", "h.0.attn.qkv", 0, (1, None)) in found
-    assert ("adamw", "update", "wte.weight", None, None) in found
-    assert ("embedding", "forward", "wte+wpe", None, (0, 1)) in found
+    events = {(event.layer, event.phase, event.place, event.block, event.chunk) for event in timeline.events}
+    assert ("linear", "forward", "h.1.attn.c_attn", 1, (1, 0)) in events
+    assert ("attention", "backward", "h.0.attn.qkv", 0, (1, None)) in events
+    assert ("adamw", "update", "wte.weight", None, None) in events
+    assert ("embedding", "forward", "wte+wpe", None, (0, 1)) in events
     size = {event.place: event.bytes for event in timeline.events if event.layer == "linear"}
     assert size["h.0.mlp.c_fc"] == 2 * 6 * 4 * 16 * 4  # float32 (b, t, 4C)
     assert {event.bytes for event in timeline.events if event.layer == "adamw"} == {0}
@@ -104,7 +104,7 @@ def test_recordings_belong_to_a_scheduler_and_nest(random):
             run_step(one, step, state, batch, 9)
         run_step(one, step, state, batch, 9)
     spans = [part.spans for part in (*outer, *inner)]
-    assert [{span.run for span in own} for own in spans] == [{1}, {0}]
+    assert [{span.run for span in spans_of_one} for spans_of_one in spans] == [{1}, {0}]
     program = next(node.func for node in step.graph.values() if calls_of(node))
     assert program.recorder is step.kernels.recorder
     assert pickle.loads(pickle.dumps(program.recorder)) is RECORDER
@@ -118,17 +118,17 @@ def test_what_runs_at_the_same_time(barrier, steps, layers):
     grain = "kernel" if barrier == "layer" else "segment"
     for _ in range(20):  # on a busy machine two threads may take turns
         _, timeline = recorded(barrier, windows, LARGER, SHAPE, (2, 64), grain=grain)
-        found = summarise(timeline)
-        if (found.steps_overlap > 0, found.overlap > 0) == (steps > 1, layers > 1):
+        summary = summarise(timeline)
+        if (summary.steps_overlap > 0, summary.overlap > 0) == (steps > 1, layers > 1):
             break
-    assert (found.steps_overlap > 0, found.overlap > 0) == (steps > 1, layers > 1)
+    assert (summary.steps_overlap > 0, summary.overlap > 0) == (steps > 1, layers > 1)
     at_once = different_at_once([(event.start, event.end, event.stage) for event in timeline.events])
     assert max(count for _, count in at_once) == layers
     at_once = different_at_once([(event.start, event.end, event.step) for event in timeline.events])
     assert max(count for _, count in at_once) == steps
     if barrier == "layer":
-        assert sum(found.phases.values()) <= found.wall
-        assert all(found.phases[phase] > 0 for phase in ("forward", "backward", "update"))
+        assert sum(summary.phases.values()) <= summary.wall
+        assert all(summary.phases[phase] > 0 for phase in ("forward", "backward", "update"))
 
 
 def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
@@ -146,9 +146,9 @@ def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
         assert event.step == 3 or event.start >= last.start - 0.01
         for need in timeline.tasks.needs[event.task[1]]:
             assert ends.get((event.step, need), 0.0) <= event.start + 0.01, "one clock for both workers"
-    found = summarise(timeline)
-    assert found.critical_path <= found.wall
-    assert {"adamw", "linear"} <= {layer for layer, _ in found.kernels}
+    summary = summarise(timeline)
+    assert summary.critical_path <= summary.wall
+    assert {"adamw", "linear"} <= {layer for layer, _ in summary.kernels}
 
 
 def test_ranks_record_kernels_and_messages_on_one_clock(cluster, small_text):
@@ -187,25 +187,25 @@ def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc", lanes=
             when = {"step": step, "lane": lane, "start": zero + start, "end": zero + end}
             events.append(Event(name, "forward", name, **when, bytes=size, task=(step, key), task_name=name, key=key))
     named = dict(zip("abc", keys))
-    before = {named[key]: {named[need] for need in own} for key, own in dict(earlier).items()}
+    before = {named[key]: {named[need] for need in needs} for key, needs in dict(earlier).items()}
     done = frozenset(named[name] for name in awaited)
     tasks = TaskGraph({a: set(), b: {a}, c: {a}}, before, done)
     return Timeline("by <hand>", lanes, tuple(events), tuple(windows), tasks)
 
 
 def test_a_summary_worked_out_by_hand():
-    found = summarise(hand_made())
-    assert (found.wall, found.tasks, found.inside_share, found.steps_overlap) == (10, 3, 0, 0)
-    assert found.busy == {"thread 1": pytest.approx(0.6), "thread 2": pytest.approx(0.2)}
-    assert found.kernel_share == pytest.approx(0.4)
-    assert found.overlap == pytest.approx(0.1)  # b and c, from 4 to 5
-    assert found.critical_path == pytest.approx(6)  # a and b
-    assert found.critical == {("b", "forward"): 4, ("a", "forward"): 2}
-    assert found.scheduling_share == pytest.approx(2 / 20)  # a from 0 to 1, b from 3 to 4
-    assert found.waiting_share == pytest.approx(10 / 20)
-    assert found.kernels["b", "forward"] == (4, 1)
-    assert found.phases == {"forward": 8, "backward": 0, "update": 0}
-    text = describe_summary(found)
+    summary = summarise(hand_made())
+    assert (summary.wall, summary.tasks, summary.inside_share, summary.steps_overlap) == (10, 3, 0, 0)
+    assert summary.busy == {"thread 1": pytest.approx(0.6), "thread 2": pytest.approx(0.2)}
+    assert summary.kernel_share == pytest.approx(0.4)
+    assert summary.overlap == pytest.approx(0.1)  # b and c, from 4 to 5
+    assert summary.critical_path == pytest.approx(6)  # a and b
+    assert summary.critical == {("b", "forward"): 4, ("a", "forward"): 2}
+    assert summary.scheduling_share == pytest.approx(2 / 20)  # a from 0 to 1, b from 3 to 4
+    assert summary.waiting_share == pytest.approx(10 / 20)
+    assert summary.kernels["b", "forward"] == (4, 1)
+    assert summary.phases == {"forward": 8, "backward": 0, "update": 0}
+    text = describe_summary(summary)
     for part in ("10000.00 ms a step, 1 step\n", "60.0% busy, 40.0% idle", "60% of the wall time: b.forward 67%, a."):
         assert part in text
     rows = ["b 4000.000 4000.000 1", "a 2000.000 2000.000 1", "c 2000.000 2000.000 1"]

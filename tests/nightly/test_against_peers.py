@@ -21,8 +21,8 @@ JOB = job_of(SMALL, BenchConfig(batch_size=4, sequence_length=16), DataflowConfi
 
 def record_of(tmp_path, *flags):
     assert against.main([*flags, "--record", str(tmp_path / "record")]) == 0
-    (found,) = read_records(tmp_path / "record")
-    return found, {name: figure.median for name, figure in found.figures.items()}
+    (record,) = read_records(tmp_path / "record")
+    return record, {name: figure.median for name, figure in record.figures.items()}
 
 
 @pytest.mark.parametrize(("processes", "bf16"), [(1, False), (1, True), (2, False), (2, True), (4, False)])
@@ -54,8 +54,8 @@ def test_error_names_the_process_that_ended():
 def test_three_programs_run_in_turns(tmp_path, monkeypatch, flags):
     monkeypatch.setattr("compare.turns.DISTURBED", float("inf"))
     monkeypatch.setattr("compare.programs.LONGEST_TURN", 1.0)
-    found, figures = record_of(tmp_path, "torch-ddp", *MODEL, *FEW, *flags)
-    assert (found.settings["scheduler"], found.figures["cluster"].n) == ("local", 2)
+    record, figures = record_of(tmp_path, "torch-ddp", *MODEL, *FEW, *flags)
+    assert (record.settings["scheduler"], record.figures["cluster"].n) == ("local", 2)
     loss = pytest.approx(figures["theirs_first_loss"], TOLERANCES["golden losses"]["rtol"])
     assert figures["cluster_first_loss"] == figures["threads_first_loss"] == loss
     assert sum(share for name, share in figures.items() if name.startswith("workers_")) == pytest.approx(1, abs=1e-3)
@@ -65,6 +65,6 @@ def test_three_programs_run_in_turns(tmp_path, monkeypatch, flags):
 def test_another_program_runs_in_turns(tmp_path, other):
     pytest.importorskip(other)
     flags = ["--positions", "40"] if other == "transformers" else []
-    found, figures = record_of(tmp_path, other, *MODEL, *flags, *FEW)
-    assert other in found.against.lower().replace("pytorch", "torch")
+    record, figures = record_of(tmp_path, other, *MODEL, *flags, *FEW)
+    assert other in record.against.lower().replace("pytorch", "torch")
     assert figures["theirs"] > 0

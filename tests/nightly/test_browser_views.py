@@ -25,17 +25,17 @@ needs_browser = pytest.mark.skipif(PATH is None, reason="no Chromium on the PATH
 
 def seen(page, tmp_path, *questions):
     """What a browser answers of a file, which asks for nothing else."""
-    found = visit(page, tmp_path / "profile", READY, questions)
-    assert [url for url in found.requests if not url.startswith("data:")] == [page.as_uri()]
-    assert found.messages == []
-    return found.values
+    shown = visit(page, tmp_path / "profile", READY, questions)
+    assert [url for url in shown.requests if not url.startswith("data:")] == [page.as_uri()]
+    assert shown.messages == []
+    return shown.values
 
 
 @needs_browser
 def test_page_shows_several_timelines(tmp_path):
     timelines = {name: recorded(name, [(10, 11)] if name == "none" else [(10,)])[1] for name in ("layer", "none")}
     page = write_side_by_side(timelines, tmp_path / "barriers.html", "two barriers")
-    assert seen(page, tmp_path, BARS) == [sum(len(own.events) for own in timelines.values())]
+    assert seen(page, tmp_path, BARS) == [sum(len(timeline.events) for timeline in timelines.values())]
 
 
 def test_dashboard_page_shows_a_run(small_text, tmp_path):
@@ -64,7 +64,7 @@ def test_dashboard_page_shows_a_run(small_text, tmp_path):
         assert {0, 4, 9, 11} <= set(steps), "the first, the last, and those with a validation"
         assert column(collected.steps, "validation_loss")[0] == [5, 10, 12]
         if PATH:
-            found = visit(link, tmp_path / "profile", "!!(window.Bokeh && Bokeh.documents.length)", (LONGEST,))
-            assert found.messages == []
-            assert found.values[0][0] == len(steps)
-            assert min(found.values[0]) > 1
+            shown = visit(link, tmp_path / "profile", "!!(window.Bokeh && Bokeh.documents.length)", (LONGEST,))
+            assert shown.messages == []
+            assert shown.values[0][0] == len(steps)
+            assert min(shown.values[0]) > 1

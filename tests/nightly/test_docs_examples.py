@@ -40,13 +40,13 @@ def test_documented_sweep_runs(small_text, tmp_path):
 
 def test_metrics_of_a_run_match_the_table(tmp_path):
     (table,) = [table for table in tables(DOCS / "metrics.md") if table.head == ["name", "unit", "definition", "when"]]
-    known = {name for row in table.rows for name in row[0].split(", ")}
+    documented = {name for row in table.rows for name in row[0].split(", ")}
     model = preset("tiny", blocks=1, channels=32, positions=32)
     data = {"data": str(ROOT / "daskgpt/config/*.py"), "sequence_length": 32, "batch_size": 4}
     run = {"steps": 3, "validation_batches": 1, "out": str(tmp_path / "run"), "sample_tokens": 0}
     daskgpt.fit(model, data, {"clip": 1.0, "skip_outliers": 1e-9}, run=run, quiet=True)
     written = {name for record in metrics_of(tmp_path / "run") for name in record}
-    assert {"loss", "norm", "validation_loss"} <= written <= known
+    assert {"loss", "norm", "validation_loss"} <= written <= documented
 
 
 def test_site_builds_without_warnings_and_needs_no_network(tmp_path):

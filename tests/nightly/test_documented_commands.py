@@ -45,7 +45,9 @@ def made(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("command", [each for each in documented() if not each.why_not], ids=lambda each: each.text)
+@pytest.mark.parametrize(
+    "command", [command for command in documented() if not command.why_not], ids=lambda command: command.text
+)
 def test_documented_command_runs(command, made, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "folder"
     shutil.copytree(made, folder, symlinks=True)
@@ -54,7 +56,7 @@ def test_documented_command_runs(command, made, tmp_path, monkeypatch, capsys):
     for given in re.findall(r"(?:--out|convert \S+) (\S+)", command.text):  # which a reader makes with this command
         shutil.rmtree(folder / given) if (folder / given).is_dir() else (folder / given).unlink(missing_ok=True)
     try:
-        words = [found for word in command.arguments for found in (sorted(glob.glob(word)) if "*" in word else [word])]
+        words = [path for word in command.arguments for path in (sorted(glob.glob(word)) if "*" in word else [word])]
         code = import_module(f"daskgpt.{command.module}").main(words)
     except SystemExit as end:  # --help
         code = end.code

@@ -40,9 +40,9 @@ def test_llama_cpp_scores_and_writes_the_same(encoding, tmp_path):
     state = State.of_weights(config, parameters)
     with daskgpt.open_scheduler("threads", 2) as scheduler:
         inference = Inference(config, tokens.shape, (1, LENGTH), state.layout, ("logits",))
-        own = inference(scheduler, state, tokens, tokens)["logits"][..., : config.vocabulary].argmax(2)
+        ours = inference(scheduler, state, tokens, tokens)["logits"][..., : config.vocabulary].argmax(2)
     same = 0
-    for text, likeliest in zip(tokens, own, strict=True):
+    for text, likeliest in zip(tokens, ours, strict=True):
         theirs.reset()
         theirs.eval(text.tolist())
         same += int(np.sum(theirs.scores[:LENGTH].argmax(1) == likeliest))

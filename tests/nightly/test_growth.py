@@ -28,16 +28,16 @@ def test_overlapping_steps_leak_no_tasks_or_memory():
     step = step_of(SMALL, (4, 12), (2, 12), OptimizerConfig(), grain="chunk", barrier="none", in_place=True)
     state = state_of(step, random_parameters(SMALL, random))
     batches = [random_batch(SMALL, random) for _ in range(window)]
-    found = []
+    sizes = []
     with open_scheduler("threads", 2) as scheduler:
         for _ in range(1000 // window):
             _, state = run_window(scheduler, step, state, batches, 1000)
-            found.append((len(step.graph), len(step.window(window)), resident()))
+            sizes.append((len(step.graph), len(step.window(window)), resident()))
     assert state.step == 1000
-    settled = len(found) // 5
-    assert len({own[:2] for own in found}) == 1
+    early = len(sizes) // 5
+    assert len({size[:2] for size in sizes}) == 1
     # The heap may still take a few pages; a single leaked activation a step would be 3 MB.
-    assert found[-1][2] - found[settled][2] < 2_000_000
+    assert sizes[-1][2] - sizes[early][2] < 2_000_000
 
 
 def test_cluster_run_leaks_no_tasks(tmp_path):
@@ -46,9 +46,9 @@ def test_cluster_run_leaks_no_tasks(tmp_path):
         entries = long_run(tmp_path, log, steps=3000, every=50, flags=f"{FLAGS} --snapshot-every 25")
     said = table(entries)
     assert entries[-1]["step"] > 2000, said
-    known = [entry["tasks"] for entry in entries]
-    half = len(known) // 2
+    tasks = [entry["tasks"] for entry in entries]
+    half = len(tasks) // 2
     # Medians: one look may fall on a recovery point, or on two steps. Of a task in four steps they would grow by half.
-    assert median(known[half:]) < 1.3 * median(known[:half]), said
+    assert median(tasks[half:]) < 1.3 * median(tasks[:half]), said
     assert said.splitlines()[0].startswith(f"{entries[-1]['step']} steps ")
     assert [line.split()[0] for line in said.splitlines()[1:]] == ["tasks", "scheduler", "w0", "w1", "client"]

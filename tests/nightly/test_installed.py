@@ -27,8 +27,10 @@ sys.exit(train.main(sys.argv[1:]))
 
 def call(folder, *words, **more):
     """Run a program in a folder and an environment that know nothing of the repository; return what it prints."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DASKGPT_"))} | more
-    done = subprocess.run(words, cwd=folder, env=own, capture_output=True, text=True, timeout=PATIENCE)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DASKGPT_"))
+    } | more
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     if "No matching distribution" in done.stderr:
         pytest.skip("there is no package index")
     assert done.returncode == 0, done.stdout + done.stderr

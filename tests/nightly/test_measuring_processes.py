@@ -23,7 +23,7 @@ TOOLS = [
 def test_tools_measure_and_record(small_text, tmp_path, capsys, tool, flags, figures, shown):
     path = tmp_path / "records.jsonl"
     tool.main([*flags.split(), str(small_text), "--record", str(path)])
-    (found,) = read_records(path)
-    assert figures <= found.figures.keys()
-    assert "--record" not in found.command
+    (record,) = read_records(path)
+    assert figures <= record.figures.keys()
+    assert "--record" not in record.command
     assert shown in capsys.readouterr().out

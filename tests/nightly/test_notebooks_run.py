@@ -26,15 +26,15 @@ def shown_by(notebook):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
 def test_notebook_runs_and_checks_answers(path, tmp_path):
-    notebook, found = nbformat.read(path, as_version=4), solutions(path)
+    notebook, answers = nbformat.read(path, as_version=4), solutions(path)
     nbformat.validate(notebook)
-    assert puzzles(notebook) == list(found)
-    shown = shown_by(execute(answered(notebook, found), tmp_path))
+    assert puzzles(notebook) == list(answers)
+    shown = shown_by(execute(answered(notebook, answers), tmp_path))
     assert [file.name for file in tmp_path.iterdir() if file.name != "ipython"] == [], "the notebook left files behind"
     tried = [(name.partition("-")[0], text.strip()) for name, text in shown.items() if "-" in name]
     told = [(kind, text) for kind, text in tried if kind in BEGINS]
     assert [(kind, text) for kind, text in told if not text.startswith(BEGINS[kind])] == []
-    assert [kind for kind, _ in told].count("right") == len(found)
+    assert [kind for kind, _ in told].count("right") == len(answers)
 
 
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem[0] in SAME], ids=by_name)

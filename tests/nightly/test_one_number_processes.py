@@ -30,10 +30,13 @@ def test_older_instruction_sets_give_the_same_bits(processor):
     if not features().issuperset(wanted):
         pytest.skip(f"this processor cannot run code for {processor}")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("NUMBA_", "DASKGPT_"))}
-    environment |= {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ",".join(f"+{each}" for each in sorted(wanted))}
+    environment |= {
+        "NUMBA_CPU_NAME": processor,
+        "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in sorted(wanted)),
+    }
     command = [sys.executable, one_number.__file__]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert json.loads(found.stdout) == EXPECTED["float32"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == EXPECTED["float32"]
 
 
 @needs_own_product
@@ -53,12 +56,12 @@ def test_campaign_runs_as_a_command():
 
 def test_import_loads_neither_dask_nor_numba():
     code = "import sys, daskgpt; print('dask' in sys.modules, 'numba' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
-    assert found.stdout.split() == ["False", "False"]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout.split() == ["False", "False"]
 
 
 def test_run_of_threads_loads_nothing_of_clusters(tmp_path):
     flags = ["--scheduler", "threads", "--steps", "1", "--sample-tokens", "0", "--out", str(tmp_path / "run")]
     code = f"import sys; from daskgpt import train; train.main({flags}); print('distributed' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
-    assert found.stdout.split()[-1] == "False", found.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout.split()[-1] == "False", done.stderr

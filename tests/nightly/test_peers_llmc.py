@@ -40,15 +40,15 @@ def computed(config, parameters, tokens, targets):
     with daskgpt.open_scheduler("threads", 2) as scheduler:
         state = State.of_weights(config, parameters)
         wanted = ("logits", "loss", "gradients")
-        found = Inference(config, tokens.shape, tokens.shape, state.layout, wanted)(scheduler, state, tokens, targets)
+        results = Inference(config, tokens.shape, tokens.shape, state.layout, wanted)(scheduler, state, tokens, targets)
         step, losses = step_of(config, tokens.shape, tokens.shape, OPTIMIZER), []
         state = state_of(step, {name: values.copy() for name, values in parameters.items()})
         for _ in range(10):
             outcome, state = run_step(scheduler, step, state, (tokens, targets), 10)
             losses.append(outcome.loss)
-    gradients = {name: np.ascontiguousarray(found[name]) for name in parameters}
-    logits = np.ascontiguousarray(found["logits"][..., : config.vocabulary])
-    return DebugState(tokens, targets, logits, float(found["loss"]), gradients), losses
+    gradients = {name: np.ascontiguousarray(results[name]) for name in parameters}
+    logits = np.ascontiguousarray(results["logits"][..., : config.vocabulary])
+    return DebugState(tokens, targets, logits, float(results["loss"]), gradients), losses
 
 
 def write(folder, config, parameters, shape):
@@ -76,16 +76,16 @@ def told(folder):
 def test_llmc_accepts_a_small_model_and_rejects_a_wrong_gradient(tmp_path):
     config, parameters = daskgpt.load(GOLDEN / "gpt2_small.bin")
     write(tmp_path, config, parameters, (4, 32))
-    found = told(tmp_path)
-    assert found.count("TENSOR OK") == 16
-    assert "overall okay: 1" in found
+    output = told(tmp_path)
+    assert output.count("TENSOR OK") == 16
+    assert "overall okay: 1" in output
     path = tmp_path / "gpt2_124M_debug_state.bin"
     state = read_debug_state(path, config)
     state.gradients["h.1.mlp.c_fc.weight"][3, 5] += 0.05
     write_debug_state(path, config, state)
-    found = told(tmp_path)
-    assert "overall okay: 0" in found
-    assert found.count("TENSOR OK") == 15
+    output = told(tmp_path)
+    assert "overall okay: 0" in output
+    assert output.count("TENSOR OK") == 15
 
 
 def test_llmc_accepts_a_model_of_gpt2_size(tmp_path):

@@ -60,10 +60,10 @@ def evaluated(folder, tmp_path, capsys):
     """What the harness says of a file of documents by a task, and `daskgpt.evaluate` of the file that it reads."""
 
     def run(documents, task, data):
-        found = {"task": "local", "dataset_path": "json", "test_split": "test"}
-        found["dataset_kwargs"] = {"data_files": {"test": str(documents)}}
+        settings = {"task": "local", "dataset_path": "json", "test_split": "test"}
+        settings["dataset_kwargs"] = {"data_files": {"test": str(documents)}}
         (tmp_path / "tasks").mkdir()
-        (tmp_path / "tasks" / "local.yaml").write_text(json.dumps(found | task))  # YAML includes JSON
+        (tmp_path / "tasks" / "local.yaml").write_text(json.dumps(settings | task))  # YAML includes JSON
         theirs = lm_eval.simple_evaluate(
             model="hf",
             model_args={"pretrained": str(folder), "dtype": "float32"},

@@ -53,11 +53,11 @@ def assert_same_logits(path, theirs):
     weights = State.of_weights(config, parameters)
     with daskgpt.open_scheduler("threads", 2) as scheduler:
         inference = Inference(config, shape, (1, shape[1] // 2), weights.layout, ("logits",))
-        own = inference(scheduler, weights, tokens, tokens)["logits"][..., : config.vocabulary]
+        ours = inference(scheduler, weights, tokens, tokens)["logits"][..., : config.vocabulary]
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(own, expected, **TOLERANCES["another program's logits"])
+    np.testing.assert_allclose(ours, expected, **TOLERANCES["another program's logits"])
 
 
 def converted(source, target):
@@ -172,10 +172,10 @@ def test_fine_tuned_folder_with_tokenizer_loads_in_transformers(tmp_path, capsys
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] < 5
     model = transformers.GPT2LMHeadModel.from_pretrained(converted(run, back)).eval()
     assert_same_logits(run, model)
-    own = transformers.AutoTokenizer.from_pretrained(back)
-    assert own.encode("line 7: the") == tokenizer.encode("line 7: the").ids
-    asked = own("line 7: the", return_tensors="pt")
-    expected = own.decode(model.generate(**asked, max_new_tokens=16, do_sample=False)[0])
+    loaded = transformers.AutoTokenizer.from_pretrained(back)
+    assert loaded.encode("line 7: the") == tokenizer.encode("line 7: the").ids
+    asked = loaded("line 7: the", return_tensors="pt")
+    expected = loaded.decode(model.generate(**asked, max_new_tokens=16, do_sample=False)[0])
     capsys.readouterr()
     assert generate.main([str(run), "--prompt", "line 7: the", "--tokens", "16", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
@@ -208,16 +208,16 @@ def test_fine_tuning_on_pairs_matches_a_loop_in_pytorch(tmp_path, monkeypatch, c
     losses, count = [], len(rows)
     for step in range(steps):
         places = np.arange(step * size, (step + 1) * size)
-        own = [int(shuffled(np.array([place % count]), count, 0, place // count)[0]) for place in places]
-        logits = model(tokens[own]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[own].flatten(), ignore_index=-100)
+        drawn = [int(shuffled(np.array([place % count]), count, 0, place // count)[0]) for place in places]
+        logits = model(tokens[drawn]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[drawn].flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    found = losses_of(tmp_path / "run")
-    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-3)
+    ours = losses_of(tmp_path / "run")
+    np.testing.assert_allclose(ours, losses, rtol=0, atol=1e-3)
     assert losses[-1] < 0.5 * losses[0]
     converted(tmp_path / "run", tmp_path / "tuned-hf")
     assert_same_logits(tmp_path / "run", transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "tuned-hf").eval())
@@ -225,4 +225,4 @@ def test_fine_tuning_on_pairs_matches_a_loop_in_pytorch(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     exec(page.split("```python\n")[1].split("```")[0], names)
     assert names["tokenizer"].decode(names["prompt"].input_ids[0]) in capsys.readouterr().out
-    print(f"losses {losses[0]:.3f} to {losses[-1]:.3f}, off by {np.abs(np.subtract(found, losses)).max():.1e} at most")
+    print(f"losses {losses[0]:.3f} to {losses[-1]:.3f}, off by {np.abs(np.subtract(ours, losses)).max():.1e} at most")

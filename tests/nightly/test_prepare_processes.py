@@ -22,11 +22,11 @@ def corpus(tmp_path_factory):
 
 def _written(folder: Path) -> int:
     """Bytes of tokens, whole files and others."""
-    found = 0
+    size = 0
     for path in (*folder.glob("*.bin"), *folder.glob(".*.bin.tmp")):
         with suppress(FileNotFoundError):  # renamed meanwhile
-            found += path.stat().st_size
-    return found
+            size += path.stat().st_size
+    return size
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -189,8 +189,8 @@ def test_random_faults_change_no_bit(hosts, tmp_path):
     if hosts and missing():
         pytest.skip(missing())
     faults, seed = 4 if hosts else 10, random.SystemRandom().randrange(10**6)
-    with (tmp_path / "faults.jsonl").open("w+") as log, Hosts(4) if hosts else nullcontext() as own:
-        said = disturb(tmp_path, log, faults=faults, seconds=40, workers=3, seed=seed, hosts=own)
+    with (tmp_path / "faults.jsonl").open("w+") as log, Hosts(4) if hosts else nullcontext() as network:
+        said = disturb(tmp_path, log, faults=faults, seconds=40, workers=3, seed=seed, hosts=network)
         log.seek(0)
         kinds = [entry.get("kind") for entry in map(json.loads, log)]
     assert sum(kind in (HOST_KINDS if hosts else KINDS) for kind in kinds) == faults, said

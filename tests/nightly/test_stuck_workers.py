@@ -34,8 +34,8 @@ train = partial(fit_in_parts, steps=STEPS, save_every=4)
 
 @pytest.fixture
 def machines(tmp_path):
-    with Machines(tmp_path, 0) as found:
-        yield found
+    with Machines(tmp_path, 0) as started:
+        yield started
 
 
 def fill(dask_worker, full=FULL):

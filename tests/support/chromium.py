@@ -67,7 +67,7 @@ def visit(
 
 async def _visit(page, folder, ready, expressions, mouse):
     socket = await websocket_connect(await _address(folder), max_message_size=1 << 28)
-    found, number = Visit(), 0
+    seen, number = Visit(), 0
 
     async def call(method, **parameters):
         nonlocal number
@@ -81,13 +81,13 @@ async def _visit(page, folder, ready, expressions, mouse):
 
     def note(method, parameters):
         if method == "Network.requestWillBeSent":
-            found.requests.append(parameters["request"]["url"])
+            seen.requests.append(parameters["request"]["url"])
         elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
-            found.messages.append(str([argument.get("value") for argument in parameters["args"]]))
+            seen.messages.append(str([argument.get("value") for argument in parameters["args"]]))
         elif method == "Runtime.exceptionThrown":
-            found.messages.append(str(parameters["exceptionDetails"]))
+            seen.messages.append(str(parameters["exceptionDetails"]))
         elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
-            found.messages.append(parameters["entry"]["text"])
+            seen.messages.append(parameters["entry"]["text"])
 
     async def value(expression):
         result = await call("Runtime.evaluate", expression=expression, returnByValue=True)
@@ -98,16 +98,16 @@ async def _visit(page, folder, ready, expressions, mouse):
     await call("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
     end = time.monotonic() + PATIENCE
     while not await value(ready):
-        assert time.monotonic() < end, f"the page never became ready; {found}"
+        assert time.monotonic() < end, f"the page never became ready; {seen}"
         await asyncio.sleep(0.1)
-    found.values = [await value(expression) for expression in expressions]
+    seen.values = [await value(expression) for expression in expressions]
     if mouse:
         for x in (mouse[0] - 1, mouse[0]):
             await call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=mouse[1])
     await asyncio.sleep(0.5)
-    found.picture = base64.b64decode((await call("Page.captureScreenshot", format="png"))["data"])
+    seen.picture = base64.b64decode((await call("Page.captureScreenshot", format="png"))["data"])
     socket.close()
-    return found
+    return seen
 
 
 async def _address(folder: Path) -> str:
