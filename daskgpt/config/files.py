@@ -9,15 +9,13 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import BinaryIO, cast
 
 from daskgpt.config.errors import refusal, require
-
-T = TypeVar("T")
 
 LOCKS = Path("/proc/locks")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -331,26 +329,6 @@ def readable(path: str | os.PathLike[str], where: str) -> Iterator[None]:
         if isinstance(error, IsADirectoryError):
             advice = "It is a folder: name a file in it."
         raise refusal(type(error), where, "the file must be readable", got, advice) from error
-
-
-def json_lines(path: Path, where: str, parse: Callable[[Any], T], rule: str, advice: str) -> Iterator[T]:
-    """Yield the result of `parse` for the JSON of each line of a file; blank lines are skipped.
-
-    where, rule, advice   of the error
-
-    Errors   FileNotFoundError, OSError; ValueError naming the first line that is no JSON, or that `parse` refuses by a
-             ValueError, TypeError or KeyError
-    """
-    with readable(path, where):
-        lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                value = parse(json.loads(line.decode()))
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                got = {"path": path, "line": number, "found": f"{type(error).__name__}: {str(error)[:60]}"}
-                raise refusal(ValueError, where, rule, got, advice) from None
-            yield value
 
 
 def matching_files(source: str, where: str) -> list[Path]:

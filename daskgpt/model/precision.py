@@ -91,11 +91,6 @@ def values_of(held: Any) -> np.ndarray:
     return held.values if isinstance(held, TrainedWeight) else held
 
 
-def copy_of(held: Any) -> Any:
-    """Return a copy of a parameter as it is held."""
-    return TrainedWeight.of(held.values.copy()) if isinstance(held, TrainedWeight) else held.copy()
-
-
 def read_rows(held: Any, rows: slice, rounded: bool) -> np.ndarray:
     """Return rows of a parameter in the form in which they are sent to another process that holds it.
 

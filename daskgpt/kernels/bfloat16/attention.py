@@ -394,14 +394,7 @@ def forward(
     steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
     panels = steps * patches * STEP
     addresses = scratch(
-        steps * STEP,
-        panels,
-        panels,
-        patches * PATCH,
-        patches * STEP,
-        steps * PATCH,
-        32 * VECTOR,
-        32 * VECTOR,
+        steps * STEP, panels, panels, patches * PATCH, patches * STEP, steps * PATCH, 32 * VECTOR, 32 * VECTOR
     )
     sizes, factors = (sequences, tokens, heads, size), np.empty(patches * 32, FLOAT32)
     _forward(words(qkv), words(y), words(logsumexp), int(unit()), sizes, tuple(addresses), *dropout, factors)
