@@ -75,7 +75,7 @@ NEAR = {
     "training": "checkpoints resume run_folder schedules wrong_arguments validation cluster stopping logs "
     "progress start audit",
 }
-WAITS = {"wait", "join", "result", "acquire", "release", "settle", "barrier", "notify_all"}
+WAITS = {"wait", "join", "result", "acquire", "release", "wait_for", "barrier", "notify_all"}
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def test_recorded_spans_name_their_workers_and_times(cluster):
     cluster.have(2)
     begin = time.time()
     with daskgpt.open_scheduler(cluster.address) as scheduler, scheduler.record() as processes:
-        scheduler.settle(state_after_a_step(scheduler, "float32").packs)
+        scheduler.wait_for(state_after_a_step(scheduler, "float32").packs)
     names = [f"worker {name}" for name in sorted(cluster.alive())]
     assert [process.name for process in processes] == names
     for process in processes:
@@ -331,7 +331,7 @@ def test_worker_death_between_the_end_of_its_task_and_the_fetch_is_a_loss(cluste
         address, worker = min(members(scheduler.client).items())
         name = worker["name"]
         done = scheduler.submit_to(address, "rank.window", int)
-        scheduler.settle([done])
+        scheduler.wait_for([done])
         scheduler.needed = {address}
         monkeypatch.setattr(Client, "gather", late)
         with pytest.raises(WorkerLost):

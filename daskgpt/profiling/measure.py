@@ -208,7 +208,7 @@ class TimedEngine:
             self.losses += [outcome.loss for outcome in outcomes]
         if seconds and not self.scheduler.in_place and not self.ranks:
             start = perf_counter()
-            self.scheduler.settle(list(self.engine.state().packs))
+            self.scheduler.wait_for(list(self.engine.state().packs))
             seconds[0] += (perf_counter() - start) / self.window
         return seconds
 

@@ -130,7 +130,7 @@ class ClusterScheduler(Scheduler):
                         raise loss(self.client, "a rank")
         return self.fetch(handles)  # a worker may be lost now as well, with its result
 
-    def settle(self, handles: list[Any]) -> None:
+    def wait_for(self, handles: list[Any]) -> None:
         with losses_as_errors(self.client):
             self._wait(handles)
 
@@ -184,7 +184,7 @@ class ClusterScheduler(Scheduler):
             time.sleep(0.2)
             waited = time.monotonic() - begin
 
-    def settled(self, handles: list[Any]) -> bool:
+    def are_made(self, handles: list[Any]) -> bool:
         """Return whether results are made, without waiting. Errors as of `fetch`."""
         statuses = [handle.status for handle in handles if isinstance(handle, Future)]
         if {"cancelled", "error"} & set(statuses):

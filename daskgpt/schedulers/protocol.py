@@ -71,7 +71,7 @@ class Scheduler(ABC):
         Errors   WorkerLost if one was lost with the process that held it
         """
 
-    def settle(self, handles: list[Any]) -> None:  # noqa: B027
+    def wait_for(self, handles: list[Any]) -> None:  # noqa: B027
         """Wait until results are made, and leave them where they are."""
 
     def addresses(self) -> set[str]:

@@ -270,7 +270,7 @@ class RankEngine(Engine):
             others = places_apart([(size, [place]) for size, place in zip(sizes, places)], workers)
             for copies, place, call in zip(copies_of_packs, others, joined):
                 copies.append(submit(place, name, *call, moves=True))
-        self.scheduler.settle([copies[0] for copies in copies_of_packs])
+        self.scheduler.wait_for([copies[0] for copies in copies_of_packs])
         return copies_of_packs
 
     def _call(self, rank: int, name: str, method: str, *arguments: Any) -> Any:

@@ -69,7 +69,7 @@ class RecoveryPoints:
         try:
             if self.making is None and self._due(self.engine.made):
                 self._copy()
-            if self.making is not None and self.scheduler.settled([copies[-1] for copies in self.making.places]):
+            if self.making is not None and self.scheduler.are_made([copies[-1] for copies in self.making.places]):
                 self.kept, self.making = self.making, None
         except WorkerLost:
             self.making, self.soon = None, True
@@ -120,7 +120,7 @@ class RecoveryPoints:
         if places:
             self.making = Point(self.engine.layout, self.engine.made, places)
         if self.soon:
-            self.scheduler.settle([] if alone else [copies[-1] for copies in places])
+            self.scheduler.wait_for([] if alone else [copies[-1] for copies in places])
             cost = max(time.perf_counter() - start, LEAST_COST)
             self.cost, self.soon = min(cost, self.cost), False  # the first one after a loss may wait for other things
             self._report()
