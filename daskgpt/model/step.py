@@ -1,6 +1,6 @@
 """Compile a training step: `compile_step` from a model, the shape of a batch, an optimizer and dials to tasks.
 
-It knows no scheduler and no state; what runs compiled steps is an engine (`training/engine.py`).
+This module knows no scheduler and no state: an engine (`training/engine.py`) runs compiled steps.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import dask.array as da
 import numpy as np
@@ -42,6 +42,7 @@ from daskgpt.model.tape import Tape
 
 Arrays = Mapping[str, np.ndarray]
 Lazy = dict[str, da.Array]
+T = TypeVar("T")
 Limits = tuple[float, float]  # limits of loss and norm, above which the update of a step is skipped
 NO_LIMITS: Limits = (math.inf, math.inf)
 
@@ -58,7 +59,7 @@ INPUTS: Mapping[str, tuple[str, type]] = {
 
 @dataclass(frozen=True)
 class Dials:
-    """Everything about a step that its model, batch and optimizer leave open. Only groups and precision decide bits.
+    """Settings of a step beyond its model, batch and optimizer. Only groups and precision decide bits.
 
     chunk       sequences and tokens of a chunk
     grain       size of a task
@@ -67,7 +68,7 @@ class Dials:
     accumulate  number of consecutive micro-batches into which the sequences are divided
     threads     number of tasks that can run at once
     groups      number of groups of sequences into which sums over the batch are divided
-    precision   of products
+    precision   precision of products
     """
 
     chunk: tuple[int, int]
@@ -123,7 +124,7 @@ class CompiledStep(CompiledGraph):
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """The arrays of the state beside the weights: "MOMENT.NAME" -> tensor of the model."""
+        """Arrays of the state besides the weights: "MOMENT.NAME" -> tensor of the model."""
         return optimizer_of(self.optimizer.optimizer).state(tensors(self.config))
 
     def with_dials(self, **changed: Any) -> CompiledStep:
@@ -148,7 +149,7 @@ class CompiledStep(CompiledGraph):
     def state(self, parameters: Arrays, moments: Arrays | None = None) -> list[Any]:
         """Return the packs of a state. In place they are overwritten: keep a copy of the given arrays if you need them.
 
-        moments   "MOMENT.NAME" of every tensor that has it; None = zeros
+        moments   "MOMENT.NAME" of every tensor with that moment; None = zeros
 
         Zeros are written: with `np.zeros` the first update would fetch each moment's memory page by page from the
         system, and its kernel times, which choose chunks and grain, would be five times too long.
@@ -269,8 +270,8 @@ def _rule(tensor: Tensor, optimizer: OptimizerConfig, precision: Precision) -> I
 class Outcome(NamedTuple):
     """The outcome of a step.
 
-    loss  before the update [nats a token]
-    norm  of all gradients, before they are clipped; None if nothing needs it
+    loss  loss before the update [nats per token]
+    norm  norm of all gradients, before they are clipped; None if nothing needs it
     made  whether the update was made
     """
 
@@ -304,11 +305,11 @@ def input_values(
     count: int = 0,
     **others: np.ndarray | None,
 ) -> Arrays:
-    """Return the inputs of a step by name, as whole arrays; those that are None are left out, for nothing reads them.
+    """Return the inputs of a step by name, as whole arrays; inputs that are None, which no task reads, are left out.
 
-    loss_weights  of the targets, with a mean of 1 over the whole batch
+    loss_weights  weights of the targets, with a mean of 1 over the whole batch
     count         number of tokens of the whole batch if these are a part of it; 0 = these are all
-    others        by their names in INPUTS
+    others        further inputs, by their names in INPUTS
     """
     shares = np.full(tokens.shape, loss_weights / (count or tokens.size))
     values = {"tokens": tokens, "targets": targets, "shares": shares, **others}
@@ -319,7 +320,7 @@ def input_values(
 def state_leaves(
     tape: Tape, config: ModelConfig, precision: Precision, moments: Mapping[str, Tensor] | None = None
 ) -> tuple[Lazy, Lazy]:
-    """Return arrays without data for a state, by their names there, and those of its weights by the parameters'."""
+    """Return arrays without data for a state, by their names there, and those of weights, by the names of parameters."""
     leaves = {
         name: array_of(f"{name}-{tape.token}", tensor.shape, tuple((size,) for size in tensor.shape), precision.dtype)
         for name, tensor in {**as_weights(tensors(config)), **(moments or {})}.items()
@@ -334,11 +335,11 @@ def gradients_of(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:
     return {name: gradients[weight.name] for name, weight in weights.items()}
 
 
-def as_weights(values: Mapping[str, Any]) -> dict[str, Any]:
+def as_weights(values: Mapping[str, T]) -> dict[str, T]:
     """Return values by parameter under the names that parameters have in a state: weight.NAME."""
     return {f"weight.{name}": value for name, value in values.items()}
 
 
-def weights_in(values: Mapping[str, Any]) -> dict[str, Any]:
+def weights_in(values: Mapping[str, T]) -> dict[str, T]:
     """Return those values of a state that belong to parameters, under the names of the parameters."""
     return {name.removeprefix("weight."): value for name, value in values.items() if name.startswith("weight.")}
