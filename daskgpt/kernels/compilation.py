@@ -142,7 +142,7 @@ class Kernel:
     """
 
     def __init__(self, function: Callable[..., Any], signature: str, *, cost: int = 1, use: str = "") -> None:
-        """Register a function that `kernel` decorates.
+        """Wrap a function that `kernel` decorates.
 
         cost   time to compile it; a small kernel has cost 1
         use    feature that needs it, such as an optimizer; "" = every run

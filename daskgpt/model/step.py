@@ -320,7 +320,7 @@ def input_values(
 def state_leaves(
     tape: Tape, config: ModelConfig, precision: Precision, moments: Mapping[str, Tensor] | None = None
 ) -> tuple[Lazy, Lazy]:
-    """Return arrays without data for a state, by their names there, and those of weights, by the names of parameters."""
+    """Return arrays without data for a state, by their names there, and the weights among them, by parameter."""
     leaves = {
         name: array_of(f"{name}-{tape.token}", tensor.shape, tuple((size,) for size in tensor.shape), precision.dtype)
         for name, tensor in {**as_weights(tensors(config)), **(moments or {})}.items()
