@@ -60,7 +60,7 @@ def _take_slot(builder, slot):
 
 @instruction("n n", "n")
 def _fill_slot(builder, slot, address):
-    """Put an address into the slot at `place` if the slot is empty; return whether it was."""
+    """Put an address into a slot if the slot is empty; return whether it was."""
     result = builder.cmpxchg(builder.inttoptr(slot, I64.as_pointer()), whole(0), address, "acq_rel", "acquire")
     return builder.zext(builder.extract_value(result, 1), I64)
 
