@@ -32,8 +32,8 @@ from daskgpt.profiling.measure import Spread
 
 TIKTOKEN = """
 import json, sys, time
-from daskgpt.data.tokenizer import get_encoding
-path, encoding, threads = sys.argv[1], get_encoding(sys.argv[2]), int(sys.argv[3])
+from daskgpt.data.tokenizer import encoding_named, get_encoding
+path, encoding, threads = sys.argv[1], get_encoding(encoding_named(sys.argv[2])), int(sys.argv[3])
 seconds, tokens = 0.0, 0
 with open(path, encoding="utf-8", newline="") as file:
     while text := file.read(2**26):
@@ -120,7 +120,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def written(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.bin")) if folder.is_dir() else 0
+    return sum(path.stat().st_size for path in folder.rglob("*.bin"))
 
 
 def killed(out: Path, whole: int, flags: list[str]) -> int:

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         # Only for a terminal, where a user waits.
         tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, desc="text") as line,
     ):
-        manifest = preparation.run(scheduler.each, line.update)
+        manifest = preparation.run(scheduler.compute, line.update)
     took = "already existed" if preparation.existed else f"in {time.perf_counter() - begin:.1f} s"
     took += " (begun again: inputs or settings had changed)" if preparation.again else ""
     print("\n".join([*(f"text       {taken}" for taken in preparation.taken), *report(config.out, manifest, took)]))

@@ -3,21 +3,28 @@
 import fcntl
 import gzip
 import json
+import pickle
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
 from command_lines import SMALL
+from distributed import Client
 from full_disk import full_disk
+from machines import KillItself
 from prepared_texts import BYTES, files_of, prepared, text_of, tokens_of, write_corpus
 
 from daskgpt import generate, prepare, train
 from daskgpt.config.run import DataConfig
+from daskgpt.data import corpus as corpora
+from daskgpt.data import token_folder
 from daskgpt.data.dataset import load_dataset
-from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE, FolderWriter, read_manifest
+from daskgpt.data.preparation import Preparation, Stop
+from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, PARTIAL, VOCABULARY_FILE, ShardWriter, read_manifest
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats import vocabulary
 from daskgpt.formats.vocabulary import read_vocabulary
@@ -95,9 +102,12 @@ def test_every_passage_is_in_one_part(expected, corpus):
     assert sorted(pieces, key=len)[-1] in (corpus / "long.txt").read_bytes()
     texts = (path for path in corpus.rglob("*") if path.suffix in (".txt", ".md"))
     assert sum(map(len, pieces)) == sum(path.stat().st_size for path in texts)
-    # Shards are full but for the last, and their sums right.
-    assert [shard.tokens for shard in manifest.train.shards[:-1]] == [2_000_000] * (len(manifest.train.shards) - 1)
-    assert len(manifest.train.shards) > 2
+    # Of a partition, shards are full but for the last; sums are right.
+    files = [shard.file for shard in manifest.train.shards]
+    assert files == sorted(files)
+    assert "train_000001_001.bin" in files
+    for shard, following in pairwise(manifest.train.shards):
+        assert shard.tokens == 2_000_000 or (following.file.count("_") == 1 and shard.tokens < 2_000_000)
     for part in (manifest.train, manifest.val):
         assert sum(shard.tokens for shard in part.shards) == part.tokens
         assert {shard.file: shard.sha256 for shard in part.shards}.items() <= files_of(expected).items()
@@ -127,10 +137,63 @@ def test_compressed_files_give_the_same_tokens(kind, tmp_path):
             records = [json.dumps({"body": document}, ensure_ascii=False) for document in documents[number::4]]
             (packed / f"{number}.jsonl").write_text("\n".join(records))
     one, other = (prepared(tmp_path, of, *BYTES, "--field", "body", out=f"{of.name}-tokens") for of in (plain, packed))
-    if kind == "jsonl":  # in another order
-        assert sorted(pieces_of(one, "train")) == sorted(pieces_of(other, "train"))
-    else:
-        assert files_of(one, but=(MANIFEST,)) == files_of(other, but=(MANIFEST,))
+    for part in ("train", "val"):
+        if kind == "jsonl":  # in another order
+            assert sorted(pieces_of(one, part)) == sorted(pieces_of(other, part))
+        else:
+            np.testing.assert_array_equal(tokens_of(one, part), tokens_of(other, part))
+
+
+def test_partitions_change_no_token(tmp_path, monkeypatch):
+    """Texts, lines and documents, some longer than a block, cut where blocks end or in one piece."""
+    block = corpora.BLOCK_BYTES
+    lines = [json.dumps({"text": text_of(size, seed=size)}) for size in (9, 900_000, 99, 80_000, *range(5, 500))]
+    exact = json.dumps({"text": "x" * (block - 13)})  # with its line break, it ends where a block does
+    (tmp_path / "1.jsonl").write_text("\n".join([exact, *lines]))
+    (tmp_path / "2.txt").write_bytes(b"\xef\xbb\xbf" + text_of(900_000).encode())
+    (tmp_path / "3.txt").write_bytes(b" " * (block + 99) + text_of(900_000, seed=1).encode())
+    (tmp_path / "4.txt").write_text("北京" * (block // 4))
+    (tmp_path / "5.txt").write_text("end")
+    for flags in ((), ("--separator", "\n\n")):
+        folders = []
+        for most in (1024, 2, 1):
+            monkeypatch.setattr(corpora, "PARTITIONS", most)
+            folders.append(prepared(tmp_path, *sorted(tmp_path.glob("?.*")), *BYTES, *flags, out=f"{most}{flags}"))
+        counts = [len(read_manifest(folder, "test").train.shards) for folder in folders]
+        assert counts[0] > 6 > counts[1] > counts[2] == 1
+        for part in ("train", "val"):
+            for folder in folders[1:]:
+                np.testing.assert_array_equal(tokens_of(folder, part), tokens_of(folders[0], part))
+        assert sum(tokens_of(folders[0], part).tobytes().count(b"x\0") for part in ("train", "val")) > block - 99
+
+
+def test_row_groups_are_partitions(tmp_path, monkeypatch):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    documents = [text_of(500, seed=number) for number in range(60)]
+    parquet.write_table(arrow.table({"text": documents}), tmp_path / "a.parquet", row_group_size=7)
+    monkeypatch.setattr(corpora, "BLOCK_BYTES", 20_000)
+    many = prepared(tmp_path, tmp_path / "a.parquet", *BYTES, out="many")
+    assert len(read_manifest(many, "test").train.shards) > 3
+    monkeypatch.setattr(corpora, "PARTITIONS", 1)
+    one = prepared(tmp_path, tmp_path / "a.parquet", *BYTES, out="one")
+    for part in ("train", "val"):
+        np.testing.assert_array_equal(tokens_of(one, part), tokens_of(many, part))
+    pieces = [piece.decode() for part in ("train", "val") for piece in pieces_of(one, part)]
+    assert sorted(pieces) == sorted(documents)
+
+
+def test_a_partition_without_held_out_text_has_no_file_of_it(tmp_path):
+    """A separator makes each text one document, most of which are not held out."""
+    paths = [tmp_path / f"{number:02}.txt" for number in range(30)]
+    for number, path in enumerate(paths):
+        path.write_text(f"{number}" * (corpora.BLOCK_BYTES // 3))
+    folder = prepared(tmp_path, *paths, *BYTES, "--separator", "|")
+    manifest = read_manifest(folder, "test")
+    assert 0 < len(manifest.val.shards) < len(manifest.train.shards)
+    assert {path.name for path in folder.glob("*.bin")} == {
+        shard.file for part in (manifest.train, manifest.val) for shard in part.shards
+    }
+    assert load_dataset(str(folder)).validation.size == manifest.val.tokens
 
 
 def test_a_separator_divides_a_text_into_documents(learned, tmp_path):
@@ -166,6 +229,12 @@ def test_schedulers_give_the_same_bytes(who, corpus, expected, tmp_path):
     assert files_of(prepared(tmp_path, corpus, *SHARDS, "--scheduler", *who.split())) == files_of(expected)
 
 
+def test_other_schedulers_of_dask_give_the_same_bytes(corpus, expected, tmp_path):
+    config = corpora.PrepareConfig(out=str(tmp_path / "out"), encoding="bytes", shard_tokens=2_000_000)
+    Preparation([str(corpus)], config).run(lambda bag, _: bag.compute(scheduler="processes", num_workers=2), print)
+    assert files_of(tmp_path / "out") == files_of(expected)
+
+
 def test_cluster_gives_the_same_bytes_and_finished_work_is_kept(cluster, corpus, expected, tmp_path, capsys):
     cluster.have(2)
     for _ in range(2):
@@ -173,67 +242,139 @@ def test_cluster_gives_the_same_bytes_and_finished_work_is_kept(cluster, corpus,
     assert "already existed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("between", [1, 2, 32])
-def test_stopped_preparation_continues_to_the_same_bytes(between, corpus, expected, tmp_path, monkeypatch):
-    """Stopped before each block, with a journal that knows all blocks before it, or some."""
-    monkeypatch.setattr("daskgpt.data.token_folder.BLOCKS_BETWEEN", between)
-    out, take, begun = tmp_path / "out", FolderWriter.take, []
+def test_partitions_of_a_lost_worker_are_made_again(cluster, corpus, expected, tmp_path):
+    cluster.have(2)
+    once = tmp_path / "killed"
+    with Client(cluster.address) as client:
+        plugin = KillItself("tokenize", 2, once)
+        client.register_plugin(plugin)
+        try:
+            found = files_of(prepared(tmp_path, corpus, *SHARDS, "--scheduler", cluster.address))
+        finally:
+            client.unregister_worker_plugin(plugin.name)
+    assert found == files_of(expected)
+    assert once.exists()
+    assert hidden(tmp_path / "out") == {JOURNAL, LOCK}
+
+
+def test_workers_that_do_not_share_the_folder_are_named(corpus, tmp_path):
+    """As on a machine with another file system."""
+
+    def elsewhere(bag, take):
+        shutil.rmtree(next((tmp_path / "out").glob(f"{PARTIAL}*")))
+        bag.compute(scheduler="sync")
+
+    config = corpora.PrepareConfig(out=str(tmp_path / "out"), encoding="bytes")
+    with pytest.raises(FileNotFoundError, match="worker must find the folder"):
+        Preparation([str(corpus)], config).run(elsewhere, print)
+
+
+def test_stopped_preparation_continues_to_the_same_bytes(corpus, expected, tmp_path, monkeypatch):
+    """Stopped within the second partition that it begins: the first one is complete then, and made by no other."""
+    out, rounds = tmp_path / "out", []
     out.mkdir()
     for name in (LOCK, f".{JOURNAL}.1-0a1b2c3d.tmp"):  # of a process that was killed at its very beginning
         (out / name).touch()
-    for stop in range(4):
-
-        def stopped(folder, block, stop=stop):
-            begun.append(folder.blocks)
-            if folder.blocks == stop:
-                raise RuntimeError("stopped")
-            take(folder, block)
-
-        monkeypatch.setattr(FolderWriter, "take", stopped)
-        with pytest.raises(RuntimeError, match="stopped"):
-            prepared(tmp_path, corpus, *SHARDS, "--scheduler", "sync")
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            rounds.append(stop_within(2, patch))
+            with pytest.raises(RuntimeError, match="stopped"):
+                prepared(tmp_path, corpus, *SHARDS, "--scheduler", "sync")
         assert not (out / MANIFEST).exists()
         with pytest.raises((FileNotFoundError, ValueError), match="must be complete"):
             load_dataset(str(out))
-    monkeypatch.setattr(FolderWriter, "take", take)
+    rounds.append(stop_within(9, monkeypatch))
     assert files_of(prepared(tmp_path, corpus, *SHARDS)) == files_of(expected)
-    assert not list(out.glob(".*.tmp"))
-    assert begun == {1: [0, 0, 1, 1, 2, 2, 3], 2: [0, 0, 1, 0, 1, 2, 2, 3], 32: [0, 0, 1, 0, 1, 2, 0, 1, 2, 3]}[between]
+    assert hidden(out) == {JOURNAL, LOCK}
+    assert [len(begun) for begun in rounds] == [4, 4, 4, 2]
+    assert all(begun[2:] == following[:2] for begun, following in pairwise(rounds))
+    assert len({name for begun in rounds for name in begun}) == 8
+
+
+def stop_within(partitions: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Raise an error when the tokens of so many partitions of a block were written; return the files that are begun."""
+    append, begun = ShardWriter.append, []
+
+    def stopped(writer, *arguments):
+        begun.append(writer.path.name)
+        append(writer, *arguments)
+        if len(begun) == 2 * partitions:
+            raise RuntimeError("stopped")
+
+    monkeypatch.setattr(ShardWriter, "append", stopped)
+    return begun
+
+
+def hidden(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.name.startswith(".")}
+
+
+def test_tasks_write_nothing_once_their_preparation_has_ended(corpus, tmp_path):
+    """Threads go on for some time after Ctrl-C or an error elsewhere."""
+    bags = []
+
+    def interrupted(bag, take):
+        bags.append(bag)
+        raise KeyboardInterrupt
+
+    config = corpora.PrepareConfig(out=str(tmp_path / "out"), encoding="bytes")
+    with pytest.raises(KeyboardInterrupt):
+        Preparation([str(corpus)], config).run(interrupted, print)
+    with pytest.raises(RuntimeError, match="has ended"):
+        bags[0].compute(scheduler="sync")
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".bin", ".tmp")]
+    stop = Stop()
+    stop.set()
+    assert not pickle.loads(pickle.dumps(stop)).is_set(), "workers know nothing of it"
 
 
 @pytest.mark.parametrize("flags", [BYTES, ("--learn-vocabulary", 300)])
 def test_an_unfinished_folder_begins_again_with_corrected_inputs(flags, corpus, tmp_path, monkeypatch, capsys):
-    inputs, take = tmp_path / "inputs", FolderWriter.take
+    """What was written with other settings stays until the tokens of some settings are complete."""
+    inputs, out = tmp_path / "inputs", tmp_path / "out"
     shutil.copytree(corpus, inputs)
     flags = (inputs, *flags, "--shard-tokens", "100k", "--scheduler", "sync")
-    monkeypatch.setattr("daskgpt.data.token_folder.BLOCKS_BETWEEN", 1)
-
-    def stopped(folder, block):
-        if folder.blocks == 2:
-            raise ValueError("a bad record")
-        take(folder, block)
-
+    for other in ((), ("--validation-fraction", 0.2)):
+        with monkeypatch.context() as patch:
+            stop_within(3, patch)
+            with pytest.raises(RuntimeError, match="stopped"):
+                prepared(tmp_path, *flags, *other)
+    assert len(list(out.glob(f"{PARTIAL}*/train_*.bin"))) > 9
+    (inputs / "below" / "00.md").write_text(text_of(999))
     with monkeypatch.context() as patch:
-        patch.setattr(FolderWriter, "take", stopped)
-        with pytest.raises(ValueError, match="a bad record"):
-            prepared(tmp_path, *flags)
-    assert len(list((tmp_path / "out").glob("train_*.bin"))) > 9
-    with pytest.raises(ValueError, match="of other inputs or settings"):
-        prepared(tmp_path, *flags, "--validation-fraction", 0.2)
-    changed = inputs / "below" / "00.md"
-    changed.write_text(text_of(999))
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", killed)
+        move_some(patch)
         with pytest.raises(OSError, match="killed"):
-            prepared(tmp_path, *flags)
-    shutil.copy2(corpus / "below" / "00.md", changed)  # the first inputs again, which cannot continue now either
+            prepared(tmp_path, *flags, "--shard-tokens", "90k")
+    assert len(list(out.glob("train_*.bin"))) > 3
+    written_before = {path.name for path in out.glob("*.bin")}
     files = files_of(prepared(tmp_path, *flags))
     assert "begun again" in capsys.readouterr().out
+    assert hidden(out) == {JOURNAL, LOCK}
     assert files == files_of(prepared(tmp_path, *flags, out="anew"))
+    assert not written_before <= files.keys(), "files of other settings are gone"
 
 
-def killed(path: Path, missing_ok: bool = False) -> None:
-    raise OSError(f"killed before {path} was removed")
+def move_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise an error after some files were moved to their places."""
+    rename, moved = token_folder.rename, []
+
+    def killed(source, target):
+        if source.name.startswith("val"):
+            raise OSError(f"killed before {source} was moved")
+        moved.append(target)
+        rename(source, target)
+
+    monkeypatch.setattr(token_folder, "rename", killed)
+
+
+def test_a_preparation_continues_that_was_killed_while_it_moved_files(corpus, expected, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        move_some(patch)
+        with pytest.raises(OSError, match="killed"):
+            prepared(tmp_path, corpus, *SHARDS)
+    assert not (tmp_path / "out" / MANIFEST).exists()
+    assert files_of(prepared(tmp_path, corpus, *SHARDS)) == files_of(expected)
+    assert hidden(tmp_path / "out") == {JOURNAL, LOCK}
 
 
 CORRECTIONS = [
@@ -244,7 +385,7 @@ CORRECTIONS = [
 
 
 @pytest.mark.parametrize(("arguments", "corrected"), CORRECTIONS)
-def test_flags_may_be_corrected_before_the_first_file(arguments, corrected, inputs, tmp_path):
+def test_flags_may_be_corrected(arguments, corrected, inputs, tmp_path):
     Path("a.jsonl").write_text("".join(f'{{"title": "{number} x", "body": 3}}\n' for number in range(99)))
     Path("b.txt").write_text(text_of(90_000))
     Path("pair.txt").write_text("|".join(map(str, range(99))))

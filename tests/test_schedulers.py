@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import dask
 import pytest
+from dask import bag
 from distributed import Client, LocalCluster
 from distributed.client import AllExit
 from distributed.core import Status
@@ -468,20 +469,22 @@ def test_product_rate_counts_all_threads(monkeypatch):
     assert len(done) == 2 * (1 + 2 * 3), "all are waited for"
 
 
-@pytest.mark.parametrize("name", ["sync", "threads"])
-def test_items_are_taken_in_order_and_few_at_a_time(name):
-    read, taken, ahead = [], [], []
+@pytest.mark.parametrize("name", ["sync", "threads", "a cluster"])
+def test_bags_are_computed(name, client):
+    """Results are taken partition by partition, and the first error ends the computation."""
+    numbers = bag.from_sequence(range(-3, 7), partition_size=2)
+    taken = []
+    with daskgpt.open_scheduler(name, 2, client if name == "a cluster" else None) as scheduler:
+        scheduler.compute(numbers.map(hex), taken.append)
+        assert sorted(taken) == sorted([list(map(hex, (n, n + 1))) for n in range(-3, 7, 2)])
+        with pytest.raises(ValueError, match="domain"):
+            scheduler.compute(numbers.map(math.log), taken.append)
+        with pytest.raises(KeyError, match="enough"):
+            scheduler.compute(numbers.map(abs), refuse)
 
-    def take(square):
-        taken.append(square)
-        ahead.append(len(read) - len(taken))
-        if square == 900:
-            raise KeyError("enough")
 
-    with daskgpt.open_scheduler(name, 2) as scheduler, pytest.raises(KeyError, match="enough"):
-        scheduler.each("square", lambda number: number**2, (read.append(n) or n for n in range(100)), take)
-    assert taken == [number**2 for number in range(31)]
-    assert max(ahead) <= 2 * scheduler.threads + 2
+def refuse(result):
+    raise KeyError("enough")
 
 
 @pytest.mark.parametrize(("kind", "logged"), [(AllExit, False), (ValueError, True)])

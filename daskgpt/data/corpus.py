@@ -1,18 +1,18 @@
-"""Sources of a corpus: files in a fixed order, cut into blocks that are encoded independently.
+"""Sources of a corpus: files in a fixed order, divided into partitions, which are read independently in blocks.
 
-A file is cut at positions that follow from its bytes alone, so its tokens depend on neither the scheduler nor the
-compression. Text is cut before the last line break in front of a word: GPT-2's pattern, which all but some Hugging
-Face tokenizers share, ends a piece there anyway, so no token crosses the cut. Lines, and documents with a separator,
-are cut after their ends.
+Partitions follow from names and sizes of the files. A file is cut at positions that follow from its bytes alone, so its
+tokens depend on neither the scheduler nor the compression. Text is cut before the last line break in front of a word:
+GPT-2's pattern, which all but some Hugging Face tokenizers share, ends a piece there anyway, so no token crosses the
+cut. Lines, and documents with a separator, are cut after their ends.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import BinaryIO
 
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
@@ -23,7 +23,8 @@ from daskgpt.data.source import recognize
 from daskgpt.formats.llmc import LARGEST_COUNT
 
 WHERE = "prepare"
-BLOCK_BYTES = 2**22  # bytes of text that one task encodes
+BLOCK_BYTES = 2**22  # bytes of text that are encoded together
+PARTITIONS = 1024  # most partitions of plain text; more blocks than that are divided among so many
 SEARCHED = 2**16  # bytes in which a text is searched for a place to cut; without one it is cut between two characters
 ROWS = 16  # of Parquet read at a time: few, since a text may be a book
 
@@ -47,7 +48,7 @@ class PrepareConfig(Checked):
     encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary; empty = gpt2")
     learn_vocabulary: int = setting(0, "ids of a vocabulary to learn from the corpus; 0 = none", unit="ids", least=0)
     shard_tokens: int = setting(
-        100_000_000, "tokens per file, such as 100M", unit="tokens", least=1, most=LARGEST_COUNT, parse=amount
+        100_000_000, "most tokens per file, such as 100M", unit="tokens", least=1, most=LARGEST_COUNT, parse=amount
     )
     validation_fraction: float = setting(
         0.1, "share of the documents that is held out, by hash; of a text file, whole passages", above=0, below=1
@@ -105,14 +106,73 @@ def list_sources(inputs: list[str], config: PrepareConfig) -> tuple[list[File], 
     return files, [f"{source.name} ({source.described})" for source in sources]
 
 
-def blocks(sources: list[File], config: PrepareConfig) -> Iterator[Block]:
-    """Yield the pieces of every file, small ones together, as blocks for one task each.
+@dataclass(frozen=True)
+class Section:
+    """A part of a file that can be read by itself.
+
+    start   byte of plain text, a multiple of BLOCK_BYTES: the section lies between the first places at or after it and
+            the next multiple where the text can be cut; number of a row group of Parquet; 0 of other files, which can
+            only be read as a whole
+    size    estimate [bytes]
+    """
+
+    file: File
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What one task reads.
+
+    number   in the order of the text
+    """
+
+    number: int
+    sections: tuple[Section, ...]
+
+
+def partitions(sources: list[File]) -> list[Partition]:
+    """Return the files as partitions, each of some sections.
+
+    Cost     reads the footers of Parquet files
+    Errors   ValueError for invalid Parquet, OSError if it cannot be read
+    """
+    size = sum(source.size for source in sources)
+    limit = BLOCK_BYTES * max(1, -(-size // (BLOCK_BYTES * PARTITIONS)))
+    gathered, held = [list[Section]()], 0
+    for section in (section for source in sources for section in _sections(source)):
+        if gathered[-1] and held + section.size > limit:
+            gathered.append([])
+            held = 0
+        gathered[-1].append(section)
+        held += section.size
+    return [Partition(number, tuple(sections)) for number, sections in enumerate(gathered)]
+
+
+def _sections(source: File) -> list[Section]:
+    if source.form == PARQUET:
+        with opened_parquet(source, WHERE) as file:
+            sizes = [file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups)]
+        return [Section(source, number, size) for number, size in enumerate(sizes)]
+    if not _is_plain(source):
+        return [Section(source, 0, source.size)]
+    starts = range(0, source.size, BLOCK_BYTES)
+    return [Section(source, start, min(BLOCK_BYTES, source.size - start)) for start in starts]
+
+
+def _is_plain(source: File) -> bool:
+    return not source.packing and source.charset.startswith("utf-8")
+
+
+def blocks(sections: Iterable[Section], config: PrepareConfig) -> Iterator[Block]:
+    """Yield the pieces of sections, small ones together, as blocks that are encoded together.
 
     Errors   ValueError for invalid files, OSError for unreadable ones, when they are reached
     """
     gathered, held = list[Piece](), 0
-    for source in sources:
-        for piece in _rows(source, config.field) if source.form == PARQUET else _pieces(source, config.separator):
+    for section in sections:
+        for piece in _rows(section, config.field) if section.file.form == PARQUET else _pieces(section, config):
             size = len(piece.content) if isinstance(piece.content, bytes) else sum(map(len, piece.content))
             if gathered and held + size > BLOCK_BYTES:
                 yield tuple(gathered)
@@ -123,10 +183,19 @@ def blocks(sources: list[File], config: PrepareConfig) -> Iterator[Block]:
         yield tuple(gathered)
 
 
-def _pieces(source: File, separator_text: str) -> Iterator[Piece]:
-    """Yield a file's content, cut at the first possible place after each multiple of BLOCK_BYTES."""
-    separator = b"\n" if source.form == LINES else separator_text.encode()
+def _pieces(section: Section, config: PrepareConfig) -> Iterator[Piece]:
+    """Yield the text of a section, cut at the first possible place after each multiple of BLOCK_BYTES."""
+    source, separator = section.file, b"\n" if section.file.form == LINES else config.separator.encode()
     with opened(source, WHERE) as file:
+        if _is_plain(source):
+            first = file.tell()  # behind a mark
+            start, stop = (
+                _place(file, first, position, separator) for position in (section.start, section.start + BLOCK_BYTES)
+            )
+            file.seek(first + start)
+            if content := file.read(stop - start):
+                yield Piece(source.path, source.form, start, content)
+            return
         held, start = bytearray(), 0  # data that were read and not yet yielded, and their offset
         for end in count(BLOCK_BYTES, BLOCK_BYTES):
             if end <= start:  # within a record that is longer than a block
@@ -139,15 +208,22 @@ def _pieces(source: File, separator_text: str) -> Iterator[Piece]:
             del held[:cut]
 
 
-def _cut(file: Any, held: bytearray, position: int, separator: bytes) -> int:
+def _place(file: BinaryIO, first: int, position: int, separator: bytes) -> int:
+    """Return the first place at or after a position where a text, which begins at `first`, can be cut."""
+    searched = max(0, position - len(separator))
+    file.seek(first + searched)
+    return searched + _cut(file, bytearray(), position - searched, separator) if position else 0
+
+
+def _cut(file: BinaryIO, held: bytearray, position: int, separator: bytes) -> int:
     """Return the first place to cut content at or after a position; it begins with `held`, and more is read as
     needed."""
     held += file.read(max(0, position + SEARCHED - len(held)))
     if not separator:
         return position + in_text(bytes(held[position : position + SEARCHED]))
-    searched = position
+    searched = max(0, position - len(separator))
     while (found := held.find(separator, searched)) < 0:
-        searched = max(position, len(held) - len(separator) + 1)
+        searched = max(searched, len(held) - len(separator) + 1)
         if not (more := file.read(2**20)):
             return len(held)
         held += more
@@ -160,20 +236,20 @@ def in_text(window: bytes) -> int:
     return found.start() if found else 0
 
 
-def _rows(source: File, field: str) -> Iterator[Piece]:
-    """Yield the texts of a Parquet file's column, some at a time."""
+def _rows(section: Section, field: str) -> Iterator[Piece]:
+    """Yield the texts of a row group of Parquet, some at a time."""
     from pyarrow import types
 
     texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
     texts += tuple(getattr(types, name) for name in ("is_string_view", "is_binary_view") if hasattr(types, name))
-    with opened_parquet(source, WHERE) as file:
+    with opened_parquet(section.file, WHERE) as file:
         kind = file.schema_arrow.field(field).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
-        got = {"file": source.path, "field": field, "type": kind}
+        got = {"file": section.file.path, "field": field, "type": kind}
         holds = any(is_text(kind) for is_text in texts)
         require(holds, WHERE, "the column must hold texts", got, "Name another with --field.")
-        start = 0
-        for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
+        start = sum(file.metadata.row_group(number).num_rows for number in range(section.start))
+        for batch in file.iter_batches(batch_size=ROWS, row_groups=[section.start], columns=[field]):
             rows = tuple(text or "" for text in batch.column(0).to_pylist())
-            yield Piece(source.path, source.form, start, rows)
+            yield Piece(section.file.path, section.file.form, start, rows)
             start += len(rows)

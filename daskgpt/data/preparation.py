@@ -1,18 +1,20 @@
-"""Preparation of tokens: from the files of a corpus to a folder that training reads, with any scheduler.
+"""Preparation of tokens: from the files of a corpus to a folder that training reads, with any of Dask's schedulers.
 
-A task encodes one block. Whether a text is held out for validation follows from its hash.
+A bag holds the partitions of the text. A task reads one, encodes it and writes its token files, so workers of a cluster
+need the inputs and the folder under the same paths. Whether a text is held out for validation follows from its hash.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,26 +22,39 @@ import tiktoken
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import digest_of, replacing
-from daskgpt.data import corpus, tokenizer
+from daskgpt.data import corpus, token_folder, tokenizer
 from daskgpt.data.corpus import WHERE, PrepareConfig
-from daskgpt.data.reading import LINES
+from daskgpt.data.reading import DOCUMENT, LINES
 from daskgpt.data.token_folder import (
+    PARTIAL,
+    PARTS,
     TOKENIZER_FILE,
     VOCABULARY_FILE,
-    Encoded,
-    FolderWriter,
+    Contents,
     Manifest,
+    ShardWriter,
     locked_folder,
     read_manifest,
+    vocabulary_file,
 )
 from daskgpt.formats.byte_characters import END_OF_TEXT
 from daskgpt.formats.llmc import id_dtype
-from daskgpt.formats.vocabulary import is_learned, know_vocabulary, known_vocabulary, read_vocabulary
+from daskgpt.formats.vocabulary import KNOWN, is_learned, known_vocabulary, read_vocabulary
 
 PASSAGE_BYTES = 2**14  # of a text file that is one document; whole passages of it are held out
 LEARNED_BYTES = 100_000_000  # bytes of text from which a vocabulary is learned, spread over the corpus
-# Calls a function on each item in tasks, and another one on each result in this process, in order.
-Each = Callable[[str, Callable[[corpus.Block], Encoded], Iterator[corpus.Block], Callable[[Encoded], None]], None]
+# Computes a bag, and calls a function with the results of each partition.
+Compute = Callable[[Any, Callable[[list[Contents]], object]], None]
+
+
+class Stop(threading.Event):
+    """Is set when a preparation ends early: tasks in threads of its process write nothing from then on.
+
+    Its copies on workers are never set: what they write is in the folder of the same inputs and settings.
+    """
+
+    def __reduce__(self) -> tuple[type[Stop], tuple[()]]:
+        return Stop, ()
 
 
 class Preparation:
@@ -55,7 +70,7 @@ class Preparation:
 
         Errors   ValueError for inputs without text and unknown encodings, OSError for unreadable inputs
         """
-        self.config, self.inputs = config, inputs
+        self.config = config
         self.sources, self.taken = corpus.list_sources(inputs, config)
         self.size = sum(source.size for source in self.sources)
         self.encoding = "" if config.learn_vocabulary else tokenizer.encoding_named(config.encoding or "gpt2")
@@ -63,75 +78,127 @@ class Preparation:
             tokenizer.get_encoding(self.encoding)
         else:
             tokenizer.check_learnable(config.learn_vocabulary, WHERE)
-        # The settings that, with the inputs, decide the tokens.
-        known = {n: value for n, value in asdict(config).items() if n not in ("out", "scheduler", "threads")}
-        self.settings = known | {"encoding": self.encoding, "block_bytes": corpus.BLOCK_BYTES}
+        # The settings that, with the inputs, decide the tokens and their files.
+        settings = {n: value for n, value in asdict(config).items() if n not in ("out", "scheduler", "threads")}
+        sizes = {"block_bytes": corpus.BLOCK_BYTES, "partitions": corpus.PARTITIONS}
+        self.settings = settings | {"encoding": self.encoding} | sizes
 
-    def run(self, each: Each, tell: Callable[[int], object]) -> Manifest:
+    def run(self, compute: Compute, tell: Callable[[int], object]) -> Manifest:
         """Make the folder, or continue it; its bytes depend on neither the scheduler nor the number of stops.
 
-        each   see schedulers.protocol.Scheduler.each
-        tell   called with the bytes of text encoded so far, whenever they grow
+        compute   see schedulers.protocol.Scheduler.compute
+        tell      called with the bytes of text of each partition that is complete
 
-        Cost     memory for some blocks of 4 MiB, and for learning a vocabulary
-        Errors   ValueError for invalid texts, OSError if the system refuses
+        Cost      memory for a block of 4 MiB a task, and for learning a vocabulary
+        Errors    ValueError for invalid texts, OSError if the system refuses
         """
+        from dask import bag  # it takes a fifth of a second to import
+
         decides = {"settings": self.settings, "files": [[file.name, file.size, file.modified] for file in self.sources]}
-        paths = [os.path.abspath(os.path.expanduser(path)) for path in self.inputs]
-        command = {"settings": self.settings, "inputs": paths}
-        with locked_folder(self.config.out) as path:
-            ids = tokenizer.vocabulary_size(self.encoding) if self.encoding else self.config.learn_vocabulary
-            folder = FolderWriter(path, decides, command, self.config.shard_tokens, id_dtype(ids))
-            self.existed, self.again = folder.finished, folder.again
-            if self.existed:
-                return read_manifest(path, WHERE)
-            name = self.encoding or self._learned(folder)
-            content = known_vocabulary(name).content if is_learned(name) else ""
-            kept = path / (TOKENIZER_FILE if content.startswith("{") else VOCABULARY_FILE)
+        with locked_folder(self.config.out) as folder:
+            partial_folder = token_folder.begin(folder, decides)
+            self.existed, self.again = partial_folder is None, len(list(folder.glob(f"{PARTIAL}*"))) > 1
+            if partial_folder is None:
+                return read_manifest(folder, WHERE)
+            partitions, stop = corpus.partitions(self.sources), Stop()
+            encoding = self.encoding or self._learned(partial_folder, partitions)
+            content = known_vocabulary(encoding).content if is_learned(encoding) else ""
+            kept = partial_folder / (TOKENIZER_FILE if content.startswith("{") else VOCABULARY_FILE)
             if content and not kept.is_file():
                 with replacing(kept, WHERE) as file:
                     file.write(content.encode())
-            tell(sum(part.bytes for part in folder.parts.values()))
+            texts = bag.from_sequence(partitions, partition_size=1)
+            where = partial_folder.absolute()
+            tokens = texts.map(partial(tokenize, encoding=encoding, config=self.config, folder=where, stop=stop))
+            try:
+                compute(tokens, lambda results: tell(sum(each.train.bytes + each.val.bytes for each in results)))
+            finally:
+                stop.set()
+            manifest = self._manifest(partial_folder, encoding, len(partitions))
+            token_folder.complete(folder, partial_folder, manifest)
+            return manifest
 
-            def take(block: Encoded) -> None:
-                folder.take(block)
-                tell(sum(block.sizes))
-
-            left = islice(corpus.blocks(self.sources, self.config), folder.blocks, None)
-            each("encode", BlockEncoder(name, content, self.config), left, take)
-            return self._finish(folder, name)
-
-    def _learned(self, folder: FolderWriter) -> str:
+    def _learned(self, folder: Path, partitions: list[corpus.Partition]) -> str:
         """Return the name of the corpus's own vocabulary, learned now or by an earlier process."""
-        kept = folder.folder / VOCABULARY_FILE
+        kept = folder / VOCABULARY_FILE
         if kept.is_file():
             return read_vocabulary(kept)
         every = max(1, -(-self.size // LEARNED_BYTES))
-        sample = islice(corpus.blocks(self.sources, self.config), 0, None, every)
+        sections = (section for partition in partitions for section in partition.sections)
+        sample = islice(corpus.blocks(sections, self.config), 0, None, every)
         sampled = (passages_of(block, self.config) for block in sample)
         texts = (passage.text for passages in sampled for passage in passages if passage and not passage.held_out)
         return tokenizer.learn_encoding(texts, self.config.learn_vocabulary, str(kept))
 
-    def _finish(self, folder: FolderWriter, name: str) -> Manifest:
-        """Close the files, and write and return the manifest, which completes the folder.
+    def _manifest(self, folder: Path, encoding: str, partitions: int) -> Manifest:
+        """Return the manifest of the partitions in a folder.
 
         Errors   ValueError if a part has no text
         """
-        training, validation = folder.parts.values()
-        documents, fraction = training.documents + validation.documents, self.config.validation_fraction
-        for kind, part in (("training", training), ("validation", validation)):
+        whole = Contents()
+        for number in range(partitions):
+            contents = token_folder.read_contents(folder, number)
+            assert contents is not None, f"partition {number} was written"
+            whole.add(contents)
+        documents, fraction = whole.train.documents + whole.val.documents, self.config.validation_fraction
+        for kind, part in (("training", whole.train), ("validation", whole.val)):
             rule, advice = f"the {kind} part must hold text", "Give more text, or another --validation-fraction."
             require(part.tokens > 0, WHERE, rule, {"documents": documents, "validation_fraction": fraction}, advice)
-        folder.close_shards()
         sizes = [[source.name, source.size] for source in self.sources]
         inputs = {"files": len(sizes), "bytes": self.size, "digest": digest_of(sizes)}
-        ids = tokenizer.vocabulary_size(name)
-        manifest = Manifest(name, ids, self.settings, inputs, training, validation, folder.skipped)
-        manifest.write(folder.folder)
-        return manifest
+        ids = tokenizer.vocabulary_size(encoding)
+        return Manifest(encoding, ids, self.settings, inputs, whole.train, whole.val, whole.skipped)
 
 
-# The tokens of a block
+# The tokens of a partition
+
+
+def tokenize(partition: corpus.Partition, encoding: str, config: PrepareConfig, folder: Path, stop: Stop) -> Contents:
+    """Write the token files of a partition into a folder, unless they are there; return their contents.
+
+    encoding   name; the file of a learned one is in the folder
+
+    Cost       tiktoken's time, without Python's lock; memory for a block
+    Errors     ValueError for invalid texts, OSError if the system refuses
+    """
+    rule, advice = "a worker must find the folder that the client has made", "Name one on a file system that both have."
+    require(folder.is_dir(), WHERE, rule, {"out": config.out}, advice, FileNotFoundError)
+    if (contents := token_folder.read_contents(folder, partition.number)) is not None:
+        return contents
+    codec, contents = _codec(encoding, folder, threading.get_ident()), Contents()
+    last = _held_out_before(partition.sections[0], config)
+    with ExitStack() as files:
+        paths, dtype = [folder / f"{name}_{partition.number:06}" for name in PARTS], id_dtype(codec.n_vocab)
+        writers = [ShardWriter(files, path, config.shard_tokens, dtype) for path in paths]
+        for block in corpus.blocks(partition.sections, config):
+            runs: list[list[Run]] = [[] for _ in PARTS]
+            last = last if block[0].start else None  # else its first text continues none
+            for passage in passages_of(block, config):
+                if passage is None:
+                    contents.skipped, last = contents.skipped + 1, None
+                    continue
+                part, marked = int(passage.held_out), passage.opens or passage.held_out != last
+                if marked or not runs[part]:
+                    runs[part].append(Run(marked))
+                runs[part][-1].passages.append(passage)
+                last = passage.held_out
+            for writer, part_runs in zip(writers, runs):
+                size = sum(passage.size for run in part_runs for passage in run.passages)
+                writer.append(_encoded(codec, part_runs), sum(run.marked for run in part_runs), size)
+            if stop.is_set():
+                raise RuntimeError("the preparation has ended")
+    contents.train, contents.val = (writer.part for writer in writers)
+    token_folder.write_contents(folder, partition.number, contents)
+    return contents
+
+
+def _held_out_before(section: corpus.Section, config: PrepareConfig) -> bool | None:
+    """Return whether the text before a section is held out if its document goes on in the section, else None."""
+    if not section.start or section.file.form != DOCUMENT or config.separator:
+        return None
+    before = replace(section, start=section.start - corpus.BLOCK_BYTES)
+    passages = [passage for block in corpus.blocks([before], config) for passage in passages_of(block, config)]
+    return passages[-1].held_out if passages and passages[-1] else None
 
 
 @dataclass(frozen=True)
@@ -149,6 +216,17 @@ class Passage:
     held_out: bool
     path: str
     place: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighboring passages of a document in the same part.
+
+    marked   whether an end-of-text goes before them, since they do not continue the previous block
+    """
+
+    marked: bool
+    passages: list[Passage] = field(default_factory=list)
 
 
 def passages_of(block: corpus.Block, config: PrepareConfig) -> Iterator[Passage | None]:
@@ -230,58 +308,24 @@ def _field(line: str, piece: corpus.Piece, place: int, config: PrepareConfig) ->
     return str(value)
 
 
-@dataclass(frozen=True)
-class BlockEncoder:
-    """Encodes blocks; it is sent to tasks, with the encoding's vocabulary if it has its own.
-
-    name      of the encoding
-    content   of the file of an encoding that is known by its content, else ""
-    """
-
-    name: str
-    content: str
-    config: PrepareConfig
-
-    def __call__(self, block: corpus.Block) -> Encoded:
-        """Encode a block. Cost   tiktoken's time, without Python's lock"""
-        codec = _codec(self.name, self.content, threading.get_ident())
-        runs: tuple[list[list[Passage]], list[list[Passage]]] = ([], [])
-        sizes, skipped, continued, last = [0, 0], 0, -1, None
-        for passage in passages_of(block, self.config):
-            if passage is None:
-                skipped, last = skipped + 1, -1
-                continue
-            part = int(passage.held_out)
-            if last is None and not passage.opens:
-                continued = part
-            if part != last or passage.opens:
-                runs[part].append([])
-            runs[part][-1].append(passage)
-            sizes[part] += passage.size
-            last = part
-        tokens = [_encoded(codec, own, part == continued) for part, own in enumerate(runs)]
-        documents = [len(own) - (part == continued) for part, own in enumerate(runs)]
-        return Encoded(tokens, documents, sizes, continued, last, skipped, codec.eot_token)
-
-
 @lru_cache(maxsize=256)
-def _codec(name: str, content: str, thread: int) -> tokenizer.Encoding:
+def _codec(name: str, folder: Path, thread: int) -> tokenizer.Encoding:
     """Return the encoding of a thread.
 
     An encoding's regular expressions keep their scratch data in a pool. Its first thread has a place there, all others
     take turns: two threads with one encoding lose a tenth to two fifths of their time.
     """
-    if content:
-        know_vocabulary(content, name)
+    if is_learned(name) and name not in KNOWN:
+        read_vocabulary(vocabulary_file(folder))
     return tokenizer.get_encoding(name)
 
 
-def _encoded(codec: tokenizer.Encoding, runs: list[list[Passage]], unmarked: bool) -> np.ndarray:
-    """Return runs of passages as tokens, end-of-text before each; with `unmarked`, not before the first one."""
-    dtype, texts = id_dtype(codec.n_vocab), ["".join(passage.text for passage in run) for run in runs]
+def _encoded(codec: tokenizer.Encoding, runs: list[Run]) -> np.ndarray:
+    """Return the tokens of runs, with end-of-text before those that are marked."""
+    dtype, texts = id_dtype(codec.n_vocab), ["".join(passage.text for passage in run.passages) for run in runs]
     # One call for all of them: documents may be short, and each call costs some microseconds under Python's lock.
-    whole = END_OF_TEXT.join(texts if unmarked else ["", *texts])
-    joined = codec.name != "bytes" and whole.count(END_OF_TEXT) == len(texts) - unmarked
+    whole = "".join(END_OF_TEXT * run.marked + text for run, text in zip(runs, texts))
+    joined = codec.name != "bytes" and whole.count(END_OF_TEXT) == sum(run.marked for run in runs)
     if joined and isinstance(codec, tiktoken.Encoding):
         try:
             return codec.encode_to_numpy(whole, allowed_special={END_OF_TEXT}, disallowed_special=()).astype(dtype)
@@ -289,6 +333,7 @@ def _encoded(codec: tokenizer.Encoding, runs: list[list[Passage]], unmarked: boo
             if not tokenizer.is_of_tokenizer(error):
                 raise
     mark, found = np.array([codec.eot_token], dtype), [np.empty(0, dtype)]
-    for text, run in zip(texts, runs):
-        found += [mark, tokenizer.encode(codec, text, f"{run[0].path}, from {run[0].place:,} on")]
-    return np.concatenate(found[:1] + found[1 + unmarked :])
+    for run, text in zip(runs, texts):
+        origin = f"{run.passages[0].path}, from {run.passages[0].place:,} on"
+        found += [mark[: run.marked], tokenizer.encode(codec, text, origin)]
+    return np.concatenate(found)

@@ -1,13 +1,16 @@
-"""A folder of token files: its manifest, and a writer with a journal to continue from.
+"""A folder of token files: its manifest, and what a preparation keeps there until it is complete.
 
-    DIR/train_000000.bin ...   llm.c's token files; one that is not full has no header yet
+    DIR/train_000000.bin ...       llm.c's token files, numbered as the partitions of the text
         val_000000.bin ...
-        vocabulary.tiktoken    if it was learned; vocabulary.json if it is that of a Hugging Face folder
-        manifest.json          written last: without it the folder is incomplete
+        vocabulary.tiktoken        if it was learned; vocabulary.json if it is that of a Hugging Face folder
+        manifest.json              written last: without it the folder is incomplete
+        .journal.json              digest of the inputs and settings
+        .partial-DIGEST/           these files until all are complete, and
+            .partition_000000.json what is in the files of a partition, written after them
 
-The journal records the block of the input up to which everything is on the disk, and the length of each file then. A
-process that continues truncates the files to these lengths and does the rest: everything that was written after the
-journal is made again.
+A preparation that continues keeps the partitions whose contents are written; one of other inputs or settings has
+another folder, which is removed when one of them is complete. A part of a partition that has no text has no file; one
+with more tokens than a file takes has further files, train_000000_001.bin and so on.
 """
 
 from __future__ import annotations
@@ -15,15 +18,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import digest_of, locked, replacing, sync, sync_folder, written
+from daskgpt.config.files import digest_of, locked, remove, rename, replacing, sync_folder, written
 from daskgpt.formats.llmc import HEADER_BYTES, token_header
 from daskgpt.formats.vocabulary import is_learned, read_vocabulary
 
@@ -32,7 +35,7 @@ MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".l
 TOKENIZER_FILE = "vocabulary.json"
 VERSION, KIND = 1, "daskgpt tokens"
 PARTS = ("train", "val")
-BLOCKS_BETWEEN = 32  # after which the journal is written again
+PARTIAL = ".partial-"  # begins the names of the folders of what is not complete
 
 
 @dataclass
@@ -61,10 +64,30 @@ class Part:
         """Return the part from its JSON."""
         return cls(**known | {"shards": [Shard(**shard) for shard in known["shards"]]})
 
-    @property
-    def begun(self) -> int:
-        """The number of tokens in a file that is not full."""
-        return self.tokens - sum(shard.tokens for shard in self.shards)
+    def add(self, other: Part) -> None:
+        """Append what follows."""
+        self.tokens += other.tokens
+        self.documents += other.documents
+        self.bytes += other.bytes
+        self.shards += other.shards
+
+
+@dataclass
+class Contents:
+    """The tokens of a partition.
+
+    skipped   number of documents that could not be decoded
+    """
+
+    train: Part = field(default_factory=Part)
+    val: Part = field(default_factory=Part)
+    skipped: int = 0
+
+    def add(self, other: Contents) -> None:
+        """Append what follows."""
+        self.train.add(other.train)
+        self.val.add(other.val)
+        self.skipped += other.skipped
 
 
 @dataclass
@@ -94,29 +117,6 @@ class Manifest:
         known = {"version": VERSION, "kind": KIND, **asdict(self)}
         with replacing(folder / MANIFEST, WHERE) as file:
             file.write(json.dumps(known | {"check": digest_of(known)}, indent=1, ensure_ascii=False).encode() + b"\n")
-
-
-@dataclass(frozen=True, eq=False)
-class Encoded:
-    """A block as tokens, each document after an end-of-text.
-
-    tokens       of both parts, (N,) uint16 or uint32
-    documents    number in both parts; consecutive passages of one text count once
-    sizes        of both parts' texts in UTF-8 [bytes]
-    continued    the part of the first passage if that may continue the previous block, and so has no end-of-text before
-                 it; else -1
-    last         the part of the last passage, -1 if that was skipped; None for a block without any
-    skipped      number of documents that could not be decoded
-    end_of_text  id of the token
-    """
-
-    tokens: list[np.ndarray]
-    documents: list[int]
-    sizes: list[int]
-    continued: int
-    last: int | None
-    skipped: int
-    end_of_text: int
 
 
 def is_prepared(folder: Path) -> bool:
@@ -169,7 +169,7 @@ def read_manifest(folder: Path, where: str) -> Manifest:
     rule, got = f"its version must be {VERSION}", {"path": path, "version": known.pop("version")}
     require(got["version"] == VERSION, where, rule, got, "A newer daskgpt wrote it: use that version.")
     del known["kind"]
-    return Manifest(**known | {name: Part.of(known[name]) for name in PARTS})
+    return Manifest(**_parsed(known))
 
 
 @contextmanager
@@ -192,136 +192,108 @@ def locked_folder(path: str) -> Iterator[Path]:
         yield folder
 
 
-class FolderWriter:
-    """Writes the blocks of a corpus into a locked folder, in order.
+def begin(folder: Path, decides: Mapping[str, Any]) -> Path | None:
+    """Return the folder for the files of a preparation until all are complete; None if they are.
 
-    blocks    number of blocks that were written, also by earlier processes
-    finished  whether earlier processes have written all, including the manifest
-    again     whether unfinished content of other inputs or settings was removed
+    folder    locked
+    decides   inputs and settings that decide the content
+
+    Errors    ValueError if the folder has complete tokens of other ones; OSError if the system refuses
+    """
+    digest, journal = digest_of(decides), folder / JOURNAL
+    content = json.dumps({"decides": digest}).encode()
+    if (folder / MANIFEST).is_file():
+        rule, got = "the folder must not hold tokens of other inputs or settings", {"out": folder}
+        require(journal.read_bytes() == content, WHERE, rule, got, "Name another with --out, or remove it.")
+        return None
+    partial = folder / f"{PARTIAL}{digest[:16]}"
+    with written(folder, WHERE):
+        partial.mkdir(exist_ok=True)
+        with replacing(journal, WHERE) as file:
+            file.write(content)
+    return partial
+
+
+def complete(folder: Path, partial: Path, manifest: Manifest) -> None:
+    """Move files to where they belong, write the manifest, and remove what is not complete.
+
+    Errors   OSError if the system refuses
+    """
+    files = [path for path in sorted(partial.iterdir()) if not path.name.startswith(".")]
+    names = {path.name for path in files}
+    names |= {shard.file for part in (manifest.train, manifest.val) for shard in part.shards}  # some are moved already
+    with written(folder, WHERE):
+        for path in files:
+            rename(path, folder / path.name)
+        for pattern in (VOCABULARY_FILE, TOKENIZER_FILE, *(f"{part}_*.bin" for part in PARTS)):
+            for path in folder.glob(pattern):
+                if path.name not in names:  # of other settings, by a process that was killed in this function
+                    path.unlink()
+        sync_folder(folder)
+        manifest.write(folder)
+        for path in (*folder.glob(f"{PARTIAL}*"), *folder.glob(".*.tmp")):
+            remove(path)
+
+
+def write_contents(partial: Path, number: int, contents: Contents) -> None:
+    """Write the contents of a partition, whose files are complete. Errors   OSError if the system refuses"""
+    with replacing(partial / f".partition_{number:06}.json", WHERE) as file:
+        file.write(json.dumps(asdict(contents)).encode())
+
+
+def read_contents(partial: Path, number: int) -> Contents | None:
+    """Return the contents of a partition; None if its files are not complete."""
+    path = partial / f".partition_{number:06}.json"
+    return Contents(**_parsed(json.loads(path.read_bytes()))) if path.is_file() else None
+
+
+def _parsed(known: dict[str, Any]) -> dict[str, Any]:
+    return known | {name: Part.of(known[name]) for name in PARTS}
+
+
+class ShardWriter:
+    """Writes the tokens of one part of a partition.
+
+    part   what was written; its shards have their digests when the files are complete
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        decides: Mapping[str, Any],
-        command: Mapping[str, Any],
-        shard_tokens: int,
-        dtype: np.dtype[Any],
-    ) -> None:
-        """decides       inputs and settings that decide the content
-        command       settings and inputs as the user gave them
+    def __init__(self, files: ExitStack, path: Path, shard_tokens: int, dtype: np.dtype[Any]) -> None:
+        """files         completes them when it is closed, and removes them after an error
+        path          of the first one, without its ending
         shard_tokens  tokens of a full file
         dtype         of tokens, uint16 or uint32
-
-        Errors    ValueError if the folder holds tokens of another command; OSError if the system refuses
         """
-        self.folder, self.shard_tokens = folder, shard_tokens
-        self.decides, self.command = digest_of(decides), digest_of(command)
-        self.dtype, self.finished = dtype.newbyteorder("<"), (folder / MANIFEST).is_file()
-        known = self._known()
-        self.again = known is None
-        known = known or {"blocks": 0, "last": -1, "skipped": 0, **{name: asdict(Part()) for name in PARTS}}
-        self.blocks, self.last, self.skipped = (known[name] for name in ("blocks", "last", "skipped"))
-        self.parts = {name: Part.of(known[name]) for name in PARTS}
-        with written(folder, WHERE):
-            for leftover in folder.glob(".*.tmp"):  # left by a process that was killed
-                leftover.unlink(missing_ok=True)
-            if self.again:
-                self.save(decides="")  # nobody continues from here if this process is killed before the next line
-                own = (VOCABULARY_FILE, TOKENIZER_FILE, *(f"{part}_*.bin" for part in PARTS))
-                for leftover in (path for name in own for path in folder.glob(name)):
-                    leftover.unlink()
-            if not self.finished:
-                self.save()
+        self.files, self.path, self.shard_tokens = files, path, shard_tokens
+        self.dtype, self.part = dtype.newbyteorder("<"), Part()
 
-    def _known(self) -> dict[str, Any] | None:
-        """Return the content of the journal; empty without one; None if it is of other inputs or settings.
+    def append(self, tokens: np.ndarray, documents: int, size: int) -> None:
+        """Append tokens to as many files as they need.
 
-        Those may have been corrected after an error: what was written is worth nothing then, unless another command
-        has written whole files.
+        documents   number that begin in them
+        size        of their text [bytes]
 
-        Errors   ValueError if the folder holds tokens of another command
+        Errors      OSError if the system refuses, with the path
         """
-        path = self.folder / JOURNAL
-        if not path.is_file():
-            return {}
-        try:
-            known: dict[str, Any] = json.loads(path.read_bytes())
-            if known["decides"] == self.decides:
-                return known
-            worthless = known["command"] == self.command or not any(known[name]["shards"] for name in PARTS)
-        except (ValueError, KeyError, TypeError):
-            worthless = False
-        rule, got = "the folder must not hold tokens of other inputs or settings", {"out": self.folder}
-        require(worthless and not self.finished, WHERE, rule, got, "Name another with --out, or remove it.")
-        return None
-
-    def save(self, decides: str | None = None) -> None:
-        """Flush everything to the disk, and record it in the journal."""
-        for name, part in self.parts.items():
-            if part.begun:
-                with self._current(name).open("rb") as file:
-                    sync(file.fileno())
-        sync_folder(self.folder)
-        known: dict[str, Any] = {"decides": self.decides if decides is None else decides, "command": self.command}
-        known |= {"blocks": self.blocks, "last": self.last}
-        known |= {"skipped": self.skipped, **{name: asdict(part) for name, part in self.parts.items()}}
-        with replacing(self.folder / JOURNAL, WHERE) as file:
-            file.write(json.dumps(known).encode())
-
-    def take(self, block: Encoded) -> None:
-        """Write the next block.
-
-        Errors   OSError if the system refuses, with the path
-        """
-        with written(self.folder, WHERE):
-            if block.continued >= 0 and self.last != block.continued:
-                self._append(PARTS[block.continued], np.array([block.end_of_text], self.dtype))
-                self.parts[PARTS[block.continued]].documents += 1
-            for name, tokens, documents, size in zip(PARTS, block.tokens, block.documents, block.sizes):
-                self._append(name, tokens)
-                self.parts[name].documents += documents
-                self.parts[name].bytes += size
-            if block.last is not None:
-                self.last = block.last
-            self.skipped += block.skipped
-            self.blocks += 1
-            if self.blocks % BLOCKS_BETWEEN == 0:
-                self.save()
-
-    def close_shards(self) -> None:
-        """Finish every file and flush it to the disk."""
-        with written(self.folder, WHERE):
-            for name, part in self.parts.items():
-                if part.begun:
-                    self._close(name)
-            self.save()
-
-    def _current(self, name: str) -> Path:
-        """Return the path of a part's file that is not full, or of the next one."""
-        return self.folder / f"{name}_{len(self.parts[name].shards):06}.bin"
-
-    def _append(self, name: str, tokens: np.ndarray) -> None:
-        """Append tokens to as many files of a part as they need."""
-        part = self.parts[name]
+        self.part.add(Part(tokens.size, documents, size))
+        shards = self.part.shards
         while tokens.size:
-            now, tokens = np.split(tokens, [self.shard_tokens - part.begun])
-            with self._current(name).open("ab") as file:
-                # A new file gets room for its header; an old one loses what was written after the journal.
-                file.truncate(HEADER_BYTES + self.dtype.itemsize * part.begun)
-                file.write(np.ascontiguousarray(now, self.dtype).data)
-            part.tokens += now.size
-            if part.begun == self.shard_tokens:
-                self._close(name)
+            if not shards or shards[-1].tokens == self.shard_tokens:
+                further = f"_{len(shards):03}" if shards else ""
+                shards.append(Shard(f"{self.path.name}{further}.bin", 0, ""))
+                self.file = self.files.enter_context(_token_file(self.path.parent, shards[-1], self.dtype))
+            now, tokens = np.split(tokens, [self.shard_tokens - shards[-1].tokens])
+            self.file.write(np.ascontiguousarray(now, self.dtype).data)
+            shards[-1].tokens += now.size
 
-    def _close(self, name: str) -> None:
-        """Write the header of a part's current file."""
-        part, path = self.parts[name], self._current(name)
-        with path.open("r+b") as file:
-            file.truncate(HEADER_BYTES + self.dtype.itemsize * part.begun)
-            file.write(token_header(self.dtype, part.begun))
-            file.flush()
-            sync(file.fileno())
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        part.shards.append(Shard(path.name, part.begun, digest))
+
+@contextmanager
+def _token_file(folder: Path, shard: Shard, dtype: np.dtype[Any]) -> Iterator[BinaryIO]:
+    """Yield the file of a shard behind its header, which is written in the end, when its number of tokens is known."""
+    path = folder / shard.file
+    with replacing(path, WHERE) as file:
+        file.seek(HEADER_BYTES)
+        yield file
+        file.seek(0)
+        file.write(token_header(dtype, shard.tokens))
+    with path.open("rb") as file:
+        shard.sha256 = hashlib.file_digest(file, "sha256").hexdigest()

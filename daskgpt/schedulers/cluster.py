@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -26,7 +25,6 @@ from daskgpt.schedulers.failures import (
     unreached_words,
 )
 from daskgpt.schedulers.links import unreached
-from daskgpt.schedulers.local import ahead_of
 from daskgpt.schedulers.membership import check_versions, members, running
 from daskgpt.schedulers.protocol import ClusterLost, ProcessSpans, Scheduler, WorkerLost
 from daskgpt.schedulers.workers import begin_spans, take_spans
@@ -259,16 +257,15 @@ class ClusterScheduler(Scheduler):
         with suppress(WorkerLost), losses_as_errors(self.client):  # the next request for results raises the error
             self.client.log_event(topic, message)
 
-    def each(
-        self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
-    ) -> None:
-        under_way, ahead = deque[Any](), ahead_of(self.threads)
-        for item in items:
-            under_way.append(self.submit_to(None, name, partial(function, item)))
-            if len(under_way) == ahead:
-                take(*self.fetch([under_way.popleft()]))
-        while under_way:
-            take(*self.fetch([under_way.popleft()]))
+    def compute(self, bag: Any, take: Callable[[Any], object]) -> None:
+        with losses_as_errors(self.client), self._annotated():
+            futures = self.client.compute(bag.to_delayed())
+        while futures:
+            self._wait(futures, "FIRST_COMPLETED")
+            ready = [future for future in futures if future.status != "pending"]
+            futures = [future for future in futures if future not in ready]
+            for result in self.fetch(ready):
+                take(result)
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:

@@ -15,10 +15,11 @@ from typing import Any
 
 import dask.local
 import dask.threaded
+from dask.callbacks import Callback
 from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.compiled import Submission
-from daskgpt.graph.nodes import Graph, Key, task, with_leaves
+from daskgpt.graph.nodes import Key, with_leaves
 from daskgpt.graph.program import Span
 from daskgpt.schedulers.machine import quota_note, usable_cores
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
@@ -72,7 +73,6 @@ class OneBlasThread:
 
 
 ONE_BLAS_THREAD = OneBlasThread()  # tasks use all cores already
-PLACES = 512  # items in one graph, see `Scheduler.each`
 
 
 class LocalScheduler(Scheduler):
@@ -96,32 +96,15 @@ class LocalScheduler(Scheduler):
     def fetch(self, handles: list[Any]) -> list[Any]:
         return handles
 
-    def each(
-        self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
-    ) -> None:
-        """Item n is read after item n - 1 and once item n - ahead is taken; any free thread takes a result."""
-        end, ahead, more = object(), ahead_of(self.threads), True
+    def compute(self, bag: Any, take: Callable[[Any], object]) -> None:
+        keys = set(bag.__dask_keys__())
 
-        def read(*_: Any) -> Any:
-            return next(items, end)
-
-        def call(item: Any) -> Any:
-            return item if item is end else function(item)
-
-        def taken(result: Any, *_: Any) -> bool:
-            if result is not end:
+        def ended(key: Key, result: Any, *_: Any) -> None:
+            if key in keys:
                 take(result)
-            return result is not end
 
-        while more:
-            graph: Graph = {}
-            for n in range(PLACES):
-                before: list[Key] = [(f"{name}.read", n - 1)] * (n > 0) + [(f"{name}.write", n - ahead)] * (n >= ahead)
-                graph[(f"{name}.read", n)] = task((f"{name}.read", n), read, before)
-                graph[(name, n)] = task((name, n), call, [(f"{name}.read", n)])
-                results: list[Key] = [(name, n)] + [(f"{name}.write", n - 1)] * (n > 0)
-                graph[(f"{name}.write", n)] = task((f"{name}.write", n), taken, results)
-            (more,) = self.get(graph, [(f"{name}.write", PLACES - 1)])
+        with Callback(posttask=ended):
+            bag.compute(scheduler=self.get)
 
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
@@ -133,11 +116,6 @@ class LocalScheduler(Scheduler):
         finally:
             self.spans = before
         recordings.append(ProcessSpans("", self.threads, clock_offset(), spans))
-
-
-def ahead_of(threads: int) -> int:
-    """Return how many items may be in progress before the result of the first one is taken, see `Scheduler.each`."""
-    return 2 * threads + 2
 
 
 def in_task() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,15 +119,10 @@ class Scheduler(ABC):
         """Publish an event on the scheduler, without waiting."""
 
     @abstractmethod
-    def each(
-        self, name: str, function: Callable[[Any], Any], items: Iterator[Any], take: Callable[[Any], None]
-    ) -> None:
-        """Call a function on each item in tasks, and pass the results to `take` in this process, in the order of the
-        items. Only enough items are held to keep the threads busy.
+    def compute(self, bag: Any, take: Callable[[Any], object]) -> None:
+        """Compute a Dask bag; call `take` in this process with the results of each partition.
 
-        name     of the tasks on the dashboard
-
-        Errors   those of items, function and take; as of `fetch`
+        Errors   those of the tasks and of `take`; as of `fetch`
         """
 
     @abstractmethod

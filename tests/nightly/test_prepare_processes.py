@@ -11,7 +11,7 @@ import pytest
 from command_lines import SMALL, refused, run
 from prepared_texts import files_of, prepared, write_corpus
 
-from daskgpt.data.token_folder import MANIFEST, VOCABULARY_FILE
+from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE
 from daskgpt.formats.vocabulary import read_vocabulary
 
 
@@ -23,7 +23,7 @@ def corpus(tmp_path_factory):
 def _written(folder: Path) -> int:
     """Bytes of tokens, whole files and others."""
     size = 0
-    for path in (*folder.glob("*.bin"), *folder.glob(".*.bin.tmp")):
+    for path in (path for path in folder.rglob("*") if path.suffix in (".bin", ".tmp")):
         with suppress(FileNotFoundError):  # renamed meanwhile
             size += path.stat().st_size
     return size
@@ -39,14 +39,16 @@ def test_workers_and_learned_vocabulary_give_the_same_bytes(workers, corpus, tmp
     assert len(files_of(one)) > 4
 
 
-def test_killed_preparation_continues_to_the_same_bytes(corpus, tmp_path):
+@pytest.mark.parametrize("scheduler", ["threads", "local"])
+def test_killed_preparation_continues_to_the_same_bytes(scheduler, corpus, tmp_path):
     """Killed whenever the files have grown by some, until one process comes to the end."""
     learned = prepared(tmp_path, corpus, "--learn-vocabulary", "600", out="learned") / VOCABULARY_FILE
     many = [*[corpus] * 5, "--encoding", learned, "--shard-tokens", "700k"]
     whole, out = prepared(tmp_path, *many, out="whole"), tmp_path / "out"
     kills = 0
     for wanted in (1, 1_500_000, 3_000_000, 6_000_000):
-        command = [sys.executable, "-m", "daskgpt.prepare", *map(str, many), "--out", str(out)]
+        flags = [*map(str, many), "--scheduler", scheduler, "--out", str(out)]
+        command = [sys.executable, "-m", "daskgpt.prepare", *flags]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and _written(out) < wanted:
             time.sleep(0.01)
@@ -60,7 +62,7 @@ def test_killed_preparation_continues_to_the_same_bytes(corpus, tmp_path):
     result = run("prepare", *many, "--out", out)
     assert result.returncode == 0, result.stderr
     assert files_of(out) == files_of(whole)
-    assert not list(out.glob(".*.tmp"))
+    assert {path.name for path in out.glob(".*")} == {JOURNAL, LOCK}
 
 
 def test_number_of_threads_does_not_change_a_learned_vocabulary(corpus, tmp_path):
