@@ -195,10 +195,8 @@ def add_page(
 
 def dashboard_prefix(dask_scheduler: Any) -> str | None:
     """Return the prefix of all paths of a scheduler's dashboard; None without a dashboard."""
-    from bokeh.server.tornado import BokehTornado
-
-    served = [app for app in dask_scheduler.http_application.applications if isinstance(app, BokehTornado)]
-    return served[0].prefix if served else None
+    applications = dask_scheduler.http_application.applications  # those of Bokeh have a prefix
+    return next((str(served.prefix) for served in applications if hasattr(served, "prefix")), None)
 
 
 def color_task_streams(color: Callable[[str], str] | None) -> None:
