@@ -308,6 +308,12 @@ def beginning(job: Job, resolved: Mapping[str, Any], parameters: Arrays) -> dict
     return {"version": VERSION, "step": 0, **checkpoint_facts(job, resolved, 0), "parameters": origin, "files": {}}
 
 
+def rows_named(state: Mapping[str, Any]) -> list[str]:
+    """Return the values of a checkpoint's state that may name rows of a module from outside of the package."""
+    configuration = state["configuration"]
+    return [*map(str, configuration["model"].values()), str(configuration["optimizer"]["optimizer"])]
+
+
 def data_of_run(
     where: str, data: DataConfig, state: Mapping[str, Any], opened: Callable[[DataConfig, int], Dataset] = open_dataset
 ) -> Dataset:
@@ -318,8 +324,8 @@ def data_of_run(
     Errors   FileNotFoundError; ValueError if they are not those of the state, or if the state names layers of a module
              that is not allowed
     """
+    require_allowed(rows_named(state), where)
     configuration = state["configuration"]
-    require_allowed(map(str, [*configuration["model"].values(), configuration["optimizer"]["optimizer"]]), where)
     try:
         dataset = opened(data, configuration["model"]["vocabulary"])
     except FileNotFoundError as error:
@@ -395,6 +401,7 @@ class Resumed:
         c = self._configuration(state, changes)
         open_model_file(folder)  # makes a learned vocabulary known
         self._require_init(c["run"].init, state["configuration"]["run"]["init"])
+        require_allowed(rows_named(state), "train")  # a job imports the modules of its rows
         self.job = Job(c.pop("model"), **c)
         require_room(self.job)
         if not self.job.run.epochs:  # whose length the data decide
