@@ -235,10 +235,15 @@ def test_other_schedulers_of_dask_give_the_same_bytes(corpus, expected, tmp_path
     assert files_of(tmp_path / "out") == files_of(expected)
 
 
-def test_cluster_gives_the_same_bytes_and_finished_work_is_kept(cluster, corpus, expected, tmp_path, capsys):
+def test_cluster_gives_the_same_bytes_and_finished_work_is_kept(
+    cluster, corpus, expected, tmp_path, monkeypatch, capsys
+):
+    """Its workers have another working folder than the one that paths are given from."""
     cluster.have(2)
+    monkeypatch.chdir(corpus.parent)
     for _ in range(2):
-        assert files_of(prepared(tmp_path, corpus, *SHARDS, "--scheduler", cluster.address)) == files_of(expected)
+        folder = prepared(tmp_path, corpus.name, *SHARDS, "--scheduler", cluster.address)
+        assert files_of(folder) == files_of(expected)
     assert "already existed" in capsys.readouterr().out
 
 
