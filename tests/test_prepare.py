@@ -105,7 +105,7 @@ def test_every_passage_is_in_one_part(expected, corpus):
     # Of a partition, shards are full but for the last; sums are right.
     files = [shard.file for shard in manifest.train.shards]
     assert files == sorted(files)
-    assert "train_000001_001.bin" in files
+    assert "train_000001_000001.bin" in files
     for shard, following in pairwise(manifest.train.shards):
         assert shard.tokens == 2_000_000 or (following.file.count("_") == 1 and shard.tokens < 2_000_000)
     for part in (manifest.train, manifest.val):
