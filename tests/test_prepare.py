@@ -105,7 +105,7 @@ def test_every_passage_is_in_one_part(expected, corpus):
     # Of a partition, shards are full but for the last; sums are right.
     files = [shard.file for shard in manifest.train.shards]
     assert files == sorted(files)
-    assert "train_000001_001.bin" in files
+    assert "train_000001_000001.bin" in files
     for shard, following in pairwise(manifest.train.shards):
         assert shard.tokens == 2_000_000 or (following.file.count("_") == 1 and shard.tokens < 2_000_000)
     for part in (manifest.train, manifest.val):
@@ -235,10 +235,15 @@ def test_other_schedulers_of_dask_give_the_same_bytes(corpus, expected, tmp_path
     assert files_of(tmp_path / "out") == files_of(expected)
 
 
-def test_cluster_gives_the_same_bytes_and_finished_work_is_kept(cluster, corpus, expected, tmp_path, capsys):
+def test_cluster_gives_the_same_bytes_and_finished_work_is_kept(
+    cluster, corpus, expected, tmp_path, monkeypatch, capsys
+):
+    """Its workers have another working folder than the one that paths are given from."""
     cluster.have(2)
+    monkeypatch.chdir(corpus.parent)
     for _ in range(2):
-        assert files_of(prepared(tmp_path, corpus, *SHARDS, "--scheduler", cluster.address)) == files_of(expected)
+        folder = prepared(tmp_path, corpus.name, *SHARDS, "--scheduler", cluster.address)
+        assert files_of(folder) == files_of(expected)
     assert "already existed" in capsys.readouterr().out
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
+from os.path import abspath
 from typing import BinaryIO
 
 from daskgpt.config.errors import require
@@ -91,7 +92,7 @@ Block = tuple[Piece, ...]
 
 
 def list_sources(inputs: list[str], config: PrepareConfig) -> tuple[list[File], list[str]]:
-    """Return the files of some inputs, sorted, and descriptions of what was taken of each input.
+    """Return the files of some inputs, sorted, with absolute paths, and descriptions of what was taken of each input.
 
     Errors   as of `recognize`; ValueError for inputs without text
     """
@@ -100,7 +101,7 @@ def list_sources(inputs: list[str], config: PrepareConfig) -> tuple[list[File], 
     for file in (file for source in sources for file in source.files):
         rule, got = "records must be lines of JSON, or Parquet", {"file": file.path, "form": file.form}
         require(file.form != ARRAY, WHERE, rule, got, "Write a record per line.")
-    files = [file for source in sources for file in source.files if file.size]
+    files = [replace(file, path=abspath(file.path)) for source in sources for file in source.files if file.size]
     rule, advice = "the inputs must hold text", "Give files, folders or globs that do."
     require(bool(files), WHERE, rule, {"inputs": " ".join(inputs)[:200]}, advice)
     return files, [f"{source.name} ({source.described})" for source in sources]

@@ -102,16 +102,12 @@ class Preparation:
                 return read_manifest(folder, WHERE)
             partitions, stop = corpus.partitions(self.sources), Stop()
             encoding = self.encoding or self._learned(partial_folder, partitions)
-            content = known_vocabulary(encoding).content if is_learned(encoding) else ""
-            kept = partial_folder / (TOKENIZER_FILE if content.startswith("{") else VOCABULARY_FILE)
-            if content and not kept.is_file():
-                with replacing(kept, WHERE) as file:
-                    file.write(content.encode())
-            texts = bag.from_sequence(partitions, partition_size=1)
+            _keep_vocabulary(partial_folder, encoding)
             where = partial_folder.absolute()
+            texts = bag.from_sequence(partitions, partition_size=1)
             tokens = texts.map(partial(tokenize, encoding=encoding, config=self.config, folder=where, stop=stop))
             try:
-                compute(tokens, lambda results: tell(sum(each.train.bytes + each.val.bytes for each in results)))
+                compute(tokens, lambda results: tell(sum(map(_size, results))))
             finally:
                 stop.set()
             manifest = self._manifest(partial_folder, encoding, len(partitions))
@@ -150,6 +146,19 @@ class Preparation:
         return Manifest(encoding, ids, self.settings, inputs, whole.train, whole.val, whole.skipped)
 
 
+def _keep_vocabulary(folder: Path, encoding: str) -> None:
+    """Write the vocabulary of an encoding that is known by its content."""
+    content = known_vocabulary(encoding).content if is_learned(encoding) else ""
+    path = folder / (TOKENIZER_FILE if content.startswith("{") else VOCABULARY_FILE)
+    if content and not path.is_file():
+        with replacing(path, WHERE) as file:
+            file.write(content.encode())
+
+
+def _size(contents: Contents) -> int:
+    return contents.train.bytes + contents.val.bytes
+
+
 # The tokens of a partition
 
 
@@ -157,6 +166,7 @@ def tokenize(partition: corpus.Partition, encoding: str, config: PrepareConfig, 
     """Write the token files of a partition into a folder, unless they are there; return their contents.
 
     encoding   name; the file of a learned one is in the folder
+    stop       ends the task after a block
 
     Cost       tiktoken's time, without Python's lock; memory for a block
     Errors     ValueError for invalid texts, OSError if the system refuses

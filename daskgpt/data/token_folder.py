@@ -10,7 +10,7 @@
 
 A preparation that continues keeps the partitions whose contents are written; one of other inputs or settings has
 another folder, which is removed when one of them is complete. A part of a partition that has no text has no file; one
-with more tokens than a file takes has further files, train_000000_001.bin and so on.
+with more tokens than a file takes has further files, train_000000_000001.bin and so on.
 """
 
 from __future__ import annotations
@@ -247,8 +247,9 @@ def read_contents(partial: Path, number: int) -> Contents | None:
     return Contents(**_parsed(json.loads(path.read_bytes()))) if path.is_file() else None
 
 
-def _parsed(known: dict[str, Any]) -> dict[str, Any]:
-    return known | {name: Part.of(known[name]) for name in PARTS}
+def _parsed(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a manifest, or of contents, from their JSON."""
+    return content | {name: Part.of(content[name]) for name in PARTS}
 
 
 class ShardWriter:
@@ -278,7 +279,7 @@ class ShardWriter:
         shards = self.part.shards
         while tokens.size:
             if not shards or shards[-1].tokens == self.shard_tokens:
-                further = f"_{len(shards):03}" if shards else ""
+                further = f"_{len(shards):06}" if shards else ""
                 shards.append(Shard(f"{self.path.name}{further}.bin", 0, ""))
                 self.file = self.files.enter_context(_token_file(self.path.parent, shards[-1], self.dtype))
             now, tokens = np.split(tokens, [self.shard_tokens - shards[-1].tokens])
