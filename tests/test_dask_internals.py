@@ -1,10 +1,13 @@
-"""Tests of every use of Dask beyond its documented interface, as seen in distributed 2026.8.0."""
+"""Tests of the uses of private attributes and undocumented modules of distributed, as seen in 2026.8.0.
+
+Those of the dashboard are in `test_dashboard.py`. Ruff finds private attributes and modules elsewhere.
+"""
 
 import asyncio
 
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, wait
+from distributed import Client, Event, LocalCluster, SchedulerPlugin, WorkerPlugin, wait
 from distributed.core import Status
 from distributed.diagnostics import task_stream
 from distributed.utils import color_of
@@ -106,3 +109,100 @@ def test_failed_tasks_that_nobody_wants_are_forgotten(cluster):
     client.run_on_scheduler(release, keys=[first.key, then.key])
     client.run_on_scheduler(internals.forget_failures)
     assert client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.tasks)) == [wanted.key]
+
+
+def test_waiting_looks_and_ends_with_errors(cluster):
+    _, client = cluster
+    looks = []
+
+    def stop():
+        looks.append(1)
+        raise KeyError("stop")
+
+    event = Event("awaited", client=client)
+    waiting = client.submit(event.wait, pure=False)
+    with pytest.raises(KeyError, match="stop"):
+        internals.awaited(client, stop, client.gather, [waiting])
+    assert not internals.ready_soon(client, [waiting])
+    event.set()
+    assert internals.awaited(client, stop, client.gather, [waiting]) == [True]
+    assert internals.ready_soon(client, [waiting])
+    assert looks == [1]
+
+
+def test_holders_are_the_workers_with_a_result(cluster):
+    _, client = cluster
+    address = min(workers_of(cluster))
+    result = client.submit(sum, [1, 2], workers=[address], pure=False)
+    wait(result)
+    assert {key: list(where) for key, where in internals.holders(client, [result.key]).items()} == {
+        result.key: [address]
+    }
+    assert internals.holders(client, []) == {}
+
+
+def test_processes_say_what_they_are(cluster):
+    def kind(address):
+        return asyncio.run_coroutine_threadsafe(internals.identity_at(address, 5), loop).result()["type"]
+
+    found, _ = cluster
+    loop = internals.event_loop(found.scheduler)
+    assert kind(found.scheduler.address) == "Scheduler"
+    assert kind(min(workers_of(cluster))) == "Worker"
+
+
+def test_plugins_and_topics_are_removed(cluster):
+    found, client = cluster
+
+    class OfScheduler(SchedulerPlugin):
+        name = "test-one-run"
+
+    class OfWorkers(WorkerPlugin):
+        name = "test-two-run"
+
+    class OfOthers(WorkerPlugin):
+        name = "test-two-other"
+
+    scheduler, workers = found.scheduler, workers_of(cluster).values()
+    for plugin in (OfScheduler(), OfWorkers(), OfOthers()):
+        client.register_plugin(plugin)
+    client.log_event("test-topic", "event")
+    wait_until(lambda: "test-topic" in scheduler._broker._topics)
+    client.run_on_scheduler(internals.remove_plugins, begin="test-", end="-run")
+    assert not {"test-one-run", "test-two-run"} & {*scheduler.plugins, *scheduler.worker_plugins}
+    assert all("test-two-run" not in worker.plugins for worker in workers)
+    assert all("test-two-other" in worker.plugins for worker in workers)
+    client.run_on_scheduler(internals.forget_topic, topic="test-topic")
+    assert "test-topic" not in scheduler._broker._topics
+    client.unregister_worker_plugin("test-two-other")
+
+
+def test_metrics_are_sent_and_messages_answered_until_forgotten(cluster):
+    _, client = cluster
+    address, worker = min(workers_of(cluster).items())
+
+    def add():
+        internals.add_metric(worker, "test-metric", lambda worker: 7)
+        internals.handle_messages(worker, "test-ask", lambda number: number + 1)
+
+    def metrics():
+        asyncio.run_coroutine_threadsafe(internals.send_heartbeat(worker), internals.event_loop(worker)).result()
+        return internals.scheduler_identity(client)["workers"][address]["metrics"]
+
+    add()
+    assert metrics()["test-metric"] == 7
+    assert client.run_on_scheduler(internals.ask_worker, worker=address, handler="test-ask", number=2) == 3
+    for _ in range(2):
+        internals.forget_metric(worker, "test-metric")
+        internals.forget_messages(worker, "test-ask")
+    assert "test-metric" not in metrics()
+    assert "test-ask" not in worker.handlers
+
+
+def test_seconds_of_kernels_count_as_those_of_their_task(cluster):
+    _, client = cluster
+    address, worker = min(workers_of(cluster).items())
+    before = internals.executed(worker)[1]
+    client.submit(internals.digest_kernel, "gelu.forward", 100.0, workers=[address], pure=False).result()
+    wait_until(lambda: any(f"{internals.KERNEL}gelu.forward" in key for key in worker.digests_total))
+    assert internals.executed(worker)[1] >= before + 100

@@ -11,12 +11,12 @@ from uuid import uuid4
 
 import dask
 import numpy as np
-from distributed import Future, span, wait
+from distributed import Future, span
 
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Key, in_one_layer, pinned, renamed, with_leaves
 from daskgpt.graph.program import in_run
-from daskgpt.schedulers.dask_internals import LOOKING, awaited, holders
+from daskgpt.schedulers.dask_internals import awaited, holders, ready_soon
 from daskgpt.schedulers.failures import (
     LeftOut,
     WorkerMonitor,
@@ -135,7 +135,7 @@ class ClusterScheduler(Scheduler):
     def _wait(self, handles: list[Any], which: str = "ALL_COMPLETED") -> None:
         """Wait for all futures, or for the first one."""
         self.since = time.monotonic()
-        while handles and not self.client.sync(_soon, handles, which):
+        while handles and not ready_soon(self.client, handles, which):
             self._look()
 
     def look(self) -> set[str]:
@@ -290,17 +290,3 @@ class ClusterScheduler(Scheduler):
                 return self.client.scatter([value], workers=where, hash=False)[0]
             except KeyError:  # the scheduler knows that worker no longer
                 raise loss(self.client, "a worker") from None
-
-
-async def _soon(handles: list[Any], which: str = "ALL_COMPLETED") -> bool:
-    """Return whether results are ready within `LOOKING` seconds; `which` means all of them, or the first one.
-
-    A timeout is a value and no error: an error that passes through `Client.sync` forms a cycle with the frames below
-    it, and what they refer to, such as the state of a step, would stay on the workers until garbage is collected.
-    """
-    try:
-        with handles[0].client.as_current():  # `wait` would use the newest client of this process
-            await wait(handles, timeout=LOOKING, return_when=which)
-    except TimeoutError:
-        return False
-    return True

@@ -1,6 +1,7 @@
-"""Every use of Dask beyond its documented interface, in one place.
+"""Uses of private attributes and undocumented modules of `distributed`, in one place.
 
-Each was seen in distributed 2026.8.0; `tests/test_dask_internals.py` has a test for each.
+Each was seen in distributed 2026.8.0. `tests/test_dask_internals.py` has a test for each, and `tests/test_dashboard.py`
+for those that the dashboard needs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
+
+from distributed import wait
 
 # Those with a second name are used elsewhere; ruff lets no other module import from below `distributed`.
 from distributed.client import ClosedClientError as ClosedClientError
@@ -86,6 +89,24 @@ def awaited(client: Any, look: Callable[[], Any], method: Callable[..., Any], *a
         client.loop.add_callback(running.cancel)
         raise
     return client.sync(_result, running)
+
+
+def ready_soon(client: Any, futures: list[Any], which: str = "ALL_COMPLETED") -> bool:
+    """Return whether futures are ready within `LOOKING` seconds; `which` means all of them, or the first one.
+
+    A timeout is a value and no error: an error that passes through `Client.sync` forms a cycle with the frames below
+    it, and what they refer to, such as the state of a step, would stay on the workers until garbage is collected.
+    """
+    return bool(client.sync(_ready_soon, client, futures, which))
+
+
+async def _ready_soon(client: Any, futures: list[Any], which: str) -> bool:
+    try:
+        with client.as_current():  # `wait` would use the newest client of this process
+            await wait(futures, timeout=LOOKING, return_when=which)
+    except TimeoutError:
+        return False
+    return True
 
 
 async def identity_at(address: str, seconds: float) -> dict[str, Any]:
