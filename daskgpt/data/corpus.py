@@ -27,6 +27,7 @@ WHERE = "prepare"
 BLOCK_BYTES = 2**22  # bytes of text that are encoded together
 PARTITIONS = 1024  # most partitions of plain text; more blocks than that are divided among so many
 SEARCHED = 2**16  # bytes in which a text is searched for a place to cut; without one it is cut between two characters
+TEXTS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")  # columns of Parquet
 ROWS = 16  # of Parquet read at a time: few, since a text may be a book
 
 REFUSE, REPLACE, SKIP = "refuse", "replace", "skip"
@@ -111,14 +112,15 @@ def list_sources(inputs: list[str], config: PrepareConfig) -> tuple[list[File], 
 class Section:
     """A part of a file that can be read by itself.
 
-    start   byte of plain text, a multiple of BLOCK_BYTES: the section lies between the first places at or after it and
-            the next multiple where the text can be cut; number of a row group of Parquet; 0 of other files, which can
-            only be read as a whole
-    size    estimate [bytes]
+    start, stop   bytes of plain text, multiples of BLOCK_BYTES: the section lies between the first places at or after
+                  them where the text can be cut; row groups of Parquet; of others nothing, since they can only be read
+                  as a whole
+    size          estimate [bytes]
     """
 
     file: File
     start: int
+    stop: int
     size: int
 
 
@@ -151,15 +153,25 @@ def partitions(sources: list[File]) -> list[Partition]:
     return [Partition(number, tuple(sections)) for number, sections in enumerate(gathered)]
 
 
-def _sections(source: File) -> list[Section]:
+def _sections(source: File) -> Iterator[Section]:
     if source.form == PARQUET:
-        with opened_parquet(source, WHERE) as file:
-            sizes = [file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups)]
-        return [Section(source, number, size) for number, size in enumerate(sizes)]
-    if not _is_plain(source):
-        return [Section(source, 0, source.size)]
-    starts = range(0, source.size, BLOCK_BYTES)
-    return [Section(source, start, min(BLOCK_BYTES, source.size - start)) for start in starts]
+        yield from _row_groups(source)
+    elif _is_plain(source):
+        for start in range(0, source.size, BLOCK_BYTES):
+            yield Section(source, start, start + BLOCK_BYTES, min(BLOCK_BYTES, source.size - start))
+    else:
+        yield Section(source, 0, 0, source.size)
+
+
+def _row_groups(source: File) -> Iterator[Section]:
+    """Yield row groups, small ones together, since opening a file takes a time for each that it has."""
+    with opened_parquet(source, WHERE) as file:
+        start, size = 0, 0
+        for number in range(file.num_row_groups):
+            size += file.metadata.row_group(number).total_byte_size
+            if size >= BLOCK_BYTES or number + 1 == file.num_row_groups:
+                yield Section(source, start, number + 1, size)
+                start, size = number + 1, 0
 
 
 def _is_plain(source: File) -> bool:
@@ -190,9 +202,7 @@ def _pieces(section: Section, config: PrepareConfig) -> Iterator[Piece]:
     with opened(source, WHERE) as file:
         if _is_plain(source):
             first = file.tell()  # behind a mark
-            start, stop = (
-                _place(file, first, position, separator) for position in (section.start, section.start + BLOCK_BYTES)
-            )
+            start, stop = (_place(file, first, position, separator) for position in (section.start, section.stop))
             file.seek(first + start)
             if content := file.read(stop - start):
                 yield Piece(source.path, source.form, start, content)
@@ -238,19 +248,17 @@ def in_text(window: bytes) -> int:
 
 
 def _rows(section: Section, field: str) -> Iterator[Piece]:
-    """Yield the texts of a row group of Parquet, some at a time."""
-    from pyarrow import types
+    """Yield the texts of row groups of Parquet, some at a time."""
+    from pyarrow import DictionaryType
 
-    texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    texts += tuple(getattr(types, name) for name in ("is_string_view", "is_binary_view") if hasattr(types, name))
     with opened_parquet(section.file, WHERE) as file:
         kind = file.schema_arrow.field(field).type
-        kind = kind.value_type if types.is_dictionary(kind) else kind
+        kind = kind.value_type if isinstance(kind, DictionaryType) else kind
         got = {"file": section.file.path, "field": field, "type": kind}
-        holds = any(is_text(kind) for is_text in texts)
-        require(holds, WHERE, "the column must hold texts", got, "Name another with --field.")
+        require(str(kind) in TEXTS, WHERE, "the column must hold texts", got, "Name another with --field.")
         start = sum(file.metadata.row_group(number).num_rows for number in range(section.start))
-        for batch in file.iter_batches(batch_size=ROWS, row_groups=[section.start], columns=[field]):
+        groups = range(section.start, section.stop)
+        for batch in file.iter_batches(batch_size=ROWS, row_groups=groups, columns=[field]):
             rows = tuple(text or "" for text in batch.column(0).to_pylist())
             yield Piece(section.file.path, section.file.form, start, rows)
             start += len(rows)

@@ -206,7 +206,7 @@ def _held_out_before(section: corpus.Section, config: PrepareConfig) -> bool | N
     """Return whether the text before a section is held out if its document goes on in the section, else None."""
     if not section.start or section.file.form != DOCUMENT or config.separator:
         return None
-    before = replace(section, start=section.start - corpus.BLOCK_BYTES)
+    before = replace(section, start=section.start - corpus.BLOCK_BYTES, stop=section.start)
     passages = [passage for block in corpus.blocks([before], config) for passage in passages_of(block, config)]
     return passages[-1].held_out if passages and passages[-1] else None
 
