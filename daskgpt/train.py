@@ -156,7 +156,8 @@ def job_of(values: Namespace, run: RunConfig, start: WarmStart | None) -> Job:
 
 def with_data(job: Job, values: Namespace, start: WarmStart | None) -> Job:
     """Return the job with its data, whose encoding decides the vocabulary of a new model."""
-    dataset = open_dataset(job.data, job.config.vocabulary, start)
+    most = start.config.vocabulary if start else given_flags(ModelConfig, values).get("vocabulary", 0)
+    dataset = open_dataset(job.data, job.config.vocabulary, start, most=most)
     config = job.config if start else config_of(values, job.data, dataset.vocabulary)
     return replace(job, config=config, dataset=dataset)
 

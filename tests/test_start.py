@@ -160,6 +160,13 @@ def test_what_is_wrong_is_said_before_data_are_read(flags, said, first, small_te
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("flags", ["--vocabulary 100", "--encoding learn:1024 --vocabulary 1023"])
+def test_small_vocabulary_is_refused_before_data_are_read(flags, small_text, tmp_path, monkeypatch):
+    monkeypatch.setattr("daskgpt.training.start.load_dataset", lambda *_, **__: pytest.fail("data are read"))
+    with pytest.raises(ValueError, match="must know every token id"):
+        begin("--data", small_text, "--batch-size 4 --out", tmp_path / "run", flags)
+
+
 @pytest.mark.usefixtures("nothing_slow")
 @pytest.mark.parametrize(("free", "fits"), [(3 * 4 * 3_000, False), (10**9, True)])
 def test_room_for_a_checkpoint_is_checked_before_data_are_read(free, fits, first, small_text, tmp_path, monkeypatch):

@@ -21,16 +21,19 @@ Each of these modules imports only those below it:
 
 import os
 
-from daskgpt.config.errors import require_in_imports
+from daskgpt.config.errors import require, require_in_imports
 
 _got: dict[str, object] = {}
 try:
     import numba
-
-    if numba.config.DISABLE_JIT:
-        _got = {"NUMBA_DISABLE_JIT": numba.config.DISABLE_JIT}
 except (ImportError, ValueError) as error:  # of versions that do not fit each other, or of another variable
     _variables = {name: value for name, value in os.environ.items() if name.startswith("NUMBA_")}
     _got = {type(error).__name__: str(error).partition("\n")[0].rstrip("."), **_variables}
-_advice = "Unset the variable, or install numba and numpy again."
-require_in_imports(not _got, "Numba must compile kernels", _got, _advice)
+_rule, _advice = "Numba must compile kernels", "Unset the variable, or install numba and numpy again."
+require_in_imports(not _got, _rule, _got, _advice)
+
+
+def require_compiler() -> None:
+    """Raise RuntimeError if Numba's settings forbid to compile."""
+    got = {"NUMBA_DISABLE_JIT": numba.config.DISABLE_JIT}
+    require(not numba.config.DISABLE_JIT, "daskgpt", _rule, got, "Unset the variable.", RuntimeError)

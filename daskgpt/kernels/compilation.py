@@ -29,6 +29,7 @@ from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
 from daskgpt.config.errors import refusal
+from daskgpt.kernels import require_compiler
 from daskgpt.kernels.cache import PLACE, is_sealed, problem_of, seal
 from daskgpt.kernels.numba_internals import optimized_once, without_literals
 
@@ -230,6 +231,7 @@ class Kernel:
         if kind != _ANY and kind not in _FLOATS:
             rule, got = "arrays must be float32 or float64", {"dtype": np.dtype(kind).name}
             raise refusal(TypeError, self.name, rule, got, "Convert them first.")
+        require_compiler()
         copy = types.FunctionType(self.function.__code__, self.function.__globals__, self._variant(kind))
         copy.__qualname__, copy.__module__ = copy.__name__, self.function.__module__
         has_source = os.path.exists(copy.__code__.co_filename)

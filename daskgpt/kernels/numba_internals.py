@@ -23,7 +23,7 @@ _PYTHON, _C, _ENVIRONMENT = "_ZN7cpython", "cfunc.", "_ZN08NumbaEnv"  # begin th
 
 def without_literals(dispatcher: Any) -> Any:
     """Compile a function once for all numbers of a type; Numba would give each literal in the source its own type."""
-    if KNOWN:
+    if KNOWN and not numba.config.DISABLE_JIT:
         find, unliteral = dispatcher.get_call_template, numba.types.unliteral
         dispatcher.get_call_template = lambda args, kws: find(
             tuple(map(unliteral, args)), {name: unliteral(value) for name, value in kws.items()}

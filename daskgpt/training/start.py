@@ -17,9 +17,18 @@ from daskgpt.config.rows import require_allowed
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.data.dataset import Dataset, encoding_for, load_dataset
 from daskgpt.data.source import PREPARED, recognize
-from daskgpt.data.tokenizer import encoding_named, encoding_of, encoding_of_model, is_to_be_learned, mean_the_same
+from daskgpt.data.tokenizer import (
+    encoding_named,
+    encoding_of,
+    encoding_of_model,
+    is_to_be_learned,
+    mean_the_same,
+    size_to_learn,
+    vocabulary_size,
+)
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import short
+from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters, digest
@@ -194,13 +203,14 @@ def _named(encoding: str) -> str:
     return encoding if encoding == "auto" or is_to_be_learned(encoding) else encoding_named(encoding)
 
 
-def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = None) -> Dataset:
+def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = None, *, most: int = 0) -> Dataset:
     """Open the tokens that a configuration names.
 
     vocabulary   of the model: where the encoding is auto, the size of GPT-2's vocabulary means GPT-2's encoding
     start        the model that training starts from, whose encoding `auto` means
+    most         ids of an encoding that the model can take; 0 = the encoding decides
 
-    Errors       ValueError if the encoding is not that model's; as of load_dataset
+    Errors       ValueError if the encoding is not that model's, or has more ids; as of load_dataset
     """
     source = recognize(data.data)
     if data.validation_data:
@@ -208,6 +218,11 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     wanted = start.encoding(data.encoding) if start else _named(data.encoding)
     default = encoding_of(vocabulary)
     encoding = encoding_for(source, None if wanted == "auto" else wanted, default)
+    if most:
+        ids = size_to_learn(encoding) if is_to_be_learned(encoding) else vocabulary_size(encoding)
+        rule, got = "the model must know every token id of the encoding", {"encoding": encoding, "ids": ids}
+        advice = "Start from another model." if start else "Leave --vocabulary to the encoding."
+        require(ids <= most, "train", rule, got | {"vocabulary": most}, advice)
     dataset = load_dataset(
         source,
         encoding,
@@ -246,6 +261,7 @@ def check_beginning(job: Job, *, connects: bool = True) -> None:
 
     Errors     as of `daskgpt.fit`
     """
+    require_compiler()
     require_memory(job)
     if job.run.out:
         RunFolder(job.run.out)
@@ -271,7 +287,7 @@ def new_run(sections: Mapping[str, Any], parameters: Arrays | None, *, connects:
         check_parameters(config, parameters)
         check_dtypes("fit", parameters, np.float32)
     check_beginning(job, connects=connects)
-    job = replace(job, dataset=open_dataset(c["data"], config.vocabulary, origin))
+    job = replace(job, dataset=open_dataset(c["data"], config.vocabulary, origin, most=config.vocabulary))
     return job, first_start(job, origin, parameters)
 
 
@@ -376,6 +392,7 @@ class Resumed:
         Errors   FileNotFoundError if there is no run or no good checkpoint; RuntimeError if another process trains it;
                  ValueError for a change that is refused, other data than the run's, and no step left
         """
+        require_compiler()
         require_named(path, "train", "resume")
         rule, advice = "--resume must name the folder of a run", "The newest checkpoint in it is taken."
         require(not is_checkpoint(Path(path)), "train", rule, {"resume": path}, advice)
