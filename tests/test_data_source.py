@@ -245,7 +245,10 @@ OTHERS = {
     "lfs.parquet": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS.*git lfs pull"),
     "model.bin": (np.array([20240326, 3], "<i4").tobytes() + bytes(1016), "llm.c model.*--init"),
     "latin.txt": ("café".encode("latin-1"), "not UTF-8 text .byte 3.*iconv"),
-    "chat.jsonl": (lines([{"messages": [{"role": "user", "content": "Hi"}]}]).encode(), "chats.*prompt and response"),
+    "chat.jsonl": (
+        lines([{"messages": [{"role": "user", "content": "Hi"}]}]).encode(),
+        'chats.*"prompt": ..., "response": ...',
+    ),
     "share.json": (json.dumps([{"conversations": []}]).encode(), "chats"),
     "other.jsonl": (
         lines([{"title": "x", "body": "y"}]).encode(),

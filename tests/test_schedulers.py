@@ -364,6 +364,7 @@ def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
             assert opening.active_client() is active, "the run's own Client is not for others"
             assert scheduler.description.startswith("local cluster, 1 worker processes, dashboard http://127.0.0.1:")
             assert f":{connect.DASHBOARD_PORT}/" not in scheduler.description
+            assert not logging.getLogger("asyncio").filter(lost_wait(AllExit)), "a wait that its end cuts short"
         assert dask.config.get(tick) == setting, "of this process"
         assert dict(os.environ) == variables
     options = {"n_workers": 1, "threads_per_worker": 1, "processes": True, "host": "127.0.0.1"}
@@ -487,7 +488,11 @@ def refuse(result):
     raise KeyError("enough")
 
 
+def lost_wait(kind):
+    """What asyncio logs of a task that nobody waits for any more."""
+    return logging.LogRecord("asyncio", logging.ERROR, "", 0, "never retrieved", (), (kind, kind(), None))
+
+
 @pytest.mark.parametrize(("kind", "logged"), [(AllExit, False), (ValueError, True)])
 def test_waits_that_a_lost_cluster_cuts_short_are_not_logged(kind, logged):
-    record = logging.LogRecord("asyncio", logging.ERROR, "", 0, "never retrieved", (), (kind, kind(), None))
-    assert connect._is_no_lost_wait(record) == logged
+    assert connect._is_no_lost_wait(lost_wait(kind)) == logged

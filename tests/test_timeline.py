@@ -262,6 +262,8 @@ def test_colors_of_layers_and_passes():
     assert all(color_of(name, other="") for name in tables), "layers and optimizers that are built in"
     assert color_of("mine.forward") == OTHER_COLOR != color_of("mine.backward")
     assert color_of("mine.backward", other="") == ""
+    shades = [bytes.fromhex(color_of(f"{name}.backward")[1:]) for name in COLORS]
+    assert min(max(shade) for shade in shades) >= 0x45, "none looks black"
 
 
 def test_bars_of_a_page():

@@ -163,7 +163,9 @@ def _recorded(file: File, accepted: Collection[str], field: str, *, records: boo
     if field in names and file.form in (LINES, PARQUET, ARRAY):
         return replace(file, kind=TEXT)
     if chat:
-        advice = "Write each exchange as a line of prompt and response, in the form that the model is to learn."
+        advice = (
+            'Write each exchange as a line {"prompt": ..., "response": ...}, in the form that the model is to learn.'
+        )
         return replace(file, reason=f"holds chats ({chat}), which have no form without a template", advice=advice)
     if pairs or names >= QUESTION_FIELDS:
         return replace(file, kind=PAIRS if pairs else QUESTIONS)

@@ -37,7 +37,7 @@ COLORS = {
     "embedding": "#9c6b4e",
     "crossentropy": "#ff8ab7",
     "adamw": "#7f8c99",
-    "mean": "#303030",
+    "mean": "#bcbd22",
     "split": "#97bbf5",
     "muon": "#5b6770",
     "momentum": "#7f8c99",

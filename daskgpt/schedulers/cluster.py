@@ -29,7 +29,7 @@ from daskgpt.schedulers.membership import check_versions, members, running
 from daskgpt.schedulers.protocol import ClusterLost, ProcessSpans, Scheduler, WorkerLost
 from daskgpt.schedulers.workers import begin_spans, take_spans
 
-REACHING = 10.0  # seconds of waiting after which workers are asked whether they reach each other
+REACHING = 6.0  # seconds of waiting after which workers are asked whether they reach each other; they answer in 8
 TAG = "daskgpt"  # of the span of a run's tasks
 
 

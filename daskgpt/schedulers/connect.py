@@ -74,6 +74,7 @@ _warned: set[str] = set()
 def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
     with (
         _own_environment(),
+        _silent_client(),
         _cluster_of_processes(workers) as cluster,
         _client("local", address=cluster) as client,
     ):
