@@ -22,6 +22,7 @@ import daskgpt
 from daskgpt.schedulers import connect, failures, machine, membership, opening, worker_metrics, workers
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import own_threads
+from daskgpt.schedulers.worker_metrics import METRIC
 from daskgpt.training import recovery
 from daskgpt.training.rank_engine import RankEngine
 from daskgpt.training.recovery import RecoveryPoints
@@ -281,6 +282,28 @@ def test_worker_changes_are_reported():
     assert said == ["workers    new: b", "workers    gone: b, which sent no heartbeat; new: c"]
     assert told == [1, 2, 2, 2]
     assert (recovery.gone, recovery.known) == (["b"], {"a", "c"})
+
+
+def test_a_paused_worker_is_named_once_with_its_memory(monkeypatch):
+    worker = {"name": 1, "status": "paused", "last_seen": 0.0, "memory_limit": 900e6}
+    worker["metrics"] = {METRIC: {}, "memory": 830e6}
+    monkeypatch.setattr(failures, "members", lambda client: {"tcp://a": worker})
+    monkeypatch.setattr(failures, "NAMED", 0.0)
+    monkeypatch.setattr(failures, "EVERY", 0.0)
+    monitor, said = failures.WorkerMonitor(None), []
+    monitor.say = said.append
+
+    def look():
+        worker["last_seen"] += 1.0
+        monitor.look()
+
+    look()
+    look()
+    assert said == ["workers    worker 1 (tcp://a) is paused: 0.83 of 0.90 GB, Dask's limit"]
+    assert monitor.stuck == {"tcp://a": "which is paused: 0.83 of 0.90 GB, Dask's limit"}
+    worker["status"] = "running"
+    look()
+    assert (monitor.stuck, monitor.watched["tcp://a"].named, len(said)) == ({}, "", 1)
 
 
 def test_recovery_interval_follows_cost_and_losses(monkeypatch):
