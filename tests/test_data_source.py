@@ -76,6 +76,26 @@ def test_zstd_with_a_long_window(tmp_path):
     assert texts_of(str(tmp_path / "t.zst")) == [TEXT]
 
 
+def test_zstd_with_several_frames(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    skipped = b"\x50\x2a\x4d\x18\x03\0\0\0abc"
+    packed = zstandard.compress(TEXT[:9].encode()) + skipped + zstandard.compress(TEXT[9:].encode()) + skipped
+    assert texts_of(written(tmp_path / "t.zst", packed)) == [TEXT]
+
+
+PACKINGS = {"zstd": lambda content: pytest.importorskip("zstandard").compress(content)}
+PACKINGS |= {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("share", [0.02, 0.5, 1])
+def test_compressed_files_that_are_cut_off_are_refused(packing, share, tmp_path):
+    packed = PACKINGS[packing](" ".join(map(str, np.random.default_rng(0).integers(0, 10**9, 90_000))).encode())
+    path = written(tmp_path / "t", packed[: int(len(packed) * share) - 1])
+    with pytest.raises(ValueError, match=rf"damaged {packing}|a compressed file must be complete"):
+        texts_of(path)
+
+
 def test_a_file_that_is_cut_within_a_character(tmp_path):
     """The first bytes that are looked at may end anywhere."""
     for shift in range(4):
@@ -109,6 +129,8 @@ def test_own_shards_have_the_encoding_of_their_manifest(tmp_path, capsys):
     shutil.copy(tmp_path / "others.bin", folder / "others.bin")
     with pytest.raises(ValueError, match="of one encoding"):
         recognize(str(folder / "*.bin"))
+    (tmp_path / "link.bin").symlink_to(folder / "train_000000.bin")
+    assert recognize(str(tmp_path / "link.bin")).encoding == "bytes"
 
 
 # Pairs
@@ -124,6 +146,8 @@ def test_own_shards_have_the_encoding_of_their_manifest(tmp_path, capsys):
         ("alpaca.json", json.dumps([row | {"input": ""} for row in pairs_as("instruction", "output")])),
         ("pairs.csv", "prompt,response\r\n" + "".join(f'"{ask}",{answer}\r\n' for ask, answer in PAIRS)),
         ("pairs.tsv", "\ufeffprompt\tresponse\n" + "".join(f"{ask}\t{answer}\n" for ask, answer in PAIRS)),
+        ("capital.csv", "Question,Answer\n" + "".join(f'"{ask}",{answer}\n' for ask, answer in PAIRS)),
+        ("capital.jsonl", lines(pairs_as("Instruction", "Output"))),
         ("folder/a.jsonl", lines(pairs_as("prompt", "response"))),
     ],
 )
@@ -170,6 +194,15 @@ def test_pairs_that_cannot_be_learned_are_left_out_by_number(tmp_path):
     assert "2 left out: empty or half a character (a.jsonl line 61)" in dataset.description
 
 
+@pytest.mark.parametrize(("name", "count"), [("a.jsonl", 1), ("a.json", 2)])
+def test_texts_with_half_a_character_are_left_out_by_number(name, count, tmp_path):
+    rows = ['{"text": "half \\ud83d of one"}'] * count + [json.dumps({"text": text}) for text in (TEXT, "\U0001f600")]
+    path = written(tmp_path / name, "\n".join(rows) if name == "a.jsonl" else f"[{','.join(rows)}]")
+    assert texts_of(path) == [TEXT, "\U0001f600"]
+    said = f"; {count} record{'s' * (count > 1)} left out: half a character ({name} line 1)"
+    assert said in load_dataset(path).description
+
+
 # Folders, globs and pipes
 
 
@@ -211,6 +244,9 @@ def test_runs_and_prepared_tokens_below_a_folder_are_no_text(tmp_path):
     source = recognize(str(tmp_path))
     assert [file.name for file in source.files] == ["t.txt"]
     assert dict(source.left_out) == {"run": "is a run of daskgpt", "tokens": "is prepared tokens"}
+    (tmp_path / "t.txt").unlink()
+    with pytest.raises(ValueError, match=r"\(run is a run of daskgpt\). Name it: .*/run\."):
+        recognize(str(tmp_path))
     for command in (train.main, lambda flags: evaluate.main([str(tmp_path / "run"), *flags])):
         with pytest.raises(ValueError, match=r"a run of daskgpt.*Give the text"):
             command(["--data", str(tmp_path / "run")])

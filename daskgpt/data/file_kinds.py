@@ -176,8 +176,12 @@ def _recorded(file: File, accepted: Collection[str], field: str, *, records: boo
 
 
 def pair_fields(names: Collection[str]) -> tuple[tuple[str, ...], str] | None:
-    """Return the names of prompt and response among the names of a record, None without them."""
-    return next(((ask, answer) for ask, answer in PAIR_FIELDS if {ask[0], answer} <= set(names)), None)
+    """Return the names of prompt and response among the names of a record, None without them; case does not count."""
+    written = {name.strip().lower(): name for name in names}
+    for asking, answering in PAIR_FIELDS:
+        if {asking[0], answering} <= written.keys():
+            return tuple(written.get(name, name) for name in asking), written[answering]
+    return None
 
 
 def _first_record(file: File, start: bytes) -> tuple[str, tuple[str, ...]]:

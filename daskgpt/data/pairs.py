@@ -17,7 +17,7 @@ from daskgpt.config.files import digest_of
 from daskgpt.data.file_kinds import pair_fields
 from daskgpt.data.reading import records
 from daskgpt.data.source import Source
-from daskgpt.data.text import runs
+from daskgpt.data.text import is_unicode, runs
 from daskgpt.data.tokenizer import Encoding, encode
 
 WHERE = "read_pairs"
@@ -61,15 +61,6 @@ def _pair(record: Any, asking: tuple[str, ...], answering: str) -> Pair:
         if not isinstance(text, str):
             raise TypeError(f"{type(text).__name__} is not a text")
     return "\n".join(text for text in asked if text), record[answering]
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether a text is made of whole characters: JSON may hold halves of some."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, eq=False)

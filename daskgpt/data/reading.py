@@ -57,37 +57,55 @@ class File:
     modified: int = 0
 
 
-class _Utf8(io.RawIOBase):
-    """Text of another encoding of characters as UTF-8."""
+class _Pieces(io.RawIOBase):
+    """A file of the bytes that an iterator returns, none of them empty."""
 
-    def __init__(self, packed: BinaryIO, charset: str) -> None:
+    def __init__(self, pieces: Iterator[bytes], source: IO[Any]) -> None:
+        """source   of the pieces, closed with this file"""
         super().__init__()
-        self.text = io.TextIOWrapper(packed, charset, newline="")
-        self.waiting = b""
+        self.pieces, self.source, self.waiting = pieces, source, b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self.waiting = self.waiting or self.text.read(2**16).encode(errors="surrogatepass")
+        self.waiting = self.waiting or next(self.pieces, b"")
         size = min(len(buffer), len(self.waiting))
         buffer[:size], self.waiting = self.waiting[:size], self.waiting[size:]
         return size
 
     def close(self) -> None:
-        self.text.close()
+        self.source.close()
         super().close()
+
+
+def _utf8(text: IO[str]) -> Iterator[bytes]:
+    """Yield a text as UTF-8."""
+    while piece := text.read(2**16):
+        yield piece.encode(errors="surrogatepass")
+
+
+def _frames(packed: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of all frames of a zstd file. Errors   EOFError if the last one is cut off"""
+    import zstandard
+
+    # Windows of up to 2 GiB, as zstd --long=31 writes them. The library's own file object ends where a cut file does.
+    unpacker, frame, part = zstandard.ZstdDecompressor(max_window_size=2**31), None, b""
+    while part := part or packed.read(2**14):
+        frame = frame or unpacker.decompressobj()
+        if piece := frame.decompress(part):
+            yield piece
+        part = frame.unused_data
+        frame = None if frame.eof else frame
+    if frame:
+        raise EOFError("Compressed file ended before the end of a frame")
 
 
 def unpacked(path: str, packing: str) -> BinaryIO:
     """Open a file, decompressed. Errors   OSError; of damaged content, `packing_errors` when it is read"""
     if packing == "zstd":
-        import zstandard
-
-        # Windows of up to 2 GiB, as zstd --long=31 writes them; a file may have several frames.
-        unpacker = zstandard.ZstdDecompressor(max_window_size=2**31)
-        frames = unpacker.stream_reader(open(path, "rb"), read_across_frames=True)  # noqa: SIM115
-        return cast(BinaryIO, io.BufferedReader(frames))
+        packed = open(path, "rb")  # noqa: SIM115  closed with what is returned
+        return cast(BinaryIO, io.BufferedReader(_Pieces(_frames(packed), packed)))
     openers: Mapping[str, Callable[..., Any]] = {"gzip": gzip.open, "xz": lzma.open, "bzip2": bz2.open}
     return cast(BinaryIO, openers.get(packing, open)(path, "rb"))
 
@@ -115,8 +133,9 @@ def opened(file: File, where: str = WHERE) -> Iterator[BinaryIO]:
                 stream.read(3)
                 yield stream
             else:
-                with io.BufferedReader(_Utf8(stream, file.charset)) as text:
-                    yield cast(BinaryIO, text)
+                text = io.TextIOWrapper(stream, file.charset, newline="")
+                with io.BufferedReader(_Pieces(_utf8(text), text)) as converted:
+                    yield cast(BinaryIO, converted)
     except UnicodeDecodeError as error:
         if file.charset.startswith("utf-8"):
             raise

@@ -35,6 +35,7 @@ class Source:
     kind      one of KINDS or PREPARED
     files     those that are taken, in order; of prepared tokens none
     left_out  names and reasons of the others
+    lacking   records of text without a text of whole characters, as file and line
     encoding  of token ids, where the manifest beside them names it
     """
 
@@ -42,6 +43,7 @@ class Source:
     kind: str
     files: tuple[File, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
+    lacking: tuple[str, ...] = ()
     encoding: str = ""
 
     @property
@@ -55,6 +57,9 @@ class Source:
             shown = [f"{name} {reason}" for name, reason in left[:3]]
             more = [f"and {len(left) - 3:,} more"] if len(left) > 3 else []
             text += f", {len(left):,} left out: {printable('; '.join(shown + more))}"
+        if count := len(self.lacking):
+            record = f"{count:,} record{'s' * (count != 1)}"
+            text += f"; {record} left out: half a character ({printable(self.lacking[0])})"
         return text
 
 
@@ -108,10 +113,10 @@ def recognize(
     files = [look(file, name, accepted, field, where, lenient) for file, name in named]
     taken = [kind for kind in KINDS if kind in accepted and any(file.kind == kind for file in files)][:1]
     if not taken:
-        raise _refusal(source, files, accepted, where, alone)
+        raise _refusal(source, files, accepted, where, alone, left_out)
     left_out += [(file.name, file.reason or f"holds {file.kind}") for file in files if file.kind not in taken]
     kept = tuple(file for file in files if file.kind in taken)
-    return Source(source, taken[0], kept, tuple(left_out), _encoding_of(kept) if taken == [TOKENS] else "")
+    return Source(source, taken[0], kept, tuple(left_out), encoding=_encoding_of(kept) if taken == [TOKENS] else "")
 
 
 # What takes a kind that the caller does not.
@@ -122,10 +127,20 @@ _USES = {
 }
 
 
-def _refusal(source: str, files: list[File], accepted: Collection[str], where: str, alone: bool) -> Exception:
+def _refusal(
+    source: str,
+    files: list[File],
+    accepted: Collection[str],
+    where: str,
+    alone: bool,
+    left_out: list[tuple[str, str]],
+) -> Exception:
     """Return the error for a source without a file that can be used."""
     rule = f"the source must hold {_names(accepted)}"
     first = next((file for file in files if file.size), None) or next(iter(files), None)
+    if left_out and not first:
+        name, what = left_out[0]
+        return refusal(ValueError, where, rule, f"source={source} ({name} {what})", f"Name it: {Path(source, name)}.")
     if first is None or not any(file.size for file in files):
         return refusal(ValueError, where, rule, {"source": f"{source} (empty)"}, "Give a source that holds text.")
     what, advice = first.reason or f"holds {first.kind}", first.advice or _USES.get(first.kind, EXPORT)
@@ -206,8 +221,9 @@ def _plain(path: Path, root: Path) -> File:
 def _encoding_of(files: Collection[File]) -> str:
     """Return the encoding of token files by the manifests of their folders, which must agree; "" without one."""
     names = set()
-    for folder in {Path(file.path).parent for file in files}:
-        here = {Path(file.path).name for file in files if Path(file.path).parent == folder}
+    paths = [Path(file.path).resolve() for file in files]  # a link may point to a shard
+    for folder in {path.parent for path in paths}:
+        here = {path.name for path in paths if path.parent == folder}
         manifest = read_manifest(folder, WHERE) if is_prepared(folder) else None
         shards = {shard.file for part in (manifest.train, manifest.val) for shard in part.shards} if manifest else set()
         names |= {encoding_of(folder, manifest, WHERE) if manifest and name in shards else "" for name in here}

@@ -27,15 +27,16 @@ WHERE = "read_text"
 def read_text(source: Source) -> tuple[list[str], Source]:
     """Return the documents of a source of text in the order of its files, without empty ones, and what was taken.
 
-    Of several files, one that turns out not to be text is left out; a single one must be text.
+    Of several files, one that turns out not to be text is left out; a single one must be text. Records with half a
+    character, which JSON can hold, are left out.
 
     Cost     reads every file once; the text stays in memory
     Errors   ValueError if there is no text, or it is not UTF-8; OSError if a file cannot be read
     """
-    documents, taken, left_out = list[str](), list[File](), list(source.left_out)
+    documents, taken, left_out, lacking = list[str](), list[File](), list(source.left_out), list[str]()
     for file in source.files:
         try:
-            documents += _documents(file)
+            documents += _documents(file, lacking)
             taken.append(file)
         except UnicodeDecodeError as error:
             if len(source.files) == 1:
@@ -46,10 +47,20 @@ def read_text(source: Source) -> tuple[list[str], Source]:
     documents = [document for document in documents if document.strip()]
     rule, advice = "the text must not be empty", "Give a source that holds text."
     require(bool(documents), WHERE, rule, {"source": source.name}, advice)
-    return documents, replace(source, files=tuple(taken), left_out=tuple(left_out))
+    return documents, replace(source, files=tuple(taken), left_out=tuple(left_out), lacking=tuple(lacking))
 
 
-def _documents(file: File) -> list[str]:
+def is_unicode(text: str) -> bool:
+    """Return whether a text is made of whole characters: JSON may hold halves of some."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _documents(file: File, lacking: list[str]) -> list[str]:
+    """Return the texts of a file; records with half a character are listed in `lacking`."""
     if file.form == DOCUMENT:
         with opened(file, WHERE) as stream:
             return [stream.read().decode()]
@@ -62,7 +73,10 @@ def _documents(file: File) -> list[str]:
             text = text.decode()
         rule, got = f"the field {FIELD} of every record must be text", {"path": file.path, "record": number}
         require(isinstance(text, str), WHERE, rule, got | {"found": repr(text)[:40]}, "Correct it.")
-        texts.append(str(text))
+        if is_unicode(text):
+            texts.append(str(text))
+        else:
+            lacking.append(f"{file.name} line {number}")
     return texts
 
 
