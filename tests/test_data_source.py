@@ -245,8 +245,12 @@ def test_runs_and_prepared_tokens_below_a_folder_are_no_text(tmp_path):
     assert [file.name for file in source.files] == ["t.txt"]
     assert dict(source.left_out) == {"run": "is a run of daskgpt", "tokens": "is prepared tokens"}
     (tmp_path / "t.txt").unlink()
-    with pytest.raises(ValueError, match=r"\(run is a run of daskgpt\). Name it: .*/run\."):
+    with pytest.raises(ValueError, match=r"\(run is a run of daskgpt\). Give the text"):
         recognize(str(tmp_path))
+    (tmp_path / "run").rename(tmp_path / ".run")
+    with pytest.raises(ValueError, match=r"\(tokens is prepared tokens\). Name it: .*/tokens\."):
+        recognize(str(tmp_path))
+    (tmp_path / ".run").rename(tmp_path / "run")
     for command in (train.main, lambda flags: evaluate.main([str(tmp_path / "run"), *flags])):
         with pytest.raises(ValueError, match=r"a run of daskgpt.*Give the text"):
             command(["--data", str(tmp_path / "run")])

@@ -139,8 +139,10 @@ def _refusal(
     rule = f"the source must hold {_names(accepted)}"
     first = next((file for file in files if file.size), None) or next(iter(files), None)
     if left_out and not first:
-        name, what = left_out[0]
-        return refusal(ValueError, where, rule, f"source={source} ({name} {what})", f"Name it: {Path(source, name)}.")
+        name, reason = left_out[0]
+        what, advice = _folder_kind(folder := Path(source).expanduser() / name)
+        advice = f"Name it: {folder}." if what in accepted else advice
+        return refusal(ValueError, where, rule, f"source={source} ({name} {reason})", advice)
     if first is None or not any(file.size for file in files):
         return refusal(ValueError, where, rule, {"source": f"{source} (empty)"}, "Give a source that holds text.")
     what, advice = first.reason or f"holds {first.kind}", first.advice or _USES.get(first.kind, EXPORT)
