@@ -348,7 +348,8 @@ class RankEngine(Engine):
             yield
         except BaseException:
             self.given, self.copies, self.held = None, {}, []
-            self.scheduler.client.run(rank_program.abort, self.run_name, self.epoch, wait=False, on_error="ignore")
+            with suppress(OSError, RuntimeError, ValueError):  # the cluster is gone, which the first error says
+                self.scheduler.client.run(rank_program.abort, self.run_name, self.epoch, wait=False, on_error="ignore")
             raise
 
 
