@@ -284,6 +284,19 @@ def test_worker_changes_are_reported():
     assert (recovery.gone, recovery.known) == (["b"], {"a", "c"})
 
 
+def test_a_lost_cluster_is_reported_although_ranks_cannot_be_ended():
+    """The call that ends the other ranks fails as well, and must not take the place of the first error."""
+
+    def closed(*_, **__):
+        raise OSError("ConnectionPool closing.")
+
+    engine = RankEngine.__new__(RankEngine)
+    engine.run_name, engine.epoch = "run", "epoch"
+    engine.scheduler = SimpleNamespace(client=SimpleNamespace(run=closed))
+    with pytest.raises(failures.WorkerLost, match="a worker must live"), engine._aborting():
+        raise failures.WorkerLost("here", "a worker must live", "nothing")
+
+
 def test_a_paused_worker_is_named_once_with_its_memory(monkeypatch):
     worker = {"name": 1, "status": "paused", "last_seen": 0.0, "memory_limit": 900e6}
     worker["metrics"] = {METRIC: {}, "memory": 830e6}

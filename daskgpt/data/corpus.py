@@ -126,7 +126,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Partition:
-    """What one task reads.
+    """Text that one task reads.
 
     number   in the order of the text
     """

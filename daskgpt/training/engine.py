@@ -207,7 +207,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def described_tasks(self) -> str:
-        """What a task is, for people; empty while it is undecided."""
+        """Description of a task, for people; empty while it is undecided."""
 
     def close(self) -> None:  # noqa: B027
         """Release what the engine holds outside of this process."""

@@ -45,7 +45,16 @@ from daskgpt.training.checkpoint import (
     open_with_state,
     read_checkpoint,
 )
-from daskgpt.training.job import HORIZONS, Horizon, Job, from_root, one_horizon, require_memory, require_room
+from daskgpt.training.job import (
+    HORIZONS,
+    Horizon,
+    Job,
+    from_root,
+    one_horizon,
+    require_ids,
+    require_memory,
+    require_room,
+)
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.run_folder import CONFIG, RunFolder
 
@@ -108,7 +117,7 @@ def require_one_model(where: str, configuration: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """What a run starts with.
+    """Beginning of a run: its first parameters, or those of a checkpoint, and what earlier processes have done.
 
     folder      where it is written; None for nowhere
     horizon     its length
@@ -220,9 +229,7 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     encoding = encoding_for(source, None if wanted == "auto" else wanted, default)
     if most:
         ids = size_to_learn(encoding) if is_to_be_learned(encoding) else vocabulary_size(encoding)
-        rule, got = "the model must know every token id of the encoding", {"encoding": encoding, "ids": ids}
-        advice = "Start from another model." if start else "Leave --vocabulary to the encoding."
-        require(ids <= most, "train", rule, got | {"vocabulary": most}, advice)
+        require_ids(encoding, ids, most, from_model=bool(start))
     dataset = load_dataset(
         source,
         encoding,
