@@ -118,9 +118,19 @@ class TaskCall:
     micro: int | None = None
     bucket: Hashable = None
 
+    @property
+    def traceable(self) -> bool:
+        """Whether it may be lowered (`graph.lowering`): its kernel is one of the package."""
+        return is_ours(self.kernel)
+
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
         """Return the stand-in for the result of this call, from the stand-ins for its arguments."""
         raise NotImplementedError
+
+
+def is_ours(kernel: Any) -> bool:
+    """Return whether a kernel belongs to the package."""
+    return getattr(kernel, "__module__", "").startswith("daskgpt.")
 
 
 @dataclass(eq=False)
@@ -287,6 +297,10 @@ class RowSum(TaskCall):
     by_rows = True
     whole = False
 
+    @property
+    def traceable(self) -> bool:
+        return self.call.traceable
+
     def __init__(
         self, call: ChunkSum, bands: Sequence[Band], pieces: range, *, started: bool = False, over: bool = True
     ) -> None:
@@ -316,8 +330,9 @@ class RowSum(TaskCall):
     def run(self, pieces: Sequence[Any], start: Totals = ()) -> Totals:
         base = self.bands[0][0]
         chains = self.call.in_order(pieces, self.pieces.start)
+        any_of = chains[0].calls[0][0]
         totals = [total if self.over else total.copy() for total in several(start)]
-        totals += [np.empty(self.shape, self.call.dtype) for _ in range(len(totals), self.left)]
+        totals += [np.empty(self.shape, self.call.dtype, like=any_of) for _ in range(len(totals), self.left)]
         # The total of a group that was begun before is among the given ones, above those of earlier groups.
         started = self.given > self.call.order.level(chains[0].group)
         for first, last in self.bands:
@@ -368,6 +383,10 @@ class Exchange(TaskCall):
     size: int = 0
     peer: int = -1
     channel: Hashable = None
+
+    @property
+    def traceable(self) -> bool:
+        return self.returns == PICK
 
     def __call__(self, *results: Any) -> Any:
         return self.function(*results)

@@ -17,6 +17,7 @@ import numpy as np
 from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
 from daskgpt.graph.fuse import Surroundings, fuse
+from daskgpt.graph.lowering import Lowered
 from daskgpt.graph.nodes import Graph, Key, is_leaf, keys_of, pieces, renamed, waiting_for
 from daskgpt.graph.program import Place, Recorder, calls_of, in_run
 from daskgpt.graph.update_in_place import Rewritten
@@ -134,6 +135,7 @@ def compile_graph(
     for node in graph.values():
         if calls_of(node):
             node.func.recorder = kernels.recorder
+            node.func.lowered = Lowered() if kernels.in_place else None
     layout = kernels.layout or _layout({name: fused[key] for name, key in kernels.results.items()})
     updates = list(dict.fromkeys(fused[key].key for key in kernels.written))
     if kernels.results:  # in the order of the packs

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from threading import Lock, get_ident
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from daskgpt.graph.lowering import Lowered, NativeRun, filled, form_of, lower
 from daskgpt.graph.nodes import Graph, GraphNode, Key, key_trees, mapped, task
 from daskgpt.kernels.floating_point import flush_to_zero
 
@@ -123,10 +124,12 @@ class Program:
 
     run       its place among several runs in one graph, recorded in spans
     recorder  of its calls
+    lowered   shared with copies for other runs; None if all calls stay in Python
     """
 
     run = 0
     recorder = RECORDER
+    lowered: Lowered | None = None
 
     def __init__(
         self,
@@ -145,10 +148,6 @@ class Program:
         self.size = 1 + max([*(call.slot for call in calls), *(slot for _, _, slot in arrivals)], default=-1)
 
     def __call__(self, *results: Any) -> Any:
-        with flush_to_zero():
-            return self._run(results)
-
-    def _run(self, results: Sequence[Any]) -> Any:
         slots: list[Any] = [None] * self.size
         for argument, number, slot in self.arrivals:
             result = results[argument]
@@ -157,25 +156,49 @@ class Program:
             else:
                 slots[slot] = result.take(number) if isinstance(result, Values) else result[number]
         spans, meter, thread = self.recorder.spans, METER.measure, get_ident()
-        timed, seconds = spans is not None or meter is not None, dict[str, float]()
-        run = self.recorder.first_run + self.run
-        for call in self.calls:
-            start = perf_counter() if timed else 0.0
-            slots[call.slot] = call.function(*_filled(call.arguments, slots))
-            if timed:
-                end = perf_counter()
-                if meter is not None:
-                    seconds[call.kind] = seconds.get(call.kind, 0.0) + end - start
-                if spans is not None:
-                    spans.append(Span(call.key, thread, start, end, bytes_of(slots[call.slot]), run))
-            for slot in call.ended:
-                slots[slot] = None
+        run, seconds = self.recorder.first_run + self.run, dict[str, float]()
+        timed = spans is not None or meter is not None
+        for call, start, end, size in (
+            self._lowered(slots, timed) if self.lowered and self.lowered.items else self._called(slots)
+        ):
+            if meter is not None:
+                seconds[call.kind] = seconds.get(call.kind, 0.0) + end - start
+            if spans is not None:
+                spans.append(Span(call.key, thread, start, end, size, run))
         if meter is not None:
             meter(seconds)
         if len(self.outputs) == 1 and not self.packed:
             return slots[self.outputs[0]]
         values = tuple(slots[slot] for slot in self.outputs)
         return values if self.readers is None else Values(values, self.readers)
+
+    def _called(self, slots: list[Any]) -> Iterator[tuple[Call, float, float, int]]:
+        """Make all calls from Python, then lower them; yield each with its start, its end and bytes of its result."""
+        forms = {slot: form_of(slots[slot]) for _, _, slot in self.arrivals}
+        with flush_to_zero():
+            for call in self.calls:
+                yield self._made(call, slots)
+                forms[call.slot] = form_of(slots[call.slot])
+                _drop(slots, call.ended)
+        if self.lowered is not None:
+            vars(self.lowered).update(vars(lower(self.calls, [slot for *_, slot in self.arrivals], forms, self.outputs)))
+
+    def _lowered(self, slots: list[Any], timed: bool) -> Iterator[tuple[Call, float, float, int]]:
+        assert self.lowered is not None
+        arrays: list[Any] = [None] * self.lowered.arrays
+        for item in self.lowered.items:
+            if isinstance(item, NativeRun):
+                yield from item.run(slots, arrays, timed)
+                continue
+            with flush_to_zero():
+                yield self._made(item, slots)
+            _drop(slots, item.ended)
+
+    def _made(self, call: Call, slots: list[Any]) -> tuple[Call, float, float, int]:
+        """Make a call from Python; return it with its start, its end and the bytes of its result."""
+        start = perf_counter()
+        slots[call.slot] = call.function(*filled(call.arguments, slots))
+        return call, start, perf_counter(), bytes_of(slots[call.slot])
 
 
 def program_of(
@@ -232,5 +255,6 @@ def calls_of(node: GraphNode) -> tuple[Call, ...]:
     return getattr(getattr(node, "func", None), "calls", ())
 
 
-def _filled(arguments: Any, slots: Sequence[Any]) -> Any:
-    return [slots[item] if isinstance(item, int) else _filled(item, slots) for item in arguments]
+def _drop(slots: list[Any], ended: Sequence[int]) -> None:
+    for slot in ended:
+        slots[slot] = None

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, RowSum, TaskCall, call_of
+from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, RowSum, TaskCall, call_of, is_ours
 from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
 
 # Most numbers of a tensor that one task updates on one or two threads: some 20 ms of sums and memory traffic. More
@@ -132,6 +132,10 @@ class RowUpdate(TaskCall):
         self.fused = rule.fused.get(sums[0].kernel) if len(sums) == 1 else None
 
     @property
+    def traceable(self) -> bool:
+        return not self.tree and is_ours(self.rule.kernel) and all(call.traceable for call in self.sums)
+
+    @property
     def rows(self) -> slice:
         """The rows of the tensor."""
         return slice(self.bands[0][0], self.bands[-1][1])
@@ -165,7 +169,7 @@ class RowUpdate(TaskCall):
             if self.tree:
                 gradient = self.tree(*given, rows=rows)
             else:
-                gradient = given[0][rows] if given else np.empty((last - first, *self.columns), self.dtype)
+                gradient = given[0][rows] if given else np.empty((last - first, *self.columns), self.dtype, like=hyper)
             for band in bands if self.sums else ():
                 own = gradient[band[0] - first : band[1] - first]
                 for number, (call, chain) in enumerate(zip(self.sums, chains)):

@@ -23,6 +23,6 @@ def forward(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     Errors   ValueError when the shapes differ
     """
     check_shape("add.forward", "y", y, x.shape)
-    z = np.empty(x.shape, x.dtype)
+    z = np.empty(x.shape, x.dtype, like=x)
     _forward(flat(x), flat(y), flat(z))
     return z

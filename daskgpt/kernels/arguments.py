@@ -8,16 +8,22 @@ import numpy as np
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.compilation import kernel
+from daskgpt.kernels.tracing import Operand
+
+
+def contiguous(x: np.ndarray) -> np.ndarray:
+    """Return x as a contiguous array, itself if it is one."""
+    return np.ascontiguousarray(x, like=x)
 
 
 def rows(x: np.ndarray) -> np.ndarray:
     """Return x as contiguous rows: all axes but the last are joined."""
-    return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+    return contiguous(x).reshape(-1, x.shape[-1])
 
 
 def flat(x: np.ndarray) -> np.ndarray:
     """Return x as one contiguous row, a view if it is contiguous."""
-    return np.ascontiguousarray(x).reshape(-1)
+    return contiguous(x).reshape(-1)
 
 
 def check_shape(where: str, name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
@@ -56,6 +62,8 @@ def _first_outside(indices, count):
 def checked_indices(where: str, name: str, indices: np.ndarray, count: int) -> np.ndarray:
     """Return flat indices; raise ValueError if one is outside range(count), since a compiled kernel would use it."""
     row = flat(indices)
+    if isinstance(row, Operand):  # a step checks its tokens before
+        return row
     position = _first_outside(row, count)
     if position >= 0:
         rule = f"{name} must be from 0 to {count - 1}"

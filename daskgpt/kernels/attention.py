@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.arguments import check_shape
+from daskgpt.kernels.arguments import check_shape, contiguous
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.dropout import factors_of_row, threshold_of
 from daskgpt.kernels.float32.blas import gemm, gemm_address
@@ -177,7 +177,7 @@ def check_forward(
     if streams is None:
         return channels, _NO_DROPOUT
     check_shape(where, "streams", streams, qkv.shape[:1])
-    return channels, (np.ascontiguousarray(streams), (place, threshold_of(rate)), 1 / (1 - rate))
+    return channels, (contiguous(streams), (place, threshold_of(rate)), 1 / (1 - rate))
 
 
 def check_backward(
@@ -195,8 +195,8 @@ def _band(tokens: int) -> int:
     return max(1, min(32 if tokens <= 256 else 64, tokens))
 
 
-def _scratch(tokens: int, dtype: np.dtype, *rows: int) -> list[np.ndarray]:
-    return [np.empty((count, tokens + _GAP), dtype) for count in rows]
+def _scratch(tokens: int, like: np.ndarray, *rows: int) -> list[np.ndarray]:
+    return [np.empty((count, tokens + _GAP), like.dtype, like=like) for count in rows]
 
 
 def forward(
@@ -218,11 +218,12 @@ def forward(
     """
     channels, dropout = check_forward("attention.forward", qkv, streams, heads, place, rate)
     sequences, tokens = qkv.shape[:2]
-    y, logsumexp = np.empty((sequences, tokens, channels), qkv.dtype), np.empty((sequences, heads, tokens), qkv.dtype)
+    y = np.empty((sequences, tokens, channels), qkv.dtype, like=qkv)
+    logsumexp = np.empty((sequences, heads, tokens), qkv.dtype, like=qkv)
     band = _band(tokens)
-    scratch = _scratch(tokens, qkv.dtype, band, channels // heads)
-    inverses, factors = np.empty(band, qkv.dtype), np.empty(tokens + 3, qkv.dtype)
-    blas, qkv = gemm_address(qkv.dtype), np.ascontiguousarray(qkv)
+    scratch = _scratch(tokens, qkv, band, channels // heads)
+    inverses, factors = (np.empty(count, qkv.dtype, like=qkv) for count in (band, tokens + 3))
+    blas, qkv = gemm_address(qkv.dtype), contiguous(qkv)
     _forward(blas, qkv, heads, y, logsumexp, *scratch, inverses, *dropout, factors)
     return y, logsumexp
 
@@ -255,10 +256,10 @@ def backward(
     where = "attention.backward"
     channels, dropout = check_forward(where, qkv, streams, heads, place, rate)
     check_backward(where, dy, qkv, y, logsumexp, heads)
-    dqkv, tokens = np.empty(qkv.shape, qkv.dtype), qkv.shape[1]
-    dy, qkv, logsumexp = (np.ascontiguousarray(array) for array in (dy, qkv, logsumexp))
+    dqkv, tokens = np.empty(qkv.shape, qkv.dtype, like=qkv), qkv.shape[1]
+    dy, qkv, logsumexp = (contiguous(array) for array in (dy, qkv, logsumexp))
     band, size = _band(tokens), channels // heads
-    scratch, factors = _scratch(tokens, qkv.dtype, band, band, size, size), np.empty(tokens + 3, qkv.dtype)
+    scratch, factors = _scratch(tokens, qkv, band, band, size, size), np.empty(tokens + 3, qkv.dtype, like=qkv)
     _backward(gemm_address(qkv.dtype), dy, qkv, logsumexp, heads, dqkv, *scratch, *dropout, factors)
     return dqkv
 

@@ -32,12 +32,13 @@ from daskgpt.config.errors import refusal
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.cache import PLACE, is_sealed, problem_of, seal
 from daskgpt.kernels.numba_internals import optimized_once, without_literals
+from daskgpt.kernels.tracing import Operand
 
 # No fastmath: an operation is rounded as it is written, whatever compiler, processor or place in a loop. What is to be
 # one rounding says so (`simd.math.fma`), and sums over a row have their own order (`simd.reductions`).
 _OPTIONS: dict[str, bool | str] = {"nogil": True, "error_model": "numpy"}
 _FLOATS = {"f": numba.float32, "d": numba.float64}
-_ELEMENTS = {"i": numba.int32, "h": numba.uint16, "l": numba.int64, "s": numba.float32}
+_ELEMENTS = {"i": numba.int32, "h": numba.uint16, "l": numba.int64, "s": numba.float32, "d": numba.float64}
 _ANY = "any"
 
 # Settings of Numba, from its environment variables, that change code but not the keys of its cache.
@@ -97,8 +98,8 @@ def stay_apart(typing_context):
 def numba_type(word: str, real: numba.types.Type | None = None) -> numba.types.Type:
     """Return the Numba type of a word of a signature, such as r2 or w1; `kernel` explains the letters."""
     letter, count = word[0], word[1:]
-    if letter in "nf" or word == "s":
-        number = {"n": numba.int64, "f": real, "s": numba.float32}[letter]
+    if letter in "nf" or word in ("s", "d"):
+        number = {"n": numba.int64, "f": real, "s": numba.float32, "d": numba.float64}[letter]
         return numba.types.UniTuple(number, int(count)) if count else number
     return numba.types.Array(_ELEMENTS.get(letter.lower(), real), int(count), "C", readonly=letter not in "wHLS")
 
@@ -152,13 +153,17 @@ class Kernel:
         self.words = signature.split()
         self.name = f"{function.__module__}.{function.__qualname__}"
         arrays = [position for position, word in enumerate(self.words) if word[0] in "rw"]
-        self._witness = arrays[0] if arrays else 0
+        others = [position for position, word in enumerate(self.words) if word[0] in "ihHlLSd"]
+        self._witness = [*arrays, *others, 0][0]
         self._any = not any(word[0] in "rwf" for word in self.words)
         self._compiled: dict[str, Any] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}  # that compile it now
 
     def __call__(self, *arguments: Any) -> Any:
-        kind = _ANY if self._any else arguments[self._witness].dtype.char
+        witness = arguments[self._witness]
+        kind = _ANY if self._any else witness.dtype.char
+        if isinstance(witness, Operand):
+            return witness.trace.call(self.words, lambda: self.native_address(kind), kind, arguments)
         compiled = self._compiled.get(kind) or self.compile(kind)
         try:
             return compiled(*arguments)
@@ -198,6 +203,14 @@ class Kernel:
         compiled = self.compile(kind)
         result = compiled.overloads[compiled.signatures[0]]
         return int(result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name))
+
+    def native_address(self, kind: str) -> int:
+        """Return the address of one version as Numba's code calls it: with words that say where it leaves its result
+        and its error, and with each array as several words; it returns 0 if there was no error.
+        """
+        compiled = self.compile(kind)
+        result = compiled.overloads[compiled.signatures[0]]
+        return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
 
     def is_cached(self, kind: str) -> bool:
         """Return whether the cache on disk has this version; nothing is compiled."""
@@ -263,9 +276,9 @@ def kernel(signature: str, *, cost: int = 1, use: str = "") -> Callable[[Callabl
     """Decorator of a private Numba function: `kernel("r2 r1 w2 n f")` says what its arguments are.
 
     r = float array that is read, w = float array that is written, i = int32 array that is read, h = uint16 array that
-    is read, H = uint16 array that is written, l and L = int64, s and S = float32 whatever the others are, each with its
-    number of dimensions and contiguous; n = whole number, f = number of the arrays' dtype, s = float32 number, n3 and
-    f3 = tuples of three of them. Arrays that are read may be read-only. `cost` and `use` are those of `Kernel`.
+    is read, H = uint16 array that is written, l and L = int64, s and S = float32 whatever the others are, d = float64
+    array that is read, each with its number of dimensions and contiguous; n = whole number, f = number of the arrays'
+    dtype, s = float32 number, d = float64 number, n3 and f3 = tuples of three of them. Arrays that are read may be read-only. `cost` and `use` are those of `Kernel`.
     """
 
     def register(function: Callable[..., Any]) -> Kernel:

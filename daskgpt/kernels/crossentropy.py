@@ -6,7 +6,7 @@ The forward kernel overwrites the logits with their gradient and returns it; the
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.arguments import check_output, check_rows, check_shape, checked_indices, flat, rows
+from daskgpt.kernels.arguments import check_output, check_rows, check_shape, checked_indices, contiguous, flat, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
 from daskgpt.kernels.simd.math import exp, fma, log, maximum
@@ -43,12 +43,27 @@ def _softmax_losses(targets, vocabulary, losses, y):
         y[i, vocabulary:] = 0
 
 
-@kernel("r1 r1 n w1")
+@kernel("r1 d1 n w1")
 def _mean(losses, shares, accumulate, total):
-    result = total[0] if accumulate else losses.dtype.type(0)
+    real = losses.dtype.type
+    result = total[0] if accumulate else real(0)
     for i in range(losses.size):
-        result = fma(losses[i], shares[i], result)
+        result = fma(losses[i], real(shares[i]), result)
     total[0] = result
+
+
+@kernel("r1 d1 w1")
+def _mean_backward(dy, shares, dlosses):
+    real = dy.dtype.type
+    for i in range(shares.size):
+        dlosses[i] = dy[0] * real(shares[i])
+
+
+@kernel("r2 r1 w2")
+def _scale_rows(x, factors, y):
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            y[i, j] = x[i, j] * factors[i]
 
 
 def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
@@ -66,8 +81,8 @@ def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int
     where = "crossentropy.forward"
     check_shape(where, "wte", wte, (len(wte), x.shape[-1]))
     _check_vocabulary(where, vocabulary, len(wte))
-    dlogits = np.empty((*x.shape[:-1], len(wte)), x.dtype)
-    multiply(gemm_address(x.dtype), 1, rows(x), np.ascontiguousarray(wte)[:vocabulary], 0, rows(dlogits))
+    dlogits = np.empty((*x.shape[:-1], len(wte)), x.dtype, like=x)
+    multiply(gemm_address(x.dtype), 1, rows(x), contiguous(wte)[:vocabulary], 0, rows(dlogits))
     return softmax_losses(dlogits, targets, vocabulary), dlogits
 
 
@@ -84,7 +99,7 @@ def softmax_losses(logits: np.ndarray, targets: np.ndarray, vocabulary: int) -> 
     where = "crossentropy.forward"
     check_shape(where, "targets", targets, logits.shape[:-1])
     _check_vocabulary(where, vocabulary, logits.shape[-1])
-    losses = np.empty(logits.shape[:-1], logits.dtype)
+    losses = np.empty(logits.shape[:-1], logits.dtype, like=logits)
     indices = checked_indices(where, "targets", targets, vocabulary)
     _softmax_losses(indices, vocabulary, flat(losses), rows(logits))
     return losses
@@ -97,7 +112,9 @@ def scale_rows(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
     Dtype    float32 or float64, one for both
     """
     check_shape("crossentropy.scale_rows", "factors", factors, x.shape[:-1])
-    return np.multiply(x, factors[..., None], order="C")
+    y = np.empty(x.shape, x.dtype, like=x)
+    _scale_rows(rows(x), flat(factors), rows(y))
+    return y
 
 
 def _check_vocabulary(where: str, vocabulary: int, padded: int) -> None:
@@ -118,9 +135,9 @@ def backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: np.ndarray) -> np.ndarr
     """
     check_shape("crossentropy.backward_x", "dy", dy, dlogits.shape[:-1])
     check_shape("crossentropy.backward_x", "wte", wte, (dlogits.shape[-1], wte.shape[-1]))
-    dx = np.empty((*dy.shape, wte.shape[1]), dlogits.dtype)
-    multiply(gemm_address(dx.dtype), 0, rows(dlogits), np.ascontiguousarray(wte), 0, rows(dx))
-    dx *= dy[..., None]
+    dx = np.empty((*dy.shape, wte.shape[1]), dlogits.dtype, like=dlogits)
+    multiply(gemm_address(dx.dtype), 0, rows(dlogits), contiguous(wte), 0, rows(dx))
+    _scale_rows(rows(dx), flat(dy), rows(dx))
     return dx
 
 
@@ -157,7 +174,7 @@ def mean_forward(losses: np.ndarray, shares: np.ndarray, *, total: np.ndarray, a
     where = "crossentropy.mean_forward"
     check_shape(where, "shares", shares, losses.shape)
     check_output(where, "total", total, (), losses.dtype)
-    _mean(flat(losses), flat(shares.astype(losses.dtype)), accumulate, total.reshape(1))
+    _mean(flat(losses), flat(shares.astype(np.float64, copy=False)), accumulate, total.reshape(1))
     return total
 
 
@@ -169,4 +186,7 @@ def mean_backward(dy: np.ndarray, losses: np.ndarray, shares: np.ndarray) -> np.
     Shapes   dy (), losses and shares (b, t) -> dlosses (b, t)
     Dtype    float32 or float64, that of losses; shares are rounded to it
     """
-    return np.multiply(dy, shares, dtype=losses.dtype, casting="same_kind", order="C")
+    check_shape("crossentropy.mean_backward", "shares", shares, losses.shape)
+    dlosses = np.empty(losses.shape, losses.dtype, like=losses)
+    _mean_backward(flat(dy), flat(shares.astype(np.float64, copy=False)), flat(dlosses))
+    return dlosses

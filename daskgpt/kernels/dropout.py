@@ -121,6 +121,6 @@ def dropped(x: np.ndarray, streams: np.ndarray, positions: np.ndarray, place: in
     """
     check_shape("dropout.dropped", "streams", streams, x.shape[:1])
     check_shape("dropout.dropped", "positions", positions, x.shape[1:2])
-    y, factors = np.empty(x.shape, x.dtype), np.empty(x.shape[-1] + 3, x.dtype)
+    y, factors = (np.empty(shape, x.dtype, like=x) for shape in (x.shape, x.shape[-1] + 3))
     _dropped(rows(x), flat(streams), flat(positions), rows(y), factors, place, threshold_of(rate), 1 / (1 - rate))
     return y

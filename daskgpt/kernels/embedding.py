@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_output, check_shape, checked_indices, flat, rows
+from daskgpt.kernels.arguments import check_output, check_shape, checked_indices, contiguous, flat, rows
 from daskgpt.kernels.compilation import kernel
 
 
@@ -45,10 +45,10 @@ def forward(tokens: np.ndarray, wte: np.ndarray, positions: np.ndarray, wpe: np.
     """
     check_shape("embedding.forward", "positions", positions, tokens.shape[1:])
     check_shape("embedding.forward", "wpe", wpe, (len(wpe), wte.shape[1]))
-    wte, wpe = np.ascontiguousarray(wte), np.ascontiguousarray(wpe)
+    wte, wpe = contiguous(wte), contiguous(wpe)
     flat_tokens = checked_indices("embedding.forward", "tokens", tokens, len(wte))
     flat_positions = checked_indices("embedding.forward", "positions", positions, len(wpe))
-    y = np.empty((*tokens.shape, wte.shape[1]), wte.dtype)
+    y = np.empty((*tokens.shape, wte.shape[1]), wte.dtype, like=wte)
     _forward(flat_tokens, wte, flat_positions, wpe, rows(y))
     return y
 
@@ -60,8 +60,8 @@ def of_tokens(tokens: np.ndarray, wte: np.ndarray) -> np.ndarray:
     Dtype    int32 tokens; a float32 or float64 table
     Errors   ValueError for a token outside of the table
     """
-    wte = np.ascontiguousarray(wte)
-    y = np.empty((*tokens.shape, wte.shape[1]), wte.dtype)
+    wte = contiguous(wte)
+    y = np.empty((*tokens.shape, wte.shape[1]), wte.dtype, like=wte)
     _of_tokens(checked_indices("embedding.of_tokens", "tokens", tokens, len(wte)), wte, rows(y))
     return y
 

@@ -14,14 +14,13 @@ from numba.core import cgutils
 from daskgpt.kernels.compilation import kernel
 from daskgpt.kernels.simd.lanes import I8, I32, I64, VOID, X86, at, call, instruction, whole
 
-_FLUSH_TO_ZERO = 1 << 15
-_SUBNORMALS_ARE_ZERO = 1 << 6
+FLUSH = 1 << 15 | 1 << 6  # results, and arguments, that are subnormal numbers
 _SMALLEST_NORMAL = np.full(1, 2.0**-126, np.float32)
 _HALF = np.float32(0.5)
 
 
 @instruction("", "n")
-def _read_state(builder):
+def read_state(builder):
     if not X86:
         return whole(0)
     place = cgutils.alloca_once(builder, I32)
@@ -30,7 +29,7 @@ def _read_state(builder):
 
 
 @instruction("n")
-def _write_state(builder, state):
+def write_state(builder, state):
     if X86:
         place = cgutils.alloca_once(builder, I32)
         builder.store(builder.trunc(state, I32), place)
@@ -40,14 +39,14 @@ def _write_state(builder, state):
 @kernel("n n")
 def _set_state(state, adding):
     """Write the state, or set its bits in addition to those already set; return the previous state."""
-    previous = _read_state()
-    _write_state(state | previous if adding else state)
+    previous = read_state()
+    write_state(state | previous if adding else state)
     return previous
 
 
 def set_flush_to_zero() -> int:
     """Make the calling thread treat subnormal numbers as zero; return the previous state for `restore`."""
-    return _set_state(_FLUSH_TO_ZERO | _SUBNORMALS_ARE_ZERO, 1)
+    return _set_state(FLUSH, 1)
 
 
 def restore(previous: int) -> None:

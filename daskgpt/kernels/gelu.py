@@ -48,7 +48,7 @@ def forward(x: np.ndarray) -> np.ndarray:
     Cost     1 exp and 1 division an element
     Source   Hendrycks and Gimpel 2016, arXiv:1606.08415
     """
-    y = np.empty(x.shape, x.dtype)
+    y = np.empty(x.shape, x.dtype, like=x)
     _forward(flat(x), flat(y))
     return y
 
@@ -64,6 +64,6 @@ def backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     Errors   ValueError when the shapes differ
     """
     check_shape("gelu.backward", "dy", dy, x.shape)
-    dx = np.empty(x.shape, x.dtype)
+    dx = np.empty(x.shape, x.dtype, like=x)
     _backward(flat(dy), flat(x), flat(dx))
     return dx

@@ -73,7 +73,7 @@ def forward(x: np.ndarray, positions: np.ndarray, *, heads: int, key_heads: int,
     check_shape("heads.forward", "positions", positions, x.shape[1:-1])
     size = x.shape[-1] // (heads + 2 * key_heads)
     check_shape("heads.forward", "x", x, (*x.shape[:-1], (heads + 2 * key_heads) * size))
-    y = np.empty((*x.shape[:-1], 3 * heads * size), x.dtype)
+    y = np.empty((*x.shape[:-1], 3 * heads * size), x.dtype, like=x)
     _forward(rows(x), flat(positions), heads, key_heads, turned_by, rows(y))
     return y
 
@@ -88,6 +88,6 @@ def backward(dy: np.ndarray, positions: np.ndarray, *, heads: int, key_heads: in
     check_shape("heads.backward", "positions", positions, dy.shape[1:-1])
     size = dy.shape[-1] // (3 * heads)
     check_shape("heads.backward", "dy", dy, (*dy.shape[:-1], 3 * heads * size))
-    dx = np.empty((*dy.shape[:-1], (heads + 2 * key_heads) * size), dy.dtype)
+    dx = np.empty((*dy.shape[:-1], (heads + 2 * key_heads) * size), dy.dtype, like=dy)
     _backward(rows(dy), flat(positions), heads, key_heads, turned_by, rows(dx))
     return dx

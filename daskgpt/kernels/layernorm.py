@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_output, check_shape, rows
+from daskgpt.kernels.arguments import check_output, check_shape, contiguous, rows
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.simd.math import fma
 from daskgpt.kernels.simd.reductions import dot, sum_of
@@ -74,8 +74,8 @@ def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """
     check_shape("layernorm.forward", "weight", weight, x.shape[-1:])
     check_shape("layernorm.forward", "bias", bias, x.shape[-1:])
-    y = np.empty(x.shape, x.dtype)
-    _forward(rows(x), np.ascontiguousarray(weight), np.ascontiguousarray(bias), rows(y))
+    y = np.empty(x.shape, x.dtype, like=x)
+    _forward(rows(x), contiguous(weight), contiguous(bias), rows(y))
     return y
 
 
@@ -92,8 +92,8 @@ def backward_x(dy: np.ndarray, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """
     check_shape("layernorm.backward_x", "dy", dy, x.shape)
     check_shape("layernorm.backward_x", "weight", weight, x.shape[-1:])
-    dx = np.empty(x.shape, x.dtype)
-    _backward_x(rows(dy), rows(x), np.ascontiguousarray(weight), rows(dx))
+    dx = np.empty(x.shape, x.dtype, like=x)
+    _backward_x(rows(dy), rows(x), contiguous(weight), rows(dx))
     return dx
 
 

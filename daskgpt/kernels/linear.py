@@ -2,9 +2,16 @@
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_output, check_rows, check_shape, rows
+from daskgpt.kernels.arguments import check_output, check_rows, check_shape, contiguous, rows
 from daskgpt.kernels.compilation import kernel
 from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
+
+
+@kernel("r1 w2")
+def _fill(bias, y):
+    for i in range(y.shape[0]):
+        for j in range(y.shape[1]):
+            y[i, j] = bias[j]
 
 
 @kernel("r2 w1 n")
@@ -28,11 +35,11 @@ def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -
     """
     outputs = len(weight)
     check_shape("linear.forward", "weight", weight, (outputs, x.shape[-1]))
-    y = np.empty((*x.shape[:-1], outputs), x.dtype)
+    y = np.empty((*x.shape[:-1], outputs), x.dtype, like=x)
     if bias is not None:  # written first, and the product added to it: no second pass over y
         check_shape("linear.forward", "bias", bias, (outputs,))
-        y[...] = bias
-    multiply(gemm_address(x.dtype), 1, rows(x), np.ascontiguousarray(weight), int(bias is not None), rows(y))
+        _fill(contiguous(bias), rows(y))
+    multiply(gemm_address(x.dtype), 1, rows(x), contiguous(weight), int(bias is not None), rows(y))
     return y
 
 
@@ -48,8 +55,8 @@ def backward_x(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """
     outputs, channels = dy.shape[-1], weight.shape[1]
     check_shape("linear.backward_x", "weight", weight, (outputs, channels))
-    dx = np.empty((*dy.shape[:-1], channels), dy.dtype)
-    multiply(gemm_address(dy.dtype), 0, rows(dy), np.ascontiguousarray(weight), 0, rows(dx))
+    dx = np.empty((*dy.shape[:-1], channels), dy.dtype, like=dy)
+    multiply(gemm_address(dy.dtype), 0, rows(dy), contiguous(weight), 0, rows(dx))
     return dx
 
 

@@ -60,9 +60,13 @@ def step_of(scalars):
     return Step(rate, m_scale, v_scale, beta1, keep1, beta2, keep2, scalars[7], scalars[8])
 
 
-@kernel("w1 r1 w1 w1 f9")
-def _adamw(weight, gradient, m, v, scalars):
-    step = step_of(scalars)
+@kernel("w1 r1 w1 w1 d1 d d d d")
+def _adamw(weight, gradient, m, v, hyper, beta1, beta2, eps, decay):
+    real = weight.dtype.type
+    step = Step(
+        real(hyper[0]), real(1.0 / hyper[1]), real(1.0 / hyper[2]), real(beta1), real(1.0 - beta1), real(beta2),
+        real(1.0 - beta2), real(eps), real(decay),
+    )  # fmt: skip
     for i in range(weight.size):
         new_m = next_moment(m[i], gradient[i], step.beta1, step.keep1)
         new_v = next_moment(v[i], gradient[i] * gradient[i], step.beta2, step.keep2)
@@ -79,7 +83,16 @@ def step_scalars(hyper: np.ndarray, beta1: float, beta2: float, eps: float, weig
 
 
 def adamw_inplace(
-    weight: np.ndarray, gradient: np.ndarray, m: np.ndarray, v: np.ndarray, hyper: np.ndarray, **options: float
+    weight: np.ndarray,
+    gradient: np.ndarray,
+    m: np.ndarray,
+    v: np.ndarray,
+    hyper: np.ndarray,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Make one AdamW step with decoupled decay; weight, m and v are updated in place and returned.
 
@@ -88,8 +101,6 @@ def adamw_inplace(
     weight' = weight - rate (m̂ / (sqrt(v̂) + eps) + weight_decay weight)
     hyper = [rate, 1 - beta1^step, 1 - beta2^step]
 
-    options  beta1, beta2, eps, weight_decay
-
     Shapes   weight, gradient, m, v of one shape, hyper (3,) float64 -> weight, m, v
     Dtype    float32 or float64, one for all but hyper
     Cost     7 arrays through memory
@@ -97,15 +108,17 @@ def adamw_inplace(
     Errors   ValueError when the shapes differ, or weight, m or v cannot be written
     """
     _check_state("adamw", weight, gradient, m=m, v=v)
-    _adamw(flat(weight), flat(gradient), flat(m), flat(v), step_scalars(hyper, **options))
+    check_shape("adamw", "hyper", hyper, (3,))
+    _adamw(flat(weight), flat(gradient), flat(m), flat(v), hyper, beta1, beta2, eps, weight_decay)
     return weight, m, v
 
 
 adamw = into_new_arrays(adamw_inplace)
 
 
-@kernel("w1 r1 w1 f f f", use="momentum")
-def _momentum(weight, gradient, m, rate, beta, decay):
+@kernel("w1 r1 w1 d1 f f", use="momentum")
+def _momentum(weight, gradient, m, hyper, beta, decay):
+    rate = weight.dtype.type(hyper[0])
     for i in range(weight.size):
         m[i] = beta * m[i] + gradient[i]
         weight[i] = weight[i] - rate * (m[i] + decay * weight[i])
@@ -126,8 +139,7 @@ def momentum_inplace(
     """
     _check_state("momentum", weight, gradient, m=m)
     check_shape("momentum", "hyper", hyper, (1,))
-    (rate,) = hyper.tolist()
-    _momentum(flat(weight), flat(gradient), flat(m), rate, beta, weight_decay)
+    _momentum(flat(weight), flat(gradient), flat(m), hyper, beta, weight_decay)
     return weight, m
 
 
@@ -229,14 +241,14 @@ def iteration(x: np.ndarray) -> np.ndarray:
     Dtype    float32 or float64
     Cost     3 n² k + n³ operations: g and g² are symmetric, and half of each is computed
     """
-    gram, square = (np.empty((len(x), len(x)), x.dtype) for _ in range(2))
+    gram, square = (np.empty((len(x), len(x)), x.dtype, like=x) for _ in range(2))
     y = np.empty_like(x)
     _iteration(gemm_address(x.dtype), x, gram, square, y, A, B, C)
     return y
 
 
 def _turned(x: np.ndarray) -> np.ndarray:
-    y = np.empty(x.shape[::-1], x.dtype)
+    y = np.empty(x.shape[::-1], x.dtype, like=x)
     _turn(x, y)
     return y
 
@@ -267,8 +279,9 @@ def _direction(gradient, m, direction, beta, keep):
         direction[i] = beta * m[i] + keep * gradient[i]
 
 
-@kernel("w1 r1 f f f", use="muon")
-def _step(weight, direction, rate, scale, decay):
+@kernel("w1 r1 d1 f f", use="muon")
+def _step(weight, direction, hyper, scale, decay):
+    rate = weight.dtype.type(hyper[0])
     for i in range(weight.size):
         weight[i] = weight[i] - rate * (scale * direction[i] + decay * weight[i])
 
@@ -302,13 +315,12 @@ def muon_inplace(
     rows, columns = len(weight) // maps, weight.shape[1]
     check_shape("muon", "weight", weight, (maps * rows, columns))
     _check_state("muon", weight, gradient, m=m)
-    rate = float(hyper[0])
     for first in range(0, maps * rows, rows):
         rows_of_map = slice(first, first + rows)
-        direction = np.empty((rows, columns), weight.dtype)
+        direction = np.empty((rows, columns), weight.dtype, like=weight)
         _direction(flat(gradient[rows_of_map]), flat(m[rows_of_map]), flat(direction), beta, 1 - beta)
         length = scale * math.sqrt(max(rows, columns))
-        _step(flat(weight[rows_of_map]), flat(orthogonalised(direction, step)), rate, length, weight_decay)
+        _step(flat(weight[rows_of_map]), flat(orthogonalised(direction, step)), hyper, length, weight_decay)
     return weight, m
 
 

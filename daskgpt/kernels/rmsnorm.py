@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_output, check_shape, rows
+from daskgpt.kernels.arguments import check_output, check_shape, contiguous, rows
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.simd.math import fma
 from daskgpt.kernels.simd.reductions import dot
@@ -65,8 +65,8 @@ def forward(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     Errors   ValueError when the shapes do not fit
     """
     check_shape("rmsnorm.forward", "weight", weight, x.shape[-1:])
-    y = np.empty(x.shape, x.dtype)
-    _forward(rows(x), np.ascontiguousarray(weight), rows(y))
+    y = np.empty(x.shape, x.dtype, like=x)
+    _forward(rows(x), contiguous(weight), rows(y))
     return y
 
 
@@ -83,8 +83,8 @@ def backward_x(dy: np.ndarray, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """
     check_shape("rmsnorm.backward_x", "dy", dy, x.shape)
     check_shape("rmsnorm.backward_x", "weight", weight, x.shape[-1:])
-    dx = np.empty(x.shape, x.dtype)
-    _backward_x(rows(dy), rows(x), np.ascontiguousarray(weight), rows(dx))
+    dx = np.empty(x.shape, x.dtype, like=x)
+    _backward_x(rows(dy), rows(x), contiguous(weight), rows(dx))
     return dx
 
 

@@ -42,7 +42,7 @@ def forward(x: np.ndarray) -> np.ndarray:
     """
     half = x.shape[-1] // 2
     check_shape("swiglu.forward", "x", x, (*x.shape[:-1], 2 * half))
-    y = np.empty((*x.shape[:-1], half), x.dtype)
+    y = np.empty((*x.shape[:-1], half), x.dtype, like=x)
     _forward(rows(x), rows(y))
     return y
 
@@ -58,6 +58,6 @@ def backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     Errors   ValueError when the shapes do not fit
     """
     check_shape("swiglu.backward", "dy", dy, (*x.shape[:-1], x.shape[-1] // 2))
-    dx = np.empty(x.shape, x.dtype)
+    dx = np.empty(x.shape, x.dtype, like=x)
     _backward(rows(dy), rows(x), rows(dx))
     return dx

@@ -13,6 +13,15 @@ from functools import cache
 
 import numpy as np
 
+from daskgpt.kernels.arguments import flat
+from daskgpt.kernels.compilation import kernel
+
+
+@kernel("w1 r1")
+def _add_to(total, x):
+    for i in range(total.size):
+        total[i] += x[i]
+
 
 def subtrees(first: int, last: int) -> list[tuple[int, int]]:
     """Return the fewest subtrees, (lo, hi) each, that together make up parts first ... last - 1 of a larger tree."""
@@ -52,7 +61,7 @@ def tree_add(totals: list[np.ndarray], last: int, count: int) -> None:
     last   place of the last total
     """
     for place in range(last, last - count, -1):
-        np.add(totals[place - 1], totals[place], out=totals[place - 1])
+        _add_to(flat(totals[place - 1]), flat(totals[place]))
 
 
 def tree_sum(totals: Iterable[tuple[int, int, np.ndarray]]) -> np.ndarray:

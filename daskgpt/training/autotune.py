@@ -352,6 +352,7 @@ class Trial(LocalScheduler):
         if not isinstance(program, Program):  # a barrier
             return program
         without_data = copy(program)
+        without_data.lowered = None
         without_data.calls = tuple(replace(call, function=self._stand_in(call)) for call in program.calls)
 
         def run(*arguments: Any) -> Any:

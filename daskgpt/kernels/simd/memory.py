@@ -14,6 +14,7 @@ from llvmlite import ir
 
 from daskgpt.kernels.compilation import helper
 from daskgpt.kernels.simd.lanes import I64, POINTER, VOID, call, instruction, whole
+from daskgpt.kernels.tracing import require_no_trace
 
 PAGE = 4096
 # Number of slots for addresses of free memory.
@@ -32,6 +33,7 @@ class Scratch(threading.local):
 
     def __call__(self, *sizes: int) -> list[int]:
         """Return addresses of pieces of these sizes in bytes, aligned to pages, valid until the thread's next call."""
+        require_no_trace("memory of a thread")
         *starts, end = itertools.accumulate((-(-size // PAGE) * PAGE for size in sizes), initial=0)
         if end > self.size:
             self._grow(end)

@@ -1,0 +1,337 @@
+"""Lower a program: its calls as runs of native calls, with the memory of what lives inside of it planned.
+
+The first run of a program calls its kernels from Python, and shows the shapes of all values. From these, `lower` traces
+the kernels (`kernels.tracing`): what they would call becomes a list of addresses and words, which later runs make in
+one native call. Values that only such a run needs lie in its *arena*, each at a distance that no other value uses at
+the same time. What cannot be traced (a kernel from outside of the package, an exchange with another rank, a decision on
+a value) stays a Python call between two runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from daskgpt.config.errors import refusal
+from daskgpt.kernels.native import MOST_WORDS, NANOSECONDS, STEP, run_calls
+from daskgpt.kernels.tracing import FLOATS, RETURNS, Buffer, NativeCall, NotNative, Operand, Trace, tracing
+
+ALIGNMENT = 64  # bytes: a cache line
+WORDS, ARENA = 0, 1  # bases of every run, before those of arrays
+UNTIMED = np.empty(0, np.int64)
+
+
+class LoweredCall(Protocol):
+    """A call of a program, see `graph.program.Call`."""
+
+    key: Any
+    function: Any
+    arguments: list[Any]
+    slot: int
+    ended: tuple[int, ...]
+
+
+class Form(NamedTuple):
+    """Shape and dtype of an array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def form_of(value: Any) -> Any:
+    """Return the form of an array, a tuple of those of several; None for anything else."""
+    if isinstance(value, tuple):
+        return tuple(map(form_of, value))
+    return Form(value.shape, value.dtype) if isinstance(value, np.ndarray) else None
+
+
+@dataclass
+class Lowered:
+    """A lowered program; empty before its first run.
+
+    items    `NativeRun`s, and calls that stay in Python, in order
+    arrays   number of arrays that they share
+    """
+
+    items: Sequence[Any] = ()
+    arrays: int = 0
+
+
+class View(NamedTuple):
+    """A part of one of the arrays of a program, which may have another shape."""
+
+    number: int
+    form: Form
+    offset: int  # in bytes
+
+    def of(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        array = arrays[self.number]
+        if array.shape == self.form.shape:
+            return array
+        first = self.offset // array.itemsize
+        return array.reshape(-1)[first : first + prod(self.form.shape)].reshape(self.form.shape)
+
+
+@dataclass
+class NativeRun:
+    """Consecutive calls of a program as one native call.
+
+    members    its calls, each with the number of its first native call, and bytes of its result
+    calls      rows of address, first word, and number of words
+    template   and places: as of `kernels.native.run_calls`
+    arena      bytes of values that only this run needs
+    fetched    numbers of arrays that lie in slots: slot, and places in nested tuples
+    made       numbers of arrays that it makes, and their forms
+    results    slot -> views for it
+    ended      slots that no later call reads; dropped: numbers of such arrays
+    constants  arrays that kernels read besides
+    """
+
+    members: list[tuple[Any, int, int]]
+    calls: np.ndarray
+    template: np.ndarray
+    places: np.ndarray
+    arena: int
+    numbers: list[int]
+    fetched: dict[int, tuple[int, ...]]
+    made: dict[int, Form]
+    results: dict[int, Any]
+    ended: list[int]
+    dropped: list[int]
+    constants: list[np.ndarray]
+
+    def run(self, slots: list[Any], arrays: list[Any], timed: bool) -> Iterator[tuple[Any, float, float, int]]:
+        """Run; yield each member with its start, its end and the bytes of its result if they are timed."""
+        for number, (slot, *path) in self.fetched.items():
+            value = slots[slot]
+            for place in path:
+                value = value[place]
+            arrays[number] = np.ascontiguousarray(value)
+        for number, form in self.made.items():
+            arrays[number] = np.empty(*form)
+        words = np.empty(len(self.template) + (self.arena + ALIGNMENT) // 8, np.int64)
+        start = _address(words)
+        arena = -(-(start + 8 * len(self.template)) // ALIGNMENT) * ALIGNMENT
+        bases = np.array([start, arena, *(_address(arrays[number]) for number in self.numbers)])
+        times = np.empty(len(self.calls) + 1, np.int64) if timed else UNTIMED
+        done = run_calls(self.calls, self.template, self.places, bases, words, times, timed)
+        if done < len(self.calls):
+            key = next(call.key for call, first, _ in reversed(self.members) if first <= done)
+            raise refusal(MemoryError, str(key[0]), "a kernel must get its memory", {"call": done}, "Free some memory.")
+        for slot, views in self.results.items():
+            slots[slot] = _materialized(views, arrays)
+        for slot in self.ended:
+            slots[slot] = None
+        for number in self.dropped:
+            arrays[number] = None
+        if timed:
+            ends = [first for _, first, _ in self.members[1:]] + [len(self.calls)]
+            for (call, first, size), end in zip(self.members, ends):
+                yield call, times[first] * NANOSECONDS, times[end] * NANOSECONDS, size
+
+
+def _address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _materialized(views: Any, arrays: Sequence[np.ndarray]) -> Any:
+    if isinstance(views, View):
+        return views.of(arrays)
+    return views and tuple(_materialized(view, arrays) for view in views)
+
+
+@dataclass
+class _Traced:
+    """A call with the native calls of its kernels; None if it stays a Python call."""
+
+    call: Any
+    native: list[NativeCall] | None
+    result: Any = None
+
+
+def lower(
+    calls: Sequence[LoweredCall], arriving: Sequence[int], forms: Mapping[int, Any], outputs: Sequence[int]
+) -> Lowered:
+    """Return the calls of a program, lowered.
+
+    arriving   slots of values from outside
+    forms      of the values in all slots, see `form_of`
+    outputs    slots of its results
+    """
+    with tracing() as trace:
+        values = {slot: _outside(trace, forms[slot], (slot,)) for slot in arriving}
+        traced = [_traced(trace, call, values, forms[call.slot]) for call in calls]
+    plan = _Plan(traced, values, outputs, trace.constants)
+    return Lowered(plan.items, len(plan.numbers))
+
+
+def _outside(trace: Trace, form: Any, source: tuple[int, ...]) -> Any:
+    """Return an operand for an array that lies in a slot, or in a tuple there; None for anything else."""
+    if isinstance(form, Form):
+        return Operand(trace, Buffer(*form, source), *form)
+    return tuple(_outside(trace, part, (*source, n)) for n, part in enumerate(form)) if form else None
+
+
+def _traced(trace: Trace, call: LoweredCall, values: dict[int, Any], form: Any) -> _Traced:
+    first, result = len(trace.calls), None
+    owner = getattr(call.function, "__self__", call.function)
+    arguments = filled(call.arguments, values)
+    native = getattr(owner, "traceable", False) and None not in list(_leaves(arguments))
+    if native:
+        try:
+            result = call.function(*arguments)
+            native = _form(result) == form
+        except NotNative:
+            native = False
+    if native:
+        values[call.slot] = result
+        return _Traced(call, trace.calls[first:], result)
+    del trace.calls[first:]
+    values[call.slot] = _outside(trace, form, (call.slot,))
+    return _Traced(call, None)
+
+
+def filled(arguments: Any, slots: Any) -> Any:
+    """Return nested lists of slots with their values."""
+    return [slots[item] if isinstance(item, int) else filled(item, slots) for item in arguments]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the operands in nested lists and tuples, and what else is there."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _operands_in(value: Any) -> Iterator[Operand]:
+    return (part for part in _leaves(value) if part is not None)
+
+
+def _form(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return tuple(map(_form, result))
+    return Form(result.shape, result.dtype) if isinstance(result, Operand) else None
+
+
+@dataclass
+class _Plan:
+    """The division of traced calls into runs, and the place of each value.
+
+    items    runs, and calls that stay in Python
+    """
+
+    traced: Sequence[_Traced]
+    values: Mapping[int, Any]
+    outputs: Sequence[int]
+    constants: list[np.ndarray]
+    items: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        groups: list[list[_Traced]] = []
+        for entry in self.traced:
+            if entry.native is None or not groups or groups[-1][0].native is None:
+                groups.append([])
+            groups[-1].append(entry)
+        users: dict[Buffer, list[int]] = {}  # the groups that use each buffer, in order
+        for number, group in enumerate(groups):
+            for entry in group:
+                for buffer in _buffers(entry):
+                    users.setdefault(buffer, []).append(number)
+        read = {slot for entry in self.traced if entry.native is None for slot in _leaves(entry.call.arguments)}
+        self.kept = {*self.outputs, *read}  # slots whose values must be arrays
+        shared = {buffer for buffer, numbers in users.items() if numbers[0] != numbers[-1] or buffer.source}
+        shared |= {operand.buffer for slot in self.kept for operand in _operands_in(self.values[slot])}
+        self.numbers = {buffer: number for number, buffer in enumerate(shared)}
+        for number, group in enumerate(groups):
+            if group[0].native is None:
+                self.items.append(group[0].call)
+                continue
+            used = {buffer: None for entry in group for buffer in _buffers(entry)}
+            last = [buffer for buffer in used if buffer in self.numbers and users[buffer][-1] == number]
+            first = [buffer for buffer in used if buffer in self.numbers and users[buffer][0] == number]
+            self.items.append(self._run(group, used, first, [self.numbers[buffer] for buffer in last]))
+
+    def _run(
+        self, group: Sequence[_Traced], used: Mapping[Buffer, None], first: Sequence[Buffer], dropped: list[int]
+    ) -> NativeRun:
+        native = [call for entry in group for call in entry.native or ()]
+        distances, arena = arranged([[b for b in _operands(call) if b not in self.numbers] for call in native])
+        numbers = [self.numbers[buffer] for buffer in used if buffer in self.numbers]
+        base_of = {number: base for base, number in enumerate(numbers, ARENA + 1)}
+        template, places, rows = [0] * RETURNS, list[tuple[int, int, int]](), list[tuple[int, int, int]]()
+        for call in native:
+            rows.append((call.address, len(template), -(-len(call.words) // STEP) * STEP))
+            template += [*call.floats, *[0] * (FLOATS - len(call.floats))]
+            places += [(len(template) + n, WORDS, 8 * n) for n in range(RETURNS)]
+            for word in call.words:
+                if isinstance(word, Operand):
+                    number = self.numbers.get(word.buffer)
+                    base, start = (ARENA, distances[word.buffer]) if number is None else (base_of[number], 0)
+                    places.append((len(template), base, start + word.offset))
+                template.append(0 if isinstance(word, Operand) else word)
+        members, count = [], 0
+        for entry in group:
+            if entry.native:
+                members.append((entry.call, count, sum(operand.nbytes for operand in _operands_in(entry.result))))
+                count += len(entry.native)
+        kept = [entry.call.slot for entry in group if entry.call.slot in self.kept]
+        return NativeRun(
+            members=members,
+            calls=np.array(rows, np.int64).reshape(-1, 3),
+            template=np.array([*template, *[0] * MOST_WORDS], np.int64),
+            places=np.array(places, np.int64).reshape(-1, 3),
+            arena=arena,
+            numbers=numbers,
+            fetched={self.numbers[buffer]: buffer.source for buffer in first if buffer.source},
+            made={self.numbers[buffer]: Form(buffer.shape, buffer.dtype) for buffer in first if not buffer.source},
+            results={slot: self._views(self.values[slot]) for slot in kept},
+            ended=[slot for entry in group for slot in entry.call.ended],
+            dropped=dropped,
+            constants=self.constants,
+        )
+
+    def _views(self, value: Any) -> Any:
+        if value is None or isinstance(value, tuple):
+            return value and tuple(map(self._views, value))
+        return View(self.numbers[value.buffer], Form(value.shape, value.dtype), value.offset)
+
+
+def _operands(call: NativeCall) -> list[Buffer]:
+    return [word.buffer for word in call.words if isinstance(word, Operand)]
+
+
+def _buffers(entry: _Traced) -> list[Buffer]:
+    """Return the buffers that a call uses or passes on."""
+    results = [operand.buffer for operand in _operands_in(entry.result)]
+    return [buffer for call in entry.native or () for buffer in _operands(call)] + results
+
+
+def arranged(users: Sequence[Sequence[Buffer]]) -> tuple[dict[Buffer, int], int]:
+    """Return distances of buffers from the start of an arena, and its bytes: a buffer has its place to itself from its
+    first use to its last one.
+
+    users   the buffers that each native call uses, in order
+    """
+    last = {buffer: number for number, buffers in enumerate(users) for buffer in buffers}
+    distances, total = dict[Buffer, int](), 0
+    held: list[tuple[int, int, Buffer]] = []  # start, end and buffer, by start
+    for number, buffers in enumerate(users):
+        for buffer in buffers:
+            if buffer in distances:
+                continue
+            size, start, place = -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT, 0, 0
+            for begin, end, _ in held:
+                if begin - start >= size:
+                    break
+                start, place = end, place + 1
+            held.insert(place, (start, start + size, buffer))
+            distances[buffer], total = start, max(total, start + size)
+        held = [entry for entry in held if last[entry[2]] > number]
+    return distances, total

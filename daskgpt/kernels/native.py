@@ -1,0 +1,92 @@
+"""Runs of native calls: what several kernels do, as one call that gives up the interpreter's lock once.
+
+The functions are those that Numba has compiled, by their addresses. Numba passes each argument in as many words as it
+has parts, of 64 bits each, and these rules of C calls on x86-64 and 64-bit ARM do the rest: whole numbers and addresses
+go into registers and then onto the stack in their order, floating-point numbers into registers of their own, and words
+beyond those that a function takes are not read.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from daskgpt.config.errors import refusal
+from daskgpt.kernels.compilation import kernel
+from daskgpt.kernels.floating_point import FLUSH, read_state, write_state
+from daskgpt.kernels.simd.lanes import F64, I32, I64, POINTER, address_of, call, instruction, load, whole
+from daskgpt.kernels.tracing import FLOATS
+
+# Functions take at most so many words; they are passed in multiples of STEP, to have few forms of calls.
+MOST_WORDS, STEP = 160, 16
+# time.perf_counter's clock: CLOCK_MONOTONIC, on macOS CLOCK_UPTIME_RAW.
+_CLOCK = 8 if sys.platform == "darwin" else 1
+NANOSECONDS = 1e-9
+
+
+@intrinsic
+def _invoke(typing_context, address, count, place):
+    """Call the function at an address with the words at a place: FLOATS numbers, then `count` others; return its
+    status."""
+
+    def generate(context, builder, signature, arguments):
+        address, count, place = arguments
+        floats = [load(builder, place, 8 * number, F64) for number in range(FLOATS)]
+        end = builder.append_basic_block("end")
+        status = cgutils.alloca_once_value(builder, ir.Constant(I32, -1))
+        switch = builder.switch(count, end)
+        for form in range(STEP, MOST_WORDS + 1, STEP):
+            with builder.goto_block(builder.append_basic_block(f"words{form}")):
+                words = [load(builder, place, 8 * (FLOATS + number), I64) for number in range(form)]
+                kind = ir.FunctionType(I32, [I64] * form + [F64] * FLOATS)
+                builder.store(builder.call(builder.inttoptr(address, kind.as_pointer()), [*words, *floats]), status)
+                builder.branch(end)
+                switch.add_case(whole(form), builder.block)
+        builder.position_at_end(end)
+        return builder.sext(builder.load(status), I64)
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+@instruction("", "n")
+def _now(builder):
+    """The clock's nanoseconds."""
+    place = builder.bitcast(cgutils.alloca_once(builder, ir.ArrayType(I64, 2)), POINTER)
+    call(builder, "clock_gettime", I32, [ir.Constant(I32, _CLOCK), place])
+    seconds, rest = (load(builder, place, 8 * number, I64) for number in range(2))
+    return builder.add(builder.mul(seconds, whole(10**9)), rest)
+
+
+@kernel("l2 l1 l2 L1 L1 L1 n")
+def run_calls(calls, template, places, bases, words, times, timed):
+    """Make calls (rows of address, first word, number of words); return the number of those that succeeded.
+
+    template   words of all calls, after RETURNS words for what they return
+    places     rows of a word, a base and a distance: the word is the address at this distance from the base
+    bases      addresses; the first one becomes that of the words
+    times      nanoseconds at the start of each call and at the end of the last one, if timed
+    """
+    previous = read_state()
+    write_state(previous | FLUSH)
+    start = address_of(words)
+    bases[0] = start
+    for i in range(template.size):
+        words[i] = template[i]
+    for i in range(places.shape[0]):
+        words[places[i, 0]] = bases[places[i, 1]] + places[i, 2]
+    made = 0
+    while made < calls.shape[0]:
+        if timed:
+            times[made] = _now()
+        if _invoke(calls[made, 0], calls[made, 2], start + 8 * calls[made, 1]) != 0:
+            break
+        made += 1
+    if timed:
+        times[made] = _now()
+    write_state(previous)
+    return made
