@@ -18,7 +18,6 @@ import daskgpt
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import is_sum, origin_of
 from daskgpt.kernels.optimizers import UNIT_ROWS, adamw, adamw_inplace, guard, squares
-from daskgpt.model.optimizer import Guarded
 from daskgpt.model.precision import precision_of
 from daskgpt.model.step import NO_LIMITS, Outcome
 from daskgpt.schedulers.opening import open_scheduler
@@ -46,7 +45,7 @@ def test_norms_and_clipped_updates_match_pytorch(clip, in_place):
         told = guard(hyper, np.float32(1.0), *map(squares, gradients.values()), clip=float(clip), limits=False)
         assert told[3] == pytest.approx(norm, rel=1e-6)
         for name, (weight, m, v) in state.items():
-            kernel = Guarded(adamw_inplace if in_place else adamw)
+            kernel = adamw_inplace if in_place else adamw
             state[name] = list(kernel(weight, gradients[name], m, v, told, **OPTIONS))
         magnitude = sum(np.abs(weight.astype("float64")).sum() for weight, *_ in state.values())
         assert magnitude == pytest.approx(total, rel=1e-6)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,16 +23,6 @@ from daskgpt.kernels.tracing import FLOATS, RETURNS, Buffer, NativeCall, NotNati
 ALIGNMENT = 64  # bytes: a cache line
 WORDS, ARENA = 0, 1  # bases of every run, before those of arrays
 UNTIMED = np.empty(0, np.int64)
-
-
-class LoweredCall(Protocol):
-    """A call of a program, see `graph.program.Call`."""
-
-    key: Any
-    function: Any
-    arguments: list[Any]
-    slot: int
-    ended: tuple[int, ...]
 
 
 class Form(NamedTuple):
@@ -155,9 +145,9 @@ class _Traced:
 
 
 def lower(
-    calls: Sequence[LoweredCall], arriving: Sequence[int], forms: Mapping[int, Any], outputs: Sequence[int]
-) -> Lowered:
-    """Return the calls of a program, lowered.
+    lowered: Lowered, calls: Sequence[Any], arriving: Sequence[int], forms: Mapping[int, Any], outputs: Sequence[int]
+) -> None:
+    """Lower the calls of a program (`graph.program.Call`).
 
     arriving   slots of values from outside
     forms      of the values in all slots, see `form_of`
@@ -167,7 +157,7 @@ def lower(
         values = {slot: _outside(trace, forms[slot], (slot,)) for slot in arriving}
         traced = [_traced(trace, call, values, forms[call.slot]) for call in calls]
     plan = _Plan(traced, values, outputs, trace.constants)
-    return Lowered(plan.items, len(plan.numbers))
+    lowered.arrays, lowered.items = len(plan.numbers), plan.items
 
 
 def _outside(trace: Trace, form: Any, source: tuple[int, ...]) -> Any:
@@ -177,7 +167,7 @@ def _outside(trace: Trace, form: Any, source: tuple[int, ...]) -> Any:
     return tuple(_outside(trace, part, (*source, n)) for n, part in enumerate(form)) if form else None
 
 
-def _traced(trace: Trace, call: LoweredCall, values: dict[int, Any], form: Any) -> _Traced:
+def _traced(trace: Trace, call: Any, values: dict[int, Any], form: Any) -> _Traced:
     first, result = len(trace.calls), None
     owner = getattr(call.function, "__self__", call.function)
     arguments = filled(call.arguments, values)

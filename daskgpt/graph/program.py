@@ -181,7 +181,7 @@ class Program:
                 forms[call.slot] = form_of(slots[call.slot])
                 _drop(slots, call.ended)
         if self.lowered is not None:
-            vars(self.lowered).update(vars(lower(self.calls, [slot for *_, slot in self.arrivals], forms, self.outputs)))
+            lower(self.lowered, self.calls, [slot for *_, slot in self.arrivals], forms, self.outputs)
 
     def _lowered(self, slots: list[Any], timed: bool) -> Iterator[tuple[Call, float, float, int]]:
         assert self.lowered is not None

@@ -11,11 +11,13 @@ Each of these modules imports only those below it:
     attention, linear …  the layers, the loss and the optimizers
     dropout              the layer, and the random numbers that decide which probabilities attention drops
     float32/             products inside kernels: a BLAS called by its address, or the package's own product
+    native               many native calls as one
+    totals               totals of groups that are added in a fixed tree
     arguments            checks and views of arguments
     floating_point       subnormal numbers count as zero
-    totals               totals of groups that are added in a fixed tree
     simd/                code on several numbers at a time, and on memory by its address
     compilation          how a kernel is compiled, once per dtype, and cached on disk
+    tracing              arrays without data, with which a kernel tells what it would call
     cache                the folder of compiled kernels, and the check of its files
 """
 

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.arguments import check_shape, contiguous
+from daskgpt.kernels.arguments import check_shape, checked_indices, contiguous
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.dropout import factors_of_row, threshold_of
 from daskgpt.kernels.float32.blas import gemm, gemm_address
@@ -264,17 +264,46 @@ def backward(
     return dqkv
 
 
+@helper
+def _copy(x, x_first, y, y_first, tokens):
+    for sequence in range(x.shape[0]):
+        for token in range(tokens):
+            for j in range(x.shape[2]):
+                y[sequence, y_first + token, j] = x[sequence, x_first + token, j]
+
+
+@kernel("r3 n w3 n n")
+def _copy_tokens(x, x_first, y, y_first, tokens):
+    _copy(x, x_first, y, y_first, tokens)
+
+
+@kernel("r3 i1 w3")
+def _split(x, positions, y):
+    _copy(x, positions[0], y, 0, positions.size)
+
+
 def gather(parts: list[np.ndarray], positions: object) -> np.ndarray:
     """Return whole sequences from their chunks.
 
     Shapes   parts: list of (b, t, C) -> (b, T, C); positions is not used
     """
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    if len(parts) == 1:
+        return parts[0]
+    sequences, _, channels = parts[0].shape
+    whole = np.empty((sequences, sum(part.shape[1] for part in parts), channels), parts[0].dtype, like=parts[0])
+    first = 0
+    for part in parts:
+        _copy_tokens(contiguous(part), 0, whole, first, part.shape[1])
+        first += part.shape[1]
+    return whole
 
 
 def split(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the tokens at consecutive positions of whole sequences.
 
-    Shapes   x (b, T, C), positions (t,) -> (b, t, C), contiguous
+    Shapes   x (b, T, C), positions (t,), at least one -> (b, t, C), contiguous
+    Errors   ValueError for a position outside of the sequences
     """
-    return np.ascontiguousarray(x[:, positions[0] : positions[-1] + 1])
+    y = np.empty((len(x), len(positions), x.shape[2]), x.dtype, like=x)
+    _split(contiguous(x), checked_indices("attention.split", "positions", positions, x.shape[1]), y)
+    return y

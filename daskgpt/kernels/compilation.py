@@ -101,7 +101,7 @@ def numba_type(word: str, real: numba.types.Type | None = None) -> numba.types.T
     if letter in "nf" or word in ("s", "d"):
         number = {"n": numba.int64, "f": real, "s": numba.float32, "d": numba.float64}[letter]
         return numba.types.UniTuple(number, int(count)) if count else number
-    return numba.types.Array(_ELEMENTS.get(letter.lower(), real), int(count), "C", readonly=letter not in "wHLS")
+    return numba.types.Array(_ELEMENTS.get(letter.lower(), real), int(count), "C", readonly=letter not in "wHLSD")
 
 
 @functools.cache
@@ -153,7 +153,7 @@ class Kernel:
         self.words = signature.split()
         self.name = f"{function.__module__}.{function.__qualname__}"
         arrays = [position for position, word in enumerate(self.words) if word[0] in "rw"]
-        others = [position for position, word in enumerate(self.words) if word[0] in "ihHlLSd"]
+        others = [position for position, word in enumerate(self.words) if word[0] in "ihHlLSdD"]
         self._witness = [*arrays, *others, 0][0]
         self._any = not any(word[0] in "rwf" for word in self.words)
         self._compiled: dict[str, Any] = {}
@@ -276,9 +276,10 @@ def kernel(signature: str, *, cost: int = 1, use: str = "") -> Callable[[Callabl
     """Decorator of a private Numba function: `kernel("r2 r1 w2 n f")` says what its arguments are.
 
     r = float array that is read, w = float array that is written, i = int32 array that is read, h = uint16 array that
-    is read, H = uint16 array that is written, l and L = int64, s and S = float32 whatever the others are, d = float64
-    array that is read, each with its number of dimensions and contiguous; n = whole number, f = number of the arrays'
-    dtype, s = float32 number, d = float64 number, n3 and f3 = tuples of three of them. Arrays that are read may be read-only. `cost` and `use` are those of `Kernel`.
+    is read, H = uint16 array that is written, l and L = int64, d and D = float64, s and S = float32 whatever the others
+    are, each with its number of dimensions and contiguous; n = whole number, f = number of the arrays' dtype, s =
+    float32 number, d = float64 number, n3 and f3 = tuples of three of them. Arrays that are read may be read-only.
+    `cost` and `use` are those of `Kernel`.
     """
 
     def register(function: Callable[..., Any]) -> Kernel:

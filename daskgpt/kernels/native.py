@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import sys
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from daskgpt.config.errors import refusal
 from daskgpt.kernels.compilation import kernel
 from daskgpt.kernels.floating_point import FLUSH, read_state, write_state
 from daskgpt.kernels.simd.lanes import F64, I32, I64, POINTER, address_of, call, instruction, load, whole

@@ -19,12 +19,19 @@ from daskgpt.kernels.simd.lanes import address_of
 from daskgpt.kernels.simd.math import fma
 from daskgpt.kernels.simd.reductions import dot
 
+GRAD_INFO = 3  # numbers that `guard` appends to an optimizer's: norm, factor of gradients, whether the update is made
+
 
 def _check_state(where: str, weight: np.ndarray, gradient: np.ndarray, **moments: np.ndarray) -> None:
     """Raise ValueError unless the gradient is of the weight's shape, and weight and moments can be updated in place."""
     check_shape(where, "gradient", gradient, weight.shape)
     for name, array in {"weight": weight, **moments}.items():
         check_output(where, name, array, weight.shape, weight.dtype)
+
+
+def _check_hyper(where: str, hyper: np.ndarray, numbers: int) -> None:
+    """Raise ValueError unless hyper has the optimizer's numbers, alone or with those that `guard` appends."""
+    check_shape(where, "hyper", hyper, (numbers + (GRAD_INFO if hyper.size > numbers else 0),))
 
 
 # Shared with the update in one pass with its gradient (`bfloat16.update`), which has the same bits.
@@ -60,16 +67,27 @@ def step_of(scalars):
     return Step(rate, m_scale, v_scale, beta1, keep1, beta2, keep2, scalars[7], scalars[8])
 
 
+@helper
+def _guard_of(hyper, numbers):
+    """The factor of the gradients, and whether the update is made: what `guard` appends to an optimizer's numbers."""
+    return (hyper[numbers + 1], hyper[numbers + 2]) if hyper.size > numbers else (1.0, 1.0)
+
+
 @kernel("w1 r1 w1 w1 d1 d d d d")
 def _adamw(weight, gradient, m, v, hyper, beta1, beta2, eps, decay):
+    factor, made = _guard_of(hyper, 3)
+    if made == 0:
+        return
     real = weight.dtype.type
+    scale = real(factor)
     step = Step(
         real(hyper[0]), real(1.0 / hyper[1]), real(1.0 / hyper[2]), real(beta1), real(1.0 - beta1), real(beta2),
         real(1.0 - beta2), real(eps), real(decay),
     )  # fmt: skip
     for i in range(weight.size):
-        new_m = next_moment(m[i], gradient[i], step.beta1, step.keep1)
-        new_v = next_moment(v[i], gradient[i] * gradient[i], step.beta2, step.keep2)
+        g = gradient[i] * scale
+        new_m = next_moment(m[i], g, step.beta1, step.keep1)
+        new_v = next_moment(v[i], g * g, step.beta2, step.keep2)
         m[i] = new_m
         v[i] = new_v
         weight[i] = next_weight(weight[i], new_m, new_v, step)
@@ -99,16 +117,16 @@ def adamw_inplace(
     m' = beta1 m + (1 - beta1) g;  m̂ = m' / (1 - beta1^step)
     v' = beta2 v + (1 - beta2) g²;  v̂ = v' / (1 - beta2^step)
     weight' = weight - rate (m̂ / (sqrt(v̂) + eps) + weight_decay weight)
-    hyper = [rate, 1 - beta1^step, 1 - beta2^step]
+    hyper = [rate, 1 - beta1^step, 1 - beta2^step], or the result of `guard` for it
 
-    Shapes   weight, gradient, m, v of one shape, hyper (3,) float64 -> weight, m, v
+    Shapes   weight, gradient, m, v of one shape, hyper (3,) or (6,) float64 -> weight, m, v
     Dtype    float32 or float64, one for all but hyper
     Cost     7 arrays through memory
     Source   Loshchilov and Hutter 2019, arXiv:1711.05101
     Errors   ValueError when the shapes differ, or weight, m or v cannot be written
     """
     _check_state("adamw", weight, gradient, m=m, v=v)
-    check_shape("adamw", "hyper", hyper, (3,))
+    _check_hyper("adamw", hyper, 3)
     _adamw(flat(weight), flat(gradient), flat(m), flat(v), hyper, beta1, beta2, eps, weight_decay)
     return weight, m, v
 
@@ -118,9 +136,12 @@ adamw = into_new_arrays(adamw_inplace)
 
 @kernel("w1 r1 w1 d1 f f", use="momentum")
 def _momentum(weight, gradient, m, hyper, beta, decay):
-    rate = weight.dtype.type(hyper[0])
+    factor, made = _guard_of(hyper, 1)
+    if made == 0:
+        return
+    rate, scale = weight.dtype.type(hyper[0]), weight.dtype.type(factor)
     for i in range(weight.size):
-        m[i] = beta * m[i] + gradient[i]
+        m[i] = beta * m[i] + gradient[i] * scale
         weight[i] = weight[i] - rate * (m[i] + decay * weight[i])
 
 
@@ -129,16 +150,17 @@ def momentum_inplace(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Make one step of momentum SGD with decoupled decay; weight and m are updated in place and returned.
 
-    m' = beta m + g;  weight' = weight - rate (m' + weight_decay weight);  hyper = [rate]
+    m' = beta m + g;  weight' = weight - rate (m' + weight_decay weight)
+    hyper = [rate], or the result of `guard` for it
 
-    Shapes   weight, gradient, m of one shape, hyper (1,) float64 -> weight, m
+    Shapes   weight, gradient, m of one shape, hyper (1,) or (4,) float64 -> weight, m
     Dtype    float32 or float64, one for all but hyper
     Cost     5 arrays through memory
     Source   Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning"
     Errors   ValueError when the shapes differ, or weight or m cannot be written
     """
     _check_state("momentum", weight, gradient, m=m)
-    check_shape("momentum", "hyper", hyper, (1,))
+    _check_hyper("momentum", hyper, 1)
     _momentum(flat(weight), flat(gradient), flat(m), hyper, beta, weight_decay)
     return weight, m
 
@@ -272,15 +294,22 @@ def orthogonalised(x: np.ndarray, step: Iteration = iteration) -> np.ndarray:
     return _turned(x) if tall else x
 
 
-@kernel("r1 w1 w1 f f", use="muon")
-def _direction(gradient, m, direction, beta, keep):
+@kernel("r1 w1 w1 d1 f f", use="muon")
+def _direction(gradient, m, direction, hyper, beta, keep):
+    factor, made = _guard_of(hyper, 3)
+    scale = gradient.dtype.type(factor)
     for i in range(gradient.size):
-        m[i] = beta * m[i] + keep * gradient[i]
-        direction[i] = beta * m[i] + keep * gradient[i]
+        g = gradient[i] * scale
+        moment = beta * m[i] + keep * g
+        direction[i] = beta * moment + keep * g
+        if made != 0:
+            m[i] = moment
 
 
 @kernel("w1 r1 d1 f f", use="muon")
 def _step(weight, direction, hyper, scale, decay):
+    if _guard_of(hyper, 3)[1] == 0:
+        return
     rate = weight.dtype.type(hyper[0])
     for i in range(weight.size):
         weight[i] = weight[i] - rate * (scale * direction[i] + decay * weight[i])
@@ -301,13 +330,14 @@ def muon_inplace(
     """Make one step of Muon with decoupled decay; weight and m are updated in place and returned.
 
     m' = beta m + (1 - beta) g;  d = beta m' + (1 - beta) g  (Nesterov)
-    weight' = weight - rate (scale sqrt(max(n, k)) orthogonalised(d) + weight_decay weight);  hyper = [rate, ...]
+    weight' = weight - rate (scale sqrt(max(n, k)) orthogonalised(d) + weight_decay weight)
+    hyper = [rate, ..., ...], or the result of `guard` for it
 
     An orthogonal matrix times the square root of its longer side has elements of root mean square 1, so a step has the
     root mean square `scale` times the rate.
 
-    Shapes   weight, gradient, m (maps n, k), hyper (1 or more,) float64 -> weight, m; the maps lie one below the other,
-             and each is orthogonalised on its own
+    Shapes   weight, gradient, m (maps n, k), hyper (1 to 3,) or (6,) float64 -> weight, m; the maps lie one below the
+             other, and each is orthogonalised on its own
     Dtype    float32 or float64, one for all but hyper
     Source   Jordan et al. 2024, as of `orthogonalised`; the scale: Liu et al. 2025, arXiv:2502.16982
     Errors   ValueError when the shapes do not fit, or weight or m cannot be written
@@ -315,10 +345,12 @@ def muon_inplace(
     rows, columns = len(weight) // maps, weight.shape[1]
     check_shape("muon", "weight", weight, (maps * rows, columns))
     _check_state("muon", weight, gradient, m=m)
+    if hyper.size > 3:
+        _check_hyper("muon", hyper, 3)
     for first in range(0, maps * rows, rows):
         rows_of_map = slice(first, first + rows)
         direction = np.empty((rows, columns), weight.dtype, like=weight)
-        _direction(flat(gradient[rows_of_map]), flat(m[rows_of_map]), flat(direction), beta, 1 - beta)
+        _direction(flat(gradient[rows_of_map]), flat(m[rows_of_map]), flat(direction), hyper, beta, 1 - beta)
         length = scale * math.sqrt(max(rows, columns))
         _step(flat(weight[rows_of_map]), flat(orthogonalised(direction, step)), hyper, length, weight_decay)
     return weight, m
@@ -332,29 +364,31 @@ muon = into_new_arrays(muon_inplace)
 # sums of units are added one after the other, tensor by tensor. Tasks that sum gradients have whole units of rows, so
 # they compute the same numbers.
 UNIT_ROWS = 64  # bands of sums over the batch are multiples of it (`graph.calls`)
-GRAD_INFO = 3  # numbers after the optimizer's: norm, factor of the gradients, whether the update is made
 LIMITS = 2  # of loss and norm, above which no update is made
 _LANES = 32
 _EPSILON = 1e-6  # PyTorch's, in what gradients are multiplied by
 
 
-@kernel("r1")
-def _squares(x):
-    lanes = np.zeros(_LANES)
-    whole = x.size // _LANES * _LANES
-    for first in range(0, whole, _LANES):
-        for lane in range(_LANES):
-            value = np.float64(x[first + lane])
-            lanes[lane] += value * value
-    for i in range(whole, x.size):
-        value = np.float64(x[i])
-        lanes[i - whole] += value * value
-    count = _LANES
-    while count > 1:
-        count //= 2
-        for lane in range(count):
-            lanes[lane] += lanes[lane + count]
-    return lanes[0]
+@kernel("r1 n D1")
+def _squares(x, unit, sums):
+    lanes = np.empty(_LANES)
+    for number in range(sums.size):
+        first, last = unit * number, min(unit * (number + 1), x.size)
+        lanes[:] = 0
+        whole = last - (last - first) % _LANES
+        for i in range(first, whole, _LANES):
+            for lane in range(_LANES):
+                value = np.float64(x[i + lane])
+                lanes[lane] += value * value
+        for i in range(whole, last):
+            value = np.float64(x[i])
+            lanes[i - whole] += value * value
+        count = _LANES
+        while count > 1:
+            count //= 2
+            for lane in range(count):
+                lanes[lane] += lanes[lane + count]
+        sums[number] = lanes[0]
 
 
 def squares(gradient: np.ndarray) -> np.ndarray:
@@ -364,10 +398,10 @@ def squares(gradient: np.ndarray) -> np.ndarray:
     Dtype    float32 or float64
     Cost     reads the gradient once
     """
-    if gradient.ndim < 2:
-        return np.array([_squares(flat(gradient))])
-    firsts = range(0, len(gradient), UNIT_ROWS)
-    return np.array([_squares(flat(gradient[first : first + UNIT_ROWS])) for first in firsts])
+    unit = gradient.size if gradient.ndim < 2 else UNIT_ROWS * (gradient.size // len(gradient))
+    sums = np.empty(-(-gradient.size // unit), np.float64, like=gradient)
+    _squares(flat(gradient), unit, sums)
+    return sums
 
 
 def guard(

@@ -179,7 +179,7 @@ class Trace:
         dtype = np.dtype({"i": "i", "h": "H", "l": "l", "s": "f", "d": "d"}.get(letter.lower(), kind))
         place: int | Operand = array
         if isinstance(array, np.ndarray):
-            if letter in "wHLS" or not array.flags.c_contiguous:
+            if letter in "wHLSD" or not array.flags.c_contiguous:
                 raise NotNative("an array among operands")
             self.constants.append(array)
             place = array.ctypes.data

@@ -13,7 +13,7 @@ import numpy as np
 from daskgpt.config.rows import row_of
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.config.settings import part_of
-from daskgpt.graph.calls import CallOptions, Origin, apply
+from daskgpt.graph.calls import CallOptions, Origin, apply, is_ours
 from daskgpt.kernels import optimizers
 from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16.update import linear_update
@@ -194,9 +194,10 @@ def optimizer_of(name: str) -> Optimizer:
 
 
 class Guarded:
-    """An optimizer's kernel for gradients that are clipped, and for updates that may be skipped.
+    """A kernel from outside of the package for gradients that are clipped, and for updates that may be skipped.
 
-    In place of hyper, it gets the result of `kernels.optimizers.guard`. It updates all rows of a tensor or a part.
+    In place of hyper, it gets the result of `kernels.optimizers.guard`, which the package's kernels read themselves. It
+    updates all rows of a tensor or a part.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -210,6 +211,11 @@ class Guarded:
         if scale != 1:
             gradient = gradient * gradient.dtype.type(scale)
         return self.kernel(weight, gradient, *moments, hyper, **options)
+
+
+def guarded_kernel(config: OptimizerConfig, kernel: Kernel) -> Kernel:
+    """Return an optimizer's kernel that takes what `guarded` returns in place of hyper, where updates are guarded."""
+    return Guarded(kernel) if guards(config) and not is_ours(kernel) else kernel
 
 
 def guards(config: OptimizerConfig) -> bool:
@@ -284,7 +290,7 @@ def update(
         outputs = [axes[:1] if kind in row.per_row else axes for kind in kinds]
         results = apply(
             origin.name(tape.token),
-            tape.precision.update(Guarded(row.kernel) if guards(config) else row.kernel),
+            tape.precision.update(guarded_kernel(config, row.kernel)),
             f"{', '.join([axes, axes, *outputs[1:]])}, S -> {', '.join(outputs)}",
             [first, gradients[name], *moments, hyper],
             options=row.options(config, tensor),

@@ -30,12 +30,13 @@ from daskgpt.graph.update_in_place import (
     pieces_of_task,
     update_in_place,
 )
+from daskgpt.kernels.arguments import checked_indices
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
 from daskgpt.model.gpt2 import EMBEDDED, mean_loss
 from daskgpt.model.layers import CROSSENTROPY
-from daskgpt.model.optimizer import SQUARES, Guarded, guarded, guards, hyper_of, hyper_size, optimizer_of, update
+from daskgpt.model.optimizer import SQUARES, guarded, guarded_kernel, guards, hyper_of, hyper_size, optimizer_of, update
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, read_rows, write_rows
 from daskgpt.model.tape import Tape
@@ -174,6 +175,8 @@ class CompiledStep(CompiledGraph):
         """
         hyper = hyper_of(self.optimizer, optimizer_of(self.optimizer.optimizer), step, steps, limits)
         rows = self.sequences
+        for name, ids in zip(("tokens", "targets"), batch):
+            checked_indices("step", name, ids, self.config.vocabulary)  # native calls do not
         random = streams(seed, step, rows.stop)[rows] if self.optimizer.dropout else None
         return input_values(*batch, count=math.prod(self.batch_shape), hyper=hyper, streams=random)
 
@@ -263,8 +266,7 @@ def in_tasks(
 def _rule(tensor: Tensor, optimizer: OptimizerConfig, precision: Precision) -> InPlaceRule:
     """Return the rule by which a parameter is updated in place."""
     row = optimizer_of(optimizer.optimizer).of(tensor)
-    kernel = Guarded(row.in_place) if guards(optimizer) else row.in_place
-    return InPlaceRule(precision.update(kernel), row.fused, row.whole)
+    return InPlaceRule(precision.update(guarded_kernel(optimizer, row.in_place)), row.fused, row.whole)
 
 
 class Outcome(NamedTuple):

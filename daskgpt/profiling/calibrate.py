@@ -380,7 +380,7 @@ def _parts(steps: TimedEngine) -> tuple[float, float, float, float]:
     for span, following in pairwise(spans):
         gaps[task_of[span.key] == task_of[following.key]].append(following.start - span.end)
     calls = sum(span.end - span.start for span in spans)
-    return seconds - spans[-1].end + spans[0].start, calls, fmean(gaps[True]), fmean(gaps[False])
+    return seconds - spans[-1].end + spans[0].start, calls, fmean(gaps[True] or [0.0]), fmean(gaps[False])
 
 
 def _slope(work: Callable[[Graph], object]) -> float:

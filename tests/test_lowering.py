@@ -1,0 +1,159 @@
+"""Tests of lowered programs: which calls become native, where their values lie, and what cannot be traced."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from one_number import MODELS, Dials, bits_after_steps, start_values
+from steps import run_step, state_of, step_of
+
+from daskgpt.config.run import OptimizerConfig
+from daskgpt.graph.lowering import Form, Lowered, NativeRun, arranged, lower
+from daskgpt.graph.program import Call, calls_of
+from daskgpt.kernels import gelu, linear
+from daskgpt.kernels.compilation import kernel
+from daskgpt.kernels.simd.memory import Scratch
+from daskgpt.kernels.tracing import Buffer, NotNative, Operand, tracing
+from daskgpt.schedulers.local import local_scheduler
+
+CONFIG, BATCH = MODELS["odd"].config, MODELS["odd"].batch
+
+
+def items_after_steps(config=CONFIG, chunk=(3, 20), grain="block", **optimizer):
+    """Return the lowered calls of a step that ran twice."""
+    step = step_of(config, BATCH, chunk, OptimizerConfig(**optimizer), in_place=True, grain=grain)
+    state = state_of(step, start_values(config))
+    tokens = np.arange(BATCH[0] * BATCH[1], dtype=np.int32).reshape(BATCH) % config.vocabulary
+    for _ in range(2):
+        _, state = run_step(local_scheduler("sync", 1), step, state, (tokens, tokens), 2)
+    return [item for node in step.graph.values() if calls_of(node) for item in node.func.lowered.items]
+
+
+def kinds_in_python(items):
+    return Counter(item.kind for item in items if not isinstance(item, NativeRun))
+
+
+@pytest.mark.parametrize("grain", ["kernel", "segment", "block", "chunk"])
+@pytest.mark.parametrize("chunk", [(3, 20), (2, 5)])
+def test_every_call_of_a_step_is_native(grain, chunk):
+    items = items_after_steps(chunk=chunk, grain=grain)
+    assert not kinds_in_python(items)
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum", "muon"])
+def test_updates_that_are_clipped_or_skipped_are_native(name):
+    items = items_after_steps(optimizer=name, clip=0.1, skip_outliers=3.0)
+    assert kinds_in_python(items) == {"norm": 1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm": "rmsnorm"},
+        {"position": "rotary", "channels": 24, "activation": "swiglu", "bias": "none", "head": "untied"},
+    ],
+)
+def test_built_in_choices_of_a_model_are_native(changes):
+    items = items_after_steps(replace(CONFIG, **changes))
+    assert not kinds_in_python(items)
+
+
+def test_layers_and_optimizers_from_outside_stay_in_python():
+    items = items_after_steps(replace(CONFIG, activation="custom_layers:SQUARED_RELU"))
+    assert kinds_in_python(items).keys() == {"squared_relu.forward", "squared_relu.backward"}
+    items = items_after_steps(optimizer="custom_layers:SIGN", clip=0.1)
+    assert kinds_in_python(items).keys() == {"norm", "sign"}
+
+
+def test_values_that_are_alive_together_do_not_overlap(random):
+    buffers = [Buffer((int(size),), np.dtype("f4")) for size in random.integers(0, 500, 60)]
+    users = [[] for _ in range(40)]
+    for buffer in buffers:
+        for number in random.integers(0, 40, random.integers(1, 4)):
+            users[number].append(buffer)
+    places, size = arranged(users)
+    alive = {b: [n for n, used in enumerate(users) if b in used] for b in buffers}
+    for one, other in combinations(buffers, 2):
+        if alive[one][0] <= alive[other][-1] and alive[other][0] <= alive[one][-1]:
+            first, second = sorted([one, other], key=lambda buffer: places[buffer])
+            assert places[first] + first.nbytes <= places[second] or not first.nbytes
+    assert max(places[buffer] + buffer.nbytes for buffer in buffers) <= size
+    assert size < sum(buffer.nbytes for buffer in buffers)
+
+
+def operand(trace, *shape):
+    return Operand(trace, Buffer(shape, np.dtype("f4"), ("outside",)), shape, np.dtype("f4"))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x + 1,
+        lambda x: 2 * x,
+        lambda x: np.exp(x),
+        lambda x: np.concatenate([x, x]),
+        lambda x: np.asarray(x),
+        lambda x: x[0],
+        lambda x: x[:, 1:],
+        lambda x: x.T,
+        lambda x: x.tolist(),
+        lambda x: float(x),
+        lambda x: bool(x),
+        lambda x: list(x),
+        lambda x: x.astype("f8"),
+        lambda x: linear.backward_bias(x, total=np.empty(3, "f4"), accumulate=False),  # an array that it would keep
+        lambda x: gelu.backward(x, x.reshape(6).astype("f4", copy=False)) if Scratch(lambda: None)(1) else None,
+    ],
+)
+def test_what_needs_the_numbers_of_an_operand_is_not_native(use):
+    with tracing() as trace, pytest.raises(NotNative):
+        use(operand(trace, 2, 3))
+
+
+@kernel("r1 d n2 s f w1")
+def _mixed(x, a, numbers, b, c, y):
+    for i in range(x.size):
+        y[i] = x[i] * c + x.dtype.type(a) * numbers[0] + b * numbers[1]
+
+
+def test_all_kinds_of_arguments_arrive():
+
+    class Mixed:
+        traceable = True
+
+        def __call__(self, x):
+            y = np.empty(x.shape, x.dtype, like=x)
+            _mixed(x, 0.5, (3, -4), 0.25, 1.5, y)
+            return y
+
+    for dtype in (np.float32, np.float64):
+        x, function = np.linspace(-1, 1, 9).astype(dtype), Mixed()
+        form = Form(x.shape, x.dtype)
+        lowered = Lowered()
+        lower(lowered, [Call(("mixed",), function, [0], 1, (0,))], [0], {0: form, 1: form}, [1])
+        slots, arrays = [x, None], [None] * lowered.arrays
+        assert list(lowered.items[0].run(slots, arrays, False)) == []
+        np.testing.assert_array_equal(slots[1], function(x))
+
+
+def test_no_native_call_reads_memory_that_it_has_not_written():
+    """The C library fills each piece of memory before it hands it out, and when it is given back."""
+    code = "from one_number import *; print(bits_after_steps(MODELS['odd'], 'float32', Dials((3, 10), window=1)))"
+    support = Path(__file__).parent / "support"
+    environment = os.environ | {"MALLOC_PERTURB_": "85", "PYTHONPATH": os.pathsep.join([str(support), *sys.path])}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == bits_after_steps(MODELS["odd"], "float32", Dials((3, 10), in_place=False))
+
+
+def test_ids_outside_of_the_vocabulary_are_refused_before_a_step():
+    step = step_of(CONFIG, BATCH, (3, 20), OptimizerConfig(), in_place=True)
+    good, bad = np.zeros(BATCH, np.int32), np.full(BATCH, CONFIG.vocabulary, np.int32)
+    for batch in ((bad, good), (good, -1 + good)):
+        with pytest.raises(ValueError, match="must be from 0"):
+            step.inputs(batch, 0, 1)
