@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> int:
     shown: TimelineConfig = from_flags(TimelineConfig, values)
     report_config: DaskReportConfig = from_flags(DaskReportConfig, values)
     asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
-    check_plan(asked | {"explain": values.explain}, plan=values.plan)
+    check_plan(asked, plan=values.plan)
     start, resumed = None, None
     if values.resume:
         if values.preset:
@@ -126,7 +126,7 @@ def main(arguments: list[str]) -> int:
         check_beginning(job, connects=not values.plan)
         job = with_data(job, values, start)
     if values.plan:
-        print(predict(job, **asked, timed=True, explain=values.explain))
+        print(predict(job, **asked, timed=True))
         return 0
     require_memory(job)
     first = resumed.start if resumed else first_start(job, start)

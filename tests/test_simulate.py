@@ -142,10 +142,9 @@ def test_plans_of_threads_and_workers(calibrated):
         assert sum(plan.busy.values()) <= plan.seconds * plan.threads
     assert repr(two) == repr(predicted(threads=2))
     assert not any("just now" in note for note in two.notes)
-    fast, slow = (predicted(workers=2, bandwidth=rate, latency="50us", explain=True) for rate in ("10G", "10M"))
+    fast, slow = (predicted(workers=2, bandwidth=rate, latency="50us") for rate in ("10G", "10M"))
     assert fast.sent == slow.sent > 0
     assert slow.seconds - fast.seconds > slow.sent / 10e6 * 8 / 2
-    assert slow.gains["messages"] > 0.2
     assert predicted(workers=4, threads=2).threads == 8
 
 

@@ -124,7 +124,6 @@ def plan(
     workers: int = 0,
     bandwidth: float | str = 0.0,
     latency: float | str = 0.0,
-    explain: bool = False,
 ) -> Plan:
     """Return what a step will take, without running it, as `python -m daskgpt.train --plan` prints it.
 
@@ -133,7 +132,6 @@ def plan(
                active Client where neither scheduler nor threads are given
     bandwidth  bits a second of the link of each worker, such as "10G"; 0 if all are on this machine
     latency    seconds of a message on a link, or a text such as "50us"
-    explain    whether to predict what would be gained if a layer, Dask, memory or links were twice as fast
 
     Kernel times are those of `daskgpt bench --calibrate` on this machine. Without them, kernels are timed now, which
     takes some seconds.
@@ -155,17 +153,11 @@ def plan(
     bits = count(bandwidth) if isinstance(bandwidth, str) else bandwidth
     seconds = duration(latency) if isinstance(latency, str) else latency
     check_plan({"workers": workers or None, "bandwidth": bits, "latency": seconds}, plan=True)
-    return predict(job, workers, bits, seconds, timed=True, explain=explain)
+    return predict(job, workers, bits, seconds, timed=True)
 
 
 def predict(
-    job: Job,
-    workers: int | None = 0,
-    bandwidth: float = 0.0,
-    latency: float = 0.0,
-    *,
-    timed: bool = False,
-    explain: bool = False,
+    job: Job, workers: int | None = 0, bandwidth: float = 0.0, latency: float = 0.0, *, timed: bool = False
 ) -> Plan:
     """Return tasks and memory of one step, in the order in which Dask runs its tasks one by one; no kernel is called.
 
@@ -176,12 +168,11 @@ def predict(
     workers    of a cluster, which share the batch: tasks and memory are then those of the first one
     bandwidth  bits a second of the link of each worker, and the latency of a message; 0 if all are on this machine
     timed      whether to predict the time of a step
-    explain    whether to predict what would be gained if something were twice as fast
     """
     workers, found, unknown = workers or 0, None, ""
     if timed and in_place_of(job) and (workers or job.scheduler in ("sync", "threads")):
         try:
-            found, step = forecast(job, workers, bandwidth / 8, latency, explain=explain)
+            found, step = forecast(job, workers, bandwidth / 8, latency)
         except MemoryError as error:
             unknown = str(error)
     if workers:

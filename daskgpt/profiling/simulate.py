@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from graphlib import TopologicalSorter
@@ -45,7 +45,6 @@ from daskgpt.training.job import Job
 Kind = tuple[str, str]  # layer and phase
 Seconds = dict[Kind, float]
 ON_LINKS = ("messages", "update")
-LEAST_GAIN = 0.005  # of the time of a step, to be shown
 RUNS = 3  # of several processes, one after the other; the first one only fills their pipeline
 TASKS = 10**9  # more than there are: their numbers have equally many digits
 
@@ -88,20 +87,6 @@ class Demand:
         alone, beside = (added(getattr(own, name) for own in calls) for name in ("alone", "beside"))
         sends, receives = ([each for own in calls for each in getattr(own, name)] for name in ("sends", "receives"))
         return cls(alone, beside, len(calls), sends, receives)
-
-    def faster(self, layer: str) -> Demand:
-        """Return the same with a layer that takes half of its time."""
-        alone, beside = (
-            {kind: seconds / (2 if kind[0] == layer else 1) for kind, seconds in own.items()}
-            for own in (self.alone, self.beside)
-        )
-        return replace(self, alone=alone, beside=beside)
-
-    def with_memory(self) -> Demand:
-        """Return the same where cores share twice the memory rate."""
-        alone, beside = self.seconds
-        share = max(alone, beside / 2) / (beside or 1.0)
-        return replace(self, beside={kind: share * seconds for kind, seconds in self.beside.items()})
 
 
 def added(parts: Iterable[Seconds]) -> Seconds:
@@ -464,7 +449,6 @@ class Forecast:
     path        seconds of the longest chain of kernels and messages that wait for each other, by layer and phase
     locked      seconds for which the busiest process held its interpreter's lock
     sent        bytes that the busiest process sent
-    gains       what would be twice as fast -> share of the time of a step that this would save
     notes       what was assumed
     """
 
@@ -476,7 +460,6 @@ class Forecast:
     path: Seconds
     locked: float
     sent: int
-    gains: Mapping[str, float]
     notes: Sequence[str]
 
     @property
@@ -502,7 +485,6 @@ class Forecast:
             "threads' time": f"{', '.join(shares)}, idle {idle:.0%}",
             "critical path": f"{ms * length:,.1f} of {ms * self.work:,.1f} ms of work: {', '.join(on_path)}",
             "limit": f"{most[0]}: {ms * most[1]:,.1f} ms ({', '.join(f'{a} {ms * b:,.1f}' for a, b in others)})",
-            "if twice": ", ".join(f"{name} {-gain:+.1%}" for name, gain in self.gains.items() if gain >= LEAST_GAIN),
             "from": "; ".join(self.notes),
         }
         return {name: text for name, text in found.items() if text}
@@ -514,7 +496,6 @@ def forecast(
     bandwidth: float = 0.0,
     latency: float = 0.0,
     *,
-    explain: bool = False,
     cores: int = 0,
     costs: Calibration | None = None,
 ) -> tuple[Forecast, CompiledStep]:
@@ -526,7 +507,6 @@ def forecast(
     workers    that share the batch, each with the job's threads, or one
     bandwidth  bytes a second of the link of each worker's machine; 0 if they share this one
     latency    seconds of a message on a link
-    explain    whether to predict what is gained where something is twice as fast
     cores      of a machine; 0 for those of this one, and as many as threads where those have a machine of their own
     costs      the calibration; None for the stored one
 
@@ -560,9 +540,6 @@ def forecast(
     if ranks * threads > 1:
         single = replace(job, dataflow=replace(job.dataflow, scheduler="sync", threads=1))
         alone = forecast(single, costs=costs)[0].seconds
-    gains = dict[str, float]()
-    for name, others in _what_ifs(processes, costs, place) if explain else ():
-        gains[name] = 1 - Simulation(*others, runs).seconds / found.seconds
     told = Forecast(
         seconds=found.seconds,
         one_thread=alone,
@@ -572,7 +549,6 @@ def forecast(
         path=critical_path(processes, costs, place),
         locked=max(found.locked) / count,
         sent=max(found.sent) // count,
-        gains=dict(sorted(gains.items(), key=lambda gain: -gain[1])),
         notes=notes,
     )
     return told, engines[0].step
@@ -599,39 +575,6 @@ def _calibration(job: Job, step: CompiledStep, notes: list[str]) -> Calibration:
     seconds = perf_counter() - start
     notes.append(f"kernels timed for {seconds:.1f} s just now, in steps of this model with few blocks ({advice})")
     return found
-
-
-def _what_ifs(
-    processes: Sequence[Process], costs: Calibration, place: Platform
-) -> Iterator[tuple[str, tuple[Sequence[Process], Calibration, Platform]]]:
-    """Yield names of what could be twice as fast, and a simulation's arguments."""
-    work = added(demand.alone for own in processes for demand in own.demands.values())
-    for layer in dict.fromkeys(
-        layer for layer, _ in sorted(work, key=work.__getitem__, reverse=True) if work[layer, _]
-    ):
-        faster = [
-            replace(own, demands={key: demand.faster(layer) for key, demand in own.demands.items()})
-            for own in processes
-        ]
-        yield layer, (faster, costs, place)
-    begin, node = costs.graph
-    tasks = [(kernels, sync / 2, threaded / 2) for kernels, sync, threaded in costs.tasks]
-    light = replace(costs, graph=(begin / 2, node / 2), tasks=tasks, lock=costs.lock / 2, call=costs.call / 2)
-    yield "Dask and Python", (processes, light, place)
-    if processes[0].threads > 1 or len(processes) > 1:
-        roomy = [replace(own, demands={key: d.with_memory() for key, d in own.demands.items()}) for own in processes]
-        yield "shared memory", (roomy, costs, place)
-    yield (
-        "twice the threads",
-        (
-            [replace(own, threads=2 * own.threads, pooled=True) for own in processes],
-            costs,
-            replace(place, cores=max(place.cores, 2 * processes[0].threads)),
-        ),
-    )
-    if len(processes) > 1:
-        quick = replace(costs, message=costs.message / 2, rate=2 * costs.rate)
-        yield "messages", (processes, quick, replace(place, bandwidth=2 * place.bandwidth, latency=place.latency / 2))
 
 
 def _name(kind: Kind) -> str:
