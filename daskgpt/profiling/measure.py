@@ -11,7 +11,7 @@ from html import escape
 from math import prod
 from statistics import fmean
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from daskgpt.config.rich import html_table, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.graph.calls import PHASES
+from daskgpt.graph.program import Span
 from daskgpt.kernels.simd.lanes import features
 from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
 from daskgpt.profiling.recorder import recorder_of
@@ -34,6 +35,7 @@ from daskgpt.training.job import facts as job_facts
 from daskgpt.training.start import configurations
 from daskgpt.training.trainer import engine_of
 
+K = TypeVar("K")
 PACKAGES = ("numpy", "numba", "dask", "distributed")
 # Of a processor's instruction sets those that decide how fast products are here.
 TELLING = ("avx2", "avx512f", "avx512bf16", "amx-bf16", "amx-tile")
@@ -212,6 +214,12 @@ class TimedEngine:
             seconds[0] += (perf_counter() - start) / self.window
         return seconds
 
+    def recorded(self, count: int) -> tuple[list[float], list[Span]]:
+        """Return the seconds of some further steps, as `run`, and the spans of their kernel calls."""
+        with self.scheduler.record() as processes:
+            seconds = self.run(count)
+        return seconds, [span for process in processes for span in process.spans]
+
     def timeline(self, count: int) -> Timeline:
         """Return the timeline of so many further steps, or some more where the last window has more."""
         recorder, size, done = recorder_of(self.engine), self.window, len(self.losses)
@@ -252,6 +260,19 @@ class TimedEngine:
     def grain(self) -> str:
         """Return the grain of the steps so far."""
         return str(self.engine.used_grain)
+
+
+def in_turns(engines: Mapping[K, TimedEngine], turns: int, steps: int = 1, untimed: int = 0) -> dict[K, list[float]]:
+    """Return the seconds of a step of each engine, one value a turn. They take turns, so that noise hits all alike.
+
+    untimed   steps of each turn before those that are timed, since the caches hold what the others used
+    """
+    seconds: dict[K, list[float]] = {name: [] for name in engines}
+    for _ in range(turns):
+        for name, engine in engines.items():
+            engine.run(untimed)
+            seconds[name].append(fmean(engine.run(steps)))
+    return seconds
 
 
 def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) -> Measurement:
@@ -426,12 +447,8 @@ def measure(
             scheduler = stack.enter_context(open_scheduler(job.dataflow.scheduler, job.dataflow.threads))
             runs[name] = TimedEngine(job, scheduler, seed)
             runs[name].run(WARMUP)
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        cold = max(1 if own.ranks else own.window for own in runs.values())  # alike, as the losses are compared
-        for _ in range(turns):
-            for name, own in runs.items():
-                own.run(cold)
-                seconds[name].append(fmean(own.run(steps)))
+        untimed = max(1 if own.ranks else own.window for own in runs.values())  # alike, as the losses are compared
+        seconds = in_turns(runs, turns, steps, untimed)
         found = {
             name: Execution(run.scheduler.threads, Spread.of(seconds[name]), tuple(run.losses), run.timeline(steps))
             for name, run in runs.items()
