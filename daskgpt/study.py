@@ -2,16 +2,14 @@
 
 Each run is a fresh process on as many cores as it has threads. A study is a folder: results.jsonl (a line of JSON per
 run, with machine, versions and loss), table.md (times, speedup, efficiency, overlap and memory of every point), and
-figures: threads and phases (time, speedup and efficiency by the number of threads), chunks, and points (what the
-threads did during a step). Speedups are over the sequential run: one thread, with a barrier between phases if such
-points are run, the fastest of several. Table and figures name it.
+figures: threads (time, speedup and efficiency by the number of threads) and points (what the threads did during a
+step). Speedups are over the sequential run: the fastest point on one thread. Table and figures name it.
 
 Without any of the lists below, points differ from one base point (all cores, barrier step, grain block, half of the
-sequences in a chunk) in one dial: threads and barriers, slicing, grain, scheduler and engine. With lists, every
+sequences in a chunk) in one dial: threads and barriers, chunks, grain, scheduler and engine. With lists, every
 combination of their values is run; with --threads alone, each barrier on these numbers of threads: fork-join, phases,
-tasks, and barrier-free. Barrier layer always has grain kernel, and the scheduler sync one thread. Unless it is
---quick, a study predicts the times first, as --plan does, and calibrates a machine that is not yet calibrated.
---out FOLDER continues a study that was stopped; runs in its results are not repeated.
+tasks, and barrier-free. Barrier layer always has grain kernel, and the scheduler sync one thread. --out FOLDER
+continues a study that was stopped; runs in its results are not repeated.
 """
 
 from __future__ import annotations
@@ -92,7 +90,7 @@ def main(arguments: list[str]) -> int:
     results = Results(folder / "results.jsonl", model, study)
     folder.mkdir(parents=True, exist_ok=True)
     compile_kernels()
-    failures = run_all(study, grid, results, predict=not values.quick)
+    failures = run_all(study, grid, results)
     if results.rows:
         print("\n".join([text_table([cells[:4] for cells in table_of(results.points)]), *caption(results)]))
     print(f"study written to {folder / 'table.md'}")

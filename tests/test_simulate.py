@@ -13,7 +13,6 @@ from daskgpt.profiling import calibrate
 from daskgpt.profiling.calibrate import Calibration, Times
 from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.simulate import Demand, Platform, Process, Simulation, critical_path
-from daskgpt.profiling.study import StudyConfig, base_point, predicted_times
 from daskgpt.schedulers import machine
 
 FREE = Calibration(2, {"alone": {}, "beside": {}}, (0.0, 0.0), [(1.0, 0.0, 0.0)], 0.0, 0.0, 1.0, 1e9, 0.0, 100.0)
@@ -149,14 +148,6 @@ def test_the_memory_of_this_machine_does_not_bound_others(calibrated, monkeypatc
     wanted = predicted(threads=64).forecast.seconds
     monkeypatch.setattr("daskgpt.training.engine.available_memory", lambda: 1)
     assert predicted(threads=64).forecast.seconds == wanted
-
-
-def test_studies_predict_points_of_one_process(calibrated):
-    study = StudyConfig(batch_size=8, sequence_length=16)
-    points = [replace(base_point(study, 2), scheduler=name) for name in ("sync", "threads", "local")]
-    times = predicted_times(MODEL, study, points)
-    assert list(times) == points[:2]
-    assert all(0 < value < 10_000 for value in times.values())
 
 
 def test_versions_tell_an_interpreter_without_its_lock(monkeypatch):

@@ -50,7 +50,6 @@ TITLES = {
 }
 AVERAGED = ("loss", "tokens_per_s", "norm")  # drawn as running means over the values of single steps
 VALUES = (*LOSS_AXES, *TITLES, "validation_loss")
-TIME_UNITS = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}  # the first of which the longest run has two
 LINES: dict[str, dict[str, Any]] = {
     "each step": {"alpha": 0.25, "linewidth": 0.8, "zorder": 1},
     "mean over the latest steps": {"linewidth": 1.6},
@@ -75,17 +74,15 @@ class Curves:
         return bool(np.isfinite(self.values[name]).any())
 
 
-def read_runs(paths: Sequence[str], smooth: int = 0) -> list[Curves]:
-    """Return the curves of run folders, or of files of metrics.
+def read_runs(paths: Sequence[str]) -> list[Curves]:
+    """Return the curves of run folders, or of files of metrics, with means over a hundredth of the longest run.
 
     Lines that are no records are skipped, as when a run is resumed.
-
-    smooth   steps of a running mean; 0 = a hundredth of the longest run, at least ten
 
     Errors   FileNotFoundError if there are no metrics; ValueError if there is no step
     """
     runs = [_read(Path(path)) for path in paths]
-    length = smooth or max(10, *(len(values["step"]) // 100 for values in runs))
+    length = max(10, *(len(values["step"]) // 100 for values in runs))
     folders = [(path.parent if path.name == METRICS else path) for path in (Path(path).absolute() for path in paths)]
     common = os.path.commonpath([folder.parent for folder in folders])
     return [
@@ -155,11 +152,7 @@ def save(figure: Figure, file: Any, kind: str) -> None:
 
 
 def _draw(axes: Any, x: str, y: str, runs: Sequence[Curves]) -> None:
-    label, unit = {"step": "steps"}.get(x, x), 1.0
-    if x == "seconds":
-        longest = max((run.values[x][-1] for run in runs if run.has(x)), default=0.0)
-        name, unit = next(((name, long) for name, long in TIME_UNITS.items() if longest >= 2 * long), ("seconds", 1.0))
-        label = f"{name} of training"
+    label, unit = {"step": ("steps", 1), "seconds": ("minutes of training", 60)}.get(x, (x, 1))
     for number, (run, color) in enumerate(zip(runs, cycle(COLORS))):
         lines = {"mean over the latest steps": run.means.get(y, run.values[y])}
         if y in AVERAGED:
