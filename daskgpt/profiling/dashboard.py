@@ -1,8 +1,8 @@
 """A page "daskgpt" on the dashboard of Dask's scheduler while runs use it, and their kernels in its task streams.
 
-The page shows loss and speed by step, the kernel calls of each thread in the last seconds, and what these threads did
-in that time. A run adds the page and removes it. With `dask scheduler --preload daskgpt.profiling.dashboard` it stays
-between runs.
+The page shows the kernel calls of each thread in the last seconds, what these threads did in that time, and the numbers
+of the last step. A run adds the page and removes it. With `dask scheduler --preload daskgpt.profiling.dashboard` it
+stays between runs.
 
 While somebody looks at a page, the scheduler asks the workers for their latest kernel calls. A worker that does not
 answer is not asked again, and of too many calls only the last ones are sent: nothing queues.
@@ -18,15 +18,14 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
-from bokeh.layouts import column as below
-from bokeh.layouts import row
+from bokeh.layouts import column
 from bokeh.models import ColumnDataSource, Div, FactorRange, NumeralTickFormatter
 from distributed import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 from tqdm import tqdm
 
 from daskgpt.profiling.pages import lanes_plot, plot_of
-from daskgpt.profiling.timeline import COLORS, color_of, different_at_once, is_message, seconds_of
+from daskgpt.profiling.timeline import color_of, different_at_once, is_message, seconds_of
 from daskgpt.schedulers.dask_internals import (
     add_page,
     add_to_task_stream,
@@ -40,7 +39,7 @@ from daskgpt.schedulers.latest_calls import ASKED, RECEIVE, LatestCall
 from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
 
 PAGE = TOPIC  # the path of the page behind the dashboard's address
-CALLS, STEPS = 4000, 5000  # the latest that are kept, of a worker, and of the steps that were published
+CALLS = 4000  # the latest of a worker that are kept
 WINDOW = 5.0  # seconds of lanes
 EVERY = 1000  # milliseconds between two updates
 ASKING = 500  # milliseconds between two questions to a worker, of up to 16 workers; of more, longer
@@ -76,14 +75,6 @@ def end(scheduler: Any, run: str) -> None:
             collected.stop()
 
 
-async def ask_all(dask_scheduler: Any) -> None:
-    """Ask all workers for their latest kernel calls, so that a report has the end of a run."""
-    if (collected := dask_scheduler.plugins.get(Collected.name)) is not None:
-        collected.looked, collected.asked = time.monotonic(), -PATIENCE
-        collected.ask()
-        await asyncio.gather(*collected.asking.values())
-
-
 class Part(NamedTuple):
     """A part of the time.
 
@@ -104,8 +95,8 @@ class Collected(SchedulerPlugin):
     calls     of each worker, by its address, with the numbers of lanes as threads
     lanes     of each worker: thread -> number of its lane, the thread of the latest call last
     known     from when to when the calls of each worker are known
-    steps     records of steps, see `schedulers.worker_metrics`, with `received_bytes` of all workers so far
-    runs      number of runs that have sent steps; those of the latest run are kept
+    steps     records of the latest steps, see `schedulers.worker_metrics`, with `received_bytes` of all workers so far
+    validation  loss of the latest one; None before
     recoveries  number of recoveries from a loss
     looked    when a page last showed something
     """
@@ -113,13 +104,14 @@ class Collected(SchedulerPlugin):
     name = "daskgpt-dashboard"
 
     def __init__(self, scheduler: Any, prefix: str | None = "") -> None:
-        """prefix   of all paths of the dashboard; None without one: calls are collected for reports alone"""
+        """prefix   of all paths of the dashboard; None without one"""
         self.scheduler, self.users = scheduler, set[str]()
         self.calls: dict[str, deque[LatestCall]] = {}
         self.lanes: dict[str, dict[int, int]] = {}
         self.known: dict[str, tuple[float, float]] = {}
-        self.steps: deque[dict[str, Any]] = deque(maxlen=STEPS)
-        self.runs = self.recoveries = 0
+        self.steps: deque[dict[str, Any]] = deque(maxlen=MEAN)
+        self.validation: float | None = None
+        self.recoveries = 0
         self.looked = self.asked = -PATIENCE
         self.asking: dict[str, asyncio.Task[None]] = {}
         self.remove_page = add_page(scheduler, prefix, PAGE, show, "daskgpt") if prefix is not None else None
@@ -221,8 +213,9 @@ class Collected(SchedulerPlugin):
         received = sum(float(metric.get("received", 0.0)) for metric in metrics)
         if not self.steps or msg["step"] <= self.steps[-1]["step"]:
             self.steps.clear()
-            self.runs += 1
+            self.validation = None
         self.steps.append({**msg, "received_bytes": received})
+        self.validation = msg.get("validation_loss", self.validation)
         self.recoveries += "lost_steps" in msg
 
     def latest(self) -> Part:
@@ -243,7 +236,7 @@ class Collected(SchedulerPlugin):
         """Return the mean bytes per step that workers receive from each other, over the last steps."""
         if len(self.steps) < 2:
             return 0.0
-        first, last = self.steps[-min(len(self.steps), MEAN)], self.steps[-1]
+        first, last = self.steps[0], self.steps[-1]
         return float((last["received_bytes"] - first["received_bytes"]) / (last["step"] - first["step"]))
 
 
@@ -274,12 +267,6 @@ def overlap_share(part: Part) -> float:
     return overlapping / busy if busy else 0.0
 
 
-def column(steps: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Return the numbers of the steps that have a value of this name, from 1, and the values."""
-    points = [(record["step"] + 1, record[name]) for record in steps if name in record]
-    return [step for step, _ in points], [value for _, value in points]
-
-
 def show(scheduler: Any, doc: Any) -> None:
     """Fill a Bokeh document; called by Dask for each browser that opens the page."""
     page = Page(scheduler)
@@ -295,34 +282,21 @@ def show(scheduler: Any, doc: Any) -> None:
 
 
 class Page:
-    """The page in one browser.
-
-    shown  run and number of the latest step in the curves; only later steps are sent
-    """
+    """The page in one browser."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.shown = 0, -1
         self.numbers = Div(text=WAITING, sizing_mode="stretch_width")
-        self.loss, self.validation, self.speed = (ColumnDataSource({"x": [], "y": []}) for _ in range(3))
         nothing: dict[str, Any] = {"name": [NOTHING], "color": ["#00000000"]}  # else Bokeh warns
         self.calls = ColumnDataSource({**nothing, "lane": [NOTHING], "left": [-1.0], "right": [0.0], "ms": [0.0]})
         self.kinds = ColumnDataSource({**nothing, "share": [1.0]})
-        losses = plot_of("Loss [nats a token] by step", tools="pan,wheel_zoom,reset", min_width=240)
-        losses.line("x", "y", source=self.loss, color=COLORS["linear"], legend_label="of the step")
-        losses.scatter("x", "y", source=self.validation, color=COLORS["attention"], size=7, legend_label="validation")
-        losses.legend.background_fill_alpha = 0.6
-        speeds = plot_of("Tokens a second by step", tools="pan,wheel_zoom,reset", min_width=240)
-        speeds.line("x", "y", source=self.speed, color=COLORS["layernorm"])
-        speeds.y_range.start, speeds.yaxis.formatter = 0, NumeralTickFormatter(format="0,0")
         self.threads, self.names = FactorRange(factors=[NOTHING]), FactorRange(factors=[NOTHING])
         self.lanes = lanes_plot(self.calls, self.threads, NOTHING)
         self.lanes.xaxis.axis_label, self.lanes.x_range.range_padding = "s", 0
         bars = plot_of("What the threads did in that time", tools="", y_range=self.names, height=330)
         bars.hbar("name", right="share", height=0.7, color="color", source=self.kinds)
         bars.xaxis.formatter, bars.x_range.start = NumeralTickFormatter(format="0%"), 0
-        curves = row(losses, speeds, sizing_mode="stretch_width")
-        self.root = below(self.numbers, self.lanes, bars, curves, sizing_mode="stretch_width", name="daskgpt")
+        self.root = column(self.numbers, self.lanes, bars, sizing_mode="stretch_width", name="daskgpt")
 
     def update(self) -> bool:
         """Show the latest calls and steps; return whether the page goes on."""
@@ -331,7 +305,6 @@ class Page:
             self.numbers.text += "<p>The run has ended. Open this page again in the next one.</p>"
             return False
         collected.looked = time.monotonic()
-        self._show_steps(collected)
         part = collected.latest()
         time_shares = shares(part, sum(self.scheduler.workers[worker].nthreads for worker in part.workers))
         if part.calls:
@@ -340,20 +313,6 @@ class Page:
         if collected.steps:
             self.numbers.text = self._described(collected, part, time_shares)
         return True
-
-    def _show_steps(self, collected: Collected) -> None:
-        """Send new steps only: sending all of them each time would be the largest cost of the page."""
-        new_run = self.shown[0] != collected.runs
-        latest = -1 if new_run else self.shown[1]
-        new = [record for record in collected.steps if record["step"] > latest]
-        for source, name in ((self.loss, "loss"), (self.validation, "validation_loss"), (self.speed, "tokens_per_s")):
-            x, y = column(new, name)
-            points = {"x": np.array(x, np.int32), "y": np.array(y, np.float32)}
-            if new_run:
-                source.data = points
-            elif x:
-                source.stream(points, rollover=STEPS)
-        self.shown = collected.runs, new[-1]["step"] if new else latest
 
     def _show_calls(self, part: Part) -> None:
         lanes = [self._lane(worker, call.thread) for worker, call in part.calls]
@@ -384,11 +343,11 @@ class Page:
         self.kinds.data = {"name": kinds, "share": [time_shares[kind] for kind in kinds], "color": colors}
 
     def _described(self, collected: Collected, part: Part, time_shares: Mapping[str, float]) -> str:
-        latest, validation = collected.steps[-1], self.validation.data["y"]
+        latest, validation = collected.steps[-1], collected.validation
         parts = [
             f"step <b>{latest['step'] + 1:,}</b>",
             f"loss <b>{latest['loss']:.3f}</b>",
-            *([f"validation <b>{validation[-1]:.3f}</b>"] if len(validation) else []),
+            *([f"validation <b>{validation:.3f}</b>"] if validation is not None else []),
             f"<b>{latest['tokens_per_s']:,.0f}</b> tokens/s",
             *([f"idle <b>{idle_share(time_shares):.0%}</b>"] if time_shares else []),
             *([f"overlap of layers <b>{overlap_share(part):.0%}</b>"] if time_shares else []),

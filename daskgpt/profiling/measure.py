@@ -26,7 +26,7 @@ from daskgpt.graph.program import Span
 from daskgpt.kernels.simd.lanes import features
 from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
 from daskgpt.profiling.recorder import recorder_of
-from daskgpt.profiling.timeline import Summary, Timeline, is_message, summarise, svg_legend, svg_strips
+from daskgpt.profiling.timeline import Summary, Timeline, html_legend, is_message, summarise, svg_strips
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
@@ -400,7 +400,7 @@ class Executions(dict[str, Execution]):
             f"{svg_strips(run.timeline, end=end, named=False)}"
             for name, run in self.items()
         )
-        legend = f'<div style="margin-top: 8px; font-size: 12px">{svg_legend(*timelines)}</div>'
+        legend = f'<div style="margin-top: 8px; font-size: 12px">{html_legend(*timelines)}</div>'
         return html_table(title, rows, head=HEAD, numbers=True) + f"<div>{escape(self.note)}</div>" + lanes + legend
 
 

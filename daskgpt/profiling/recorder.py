@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import time
@@ -23,7 +23,6 @@ from daskgpt.profiling.timeline import (
     events_of,
     summarise,
     timeline_paths,
-    with_endings,
 )
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 from daskgpt.training.engine import Engine
@@ -208,55 +207,3 @@ class TimelineCallback:
 
             trace, page = write_timeline(self.timeline, self.path)
             print(f"\n{describe_summary(summarise(self.timeline))}\n\ntimeline written to {page} and {trace}")
-
-
-@documented
-@dataclass(frozen=True)
-class DaskReportConfig(Checked):
-    """Dask's report of a run on a cluster."""
-
-    performance_report: str = setting(
-        "",
-        "write Dask's performance report of a run on a cluster to FILE.html, in the run's folder unless FILE names one",
-        unit="file",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not is_bare(self.performance_report):
-            (page,) = with_endings(self.performance_report, ".html")
-            check_writable(page, "train", "performance_report")
-
-
-class DaskReportCallback:
-    """A `training.trainer.Callback`: Dask's report of all steps.
-
-    Errors   ValueError for a scheduler of this process
-    """
-
-    def __init__(self, config: DaskReportConfig, job: Job) -> None:
-        self.name = config.performance_report
-        rule, advice = "Dask reports on clusters only", "Add --scheduler local, or take --timeline."
-        require(job.scheduler not in ("sync", "threads"), "train", rule, {"scheduler": job.scheduler}, advice)
-
-    def begin(self, job: Job, engine: Engine, steps: int) -> int:
-        from distributed import performance_report
-
-        scheduler: Any = engine.scheduler
-        (self.path,) = with_endings(Path(job.run.out if is_bare(self.name) else "") / self.name, ".html")
-        self.stack = ExitStack()
-        with scheduler.client.as_current():
-            self.stack.enter_context(performance_report(str(self.path), mode="inline"))
-        self.client = scheduler.client
-        return 0
-
-    def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def end(self) -> None:
-        from daskgpt.profiling.dashboard import ask_all
-
-        with self.client.as_current():
-            self.client.run_on_scheduler(ask_all)
-            self.stack.close()
-        print(f"report written to {self.path}")
