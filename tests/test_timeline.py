@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from html import unescape
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def recorded(barrier, windows, config=SMALL, shape=(4, 12), chunk=(2, 6), schedu
         dials = {"grain": grain, "barrier": barrier, "in_place": runs.in_place}
         step = step_of(config, shape, chunk, OptimizerConfig(), **dials)
         state = state_of(step, random_parameters(config, random))
-        recorder = StepRecorder(step, runs)
+        recorder = StepRecorder(SimpleNamespace(step=step, scheduler=runs))
         for number, window in enumerate([windows[0], *windows]):
             batches = [random_batch(config, random, shape) for _ in window]
             with recorder.window(window) if number else nullcontext():
@@ -366,6 +367,19 @@ def test_a_trace_has_the_calls_and_the_page_loads_nothing(tmp_path):
 
 MODEL = "--blocks 1 --heads 2 --channels 32 --batch-size 4 --sequence-length 16 --validate-every 0"
 MODEL += " --validation-batches 1 --sample-tokens 0"
+
+
+def test_a_timeline_has_the_tasks_that_the_run_chose(small_text):
+    watcher = TimelineCallback(TimelineConfig(timeline_steps=2))
+    data = {"data": str(small_text), "batch_size": 8, "sequence_length": 16}
+    run = {"steps": 5, "validate_every": 0, "validation_batches": 1}
+    flow = {"scheduler": "threads", "threads": 2, "batch_chunk": 2}
+    daskgpt.fit(LARGER, data, dataflow=flow, run=run, callbacks=[watcher], quiet=True)
+    engine, summary = watcher.recorder.engine, summarise(watcher.timeline)
+    assert engine.grain == "chunk", "short tasks become long ones after the first step, whose grain is segment"
+    assert "grain chunk" in watcher.timeline.title
+    assert summary.tasks <= 2 * engine.tasks
+    assert summary.kernel_share + summary.inside_share + summary.scheduling_share + summary.waiting_share < 1.05
 
 
 def test_training_writes_the_timeline_of_its_last_steps(small_text, tmp_path, capsys):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from daskgpt.config.errors import require
 from daskgpt.config.files import check_writable
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.model.step import CompiledStep
 from daskgpt.profiling.timeline import (
     Event,
     Lane,
@@ -24,7 +23,7 @@ from daskgpt.profiling.timeline import (
     summarise,
     timeline_paths,
 )
-from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
+from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
 from daskgpt.training.engine import Engine
 from daskgpt.training.job import Job
 
@@ -44,8 +43,9 @@ class StepRecorder:
     out steps between windows.
     """
 
-    def __init__(self, step: CompiledStep, scheduler: Scheduler) -> None:
-        self.step, self.scheduler = step, scheduler
+    def __init__(self, engine: Any) -> None:
+        """engine   a `LocalEngine` or a `TaskEngine`, whose first steps may still choose chunks and grain"""
+        self.engine, self.scheduler = engine, engine.scheduler
         self.windows: list[Window] = []
         self.steps: dict[int, int] = {}  # number of a run -> step
         self._recording = ExitStack()
@@ -64,7 +64,7 @@ class StepRecorder:
     def finish(self) -> Timeline:
         """Return the timeline. On a cluster, call this once the updates of the last step are done."""
         self._recording.close()
-        step, start, parts = self.step, self.windows[0].start, list[ProcessEvents]()
+        step, start, parts = self.engine.step, self.windows[0].start, list[ProcessEvents]()
         for process in self._processes:
             spans = [(self.steps[span.run], span) for span in process.spans if span.run in self.steps]
             parts.append(ProcessEvents(process.name, process.threads, events_of(step, spans, start - process.offset)))
@@ -143,7 +143,7 @@ def joined(title: str, windows: Sequence[Window], parts: Sequence[ProcessEvents]
 
 def recorder_of(engine: Any) -> StepRecorder | RankRecorder:
     """Return a recorder of the steps of an engine."""
-    return RankRecorder(engine) if engine.ranks else StepRecorder(engine.step, engine.scheduler)
+    return RankRecorder(engine) if engine.ranks else StepRecorder(engine)
 
 
 def is_bare(path: str) -> bool:
