@@ -1,8 +1,7 @@
 """A page "daskgpt" on the dashboard of Dask's scheduler while runs use it, and their kernels in its task streams.
 
-The page shows the kernel calls of each thread in the last seconds, what these threads did in that time, and the numbers
-of the last step. A run adds the page and removes it. With `dask scheduler --preload daskgpt.profiling.dashboard` it
-stays between runs.
+The page shows the kernel calls of each thread in the last seconds and the numbers of the last step. A run adds the page
+and removes it. With `dask scheduler --preload daskgpt.profiling.dashboard` it stays between runs.
 
 While somebody looks at a page, the scheduler asks the workers for their latest kernel calls. A worker that does not
 answer is not asked again, and of too many calls only the last ones are sent: nothing queues.
@@ -12,19 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, Div, FactorRange, NumeralTickFormatter
+from bokeh.models import ColumnDataSource, Div, FactorRange
 from distributed import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
-from tqdm import tqdm
 
-from daskgpt.profiling.pages import lanes_plot, plot_of
+from daskgpt.profiling.pages import lanes_plot
 from daskgpt.profiling.timeline import color_of, different_at_once, is_message, seconds_of
 from daskgpt.schedulers.dask_internals import (
     add_page,
@@ -45,9 +43,6 @@ EVERY = 1000  # milliseconds between two updates
 ASKING = 500  # milliseconds between two questions to a worker, of up to 16 workers; of more, longer
 ANSWER = 1200  # calls that all workers together answer: Dask's task stream shows a thousand
 PATIENCE = 5.0  # seconds in which a worker answers, and a page that is open asks again
-MEAN = 20  # steps of a mean
-KERNELS = 14  # bars at most
-IDLE, IDLE_COLOR = "idle", "#e4e4e4"
 NOTHING = "no kernel yet"
 WAITING = "No run has sent a step yet: <code>python -m daskgpt.train --scheduler ...</code>"
 
@@ -95,8 +90,7 @@ class Collected(SchedulerPlugin):
     calls     of each worker, by its address, with the numbers of lanes as threads
     lanes     of each worker: thread -> number of its lane, the thread of the latest call last
     known     from when to when the calls of each worker are known
-    steps     records of the latest steps, see `schedulers.worker_metrics`, with `received_bytes` of all workers so far
-    validation  loss of the latest one; None before
+    step      record of the latest step, see `schedulers.worker_metrics`, with the loss of the latest validation
     recoveries  number of recoveries from a loss
     looked    when a page last showed something
     """
@@ -109,8 +103,7 @@ class Collected(SchedulerPlugin):
         self.calls: dict[str, deque[LatestCall]] = {}
         self.lanes: dict[str, dict[int, int]] = {}
         self.known: dict[str, tuple[float, float]] = {}
-        self.steps: deque[dict[str, Any]] = deque(maxlen=MEAN)
-        self.validation: float | None = None
+        self.step: dict[str, Any] = {}
         self.recoveries = 0
         self.looked = self.asked = -PATIENCE
         self.asking: dict[str, asyncio.Task[None]] = {}
@@ -207,16 +200,10 @@ class Collected(SchedulerPlugin):
             kept.extend(self._in_lane(worker, LatestCall(name, thread, span["start"], span["stop"])) for span in ran)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        if topic != TOPIC:
-            return
-        metrics = [worker.metrics.get(METRIC, {}) for worker in self.scheduler.workers.values()]
-        received = sum(float(metric.get("received", 0.0)) for metric in metrics)
-        if not self.steps or msg["step"] <= self.steps[-1]["step"]:
-            self.steps.clear()
-            self.validation = None
-        self.steps.append({**msg, "received_bytes": received})
-        self.validation = msg.get("validation_loss", self.validation)
-        self.recoveries += "lost_steps" in msg
+        if topic == TOPIC:
+            same_run = msg["step"] > self.step.get("step", -1)
+            self.step = (self.step if same_run else {}) | msg
+            self.recoveries += "lost_steps" in msg
 
     def latest(self) -> Part:
         """Return the calls of the last seconds of which all workers have sent theirs."""
@@ -232,31 +219,16 @@ class Collected(SchedulerPlugin):
         ]
         return Part(calls, start, end, there)
 
-    def bytes_a_step(self) -> float:
-        """Return the mean bytes per step that workers receive from each other, over the last steps."""
-        if len(self.steps) < 2:
-            return 0.0
-        first, last = self.steps[0], self.steps[-1]
-        return float((last["received_bytes"] - first["received_bytes"]) / (last["step"] - first["step"]))
-
 
 def kind_of(name: str) -> str:
     """Return layer and pass of a call, as `linear.backward`, from its name; of a message, its direction."""
     return name.partition(".")[0] if is_message(name) else name.partition("-")[0]
 
 
-def shares(part: Part, threads: int) -> dict[str, float]:
-    """Return the shares of the threads' time that each kind of call took, the greatest first, and `IDLE`."""
-    busy, whole = defaultdict[str, float](float), threads * (part.end - part.start)
-    for _, call in part.calls:
-        busy[kind_of(call.name)] += (call.end - call.start) / whole
-    ordered = dict(sorted(busy.items(), key=lambda item: -item[1]))
-    return ordered | {IDLE: max(0.0, 1 - sum(busy.values()))} if busy else {}
-
-
-def idle_share(time_shares: Mapping[str, float]) -> float:
+def idle_share(part: Part, threads: int) -> float:
     """Return the share of the threads' time in which no kernel ran: they had no task, or waited for a message."""
-    return sum(share for kind, share in time_shares.items() if kind == IDLE or is_message(kind))
+    busy = sum(call.end - call.start for _, call in part.calls if not is_message(call.name))
+    return max(0.0, 1 - busy / (threads * (part.end - part.start)))
 
 
 def overlap_share(part: Part) -> float:
@@ -287,16 +259,12 @@ class Page:
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
         self.numbers = Div(text=WAITING, sizing_mode="stretch_width")
-        nothing: dict[str, Any] = {"name": [NOTHING], "color": ["#00000000"]}  # else Bokeh warns
-        self.calls = ColumnDataSource({**nothing, "lane": [NOTHING], "left": [-1.0], "right": [0.0], "ms": [0.0]})
-        self.kinds = ColumnDataSource({**nothing, "share": [1.0]})
-        self.threads, self.names = FactorRange(factors=[NOTHING]), FactorRange(factors=[NOTHING])
+        nothing = {"name": NOTHING, "color": "#00000000", "lane": NOTHING, "left": -1.0, "right": 0.0, "ms": 0.0}
+        self.calls = ColumnDataSource({name: [value] for name, value in nothing.items()})  # else Bokeh warns
+        self.threads = FactorRange(factors=[NOTHING])
         self.lanes = lanes_plot(self.calls, self.threads, NOTHING)
         self.lanes.xaxis.axis_label, self.lanes.x_range.range_padding = "s", 0
-        bars = plot_of("What the threads did in that time", tools="", y_range=self.names, height=330)
-        bars.hbar("name", right="share", height=0.7, color="color", source=self.kinds)
-        bars.xaxis.formatter, bars.x_range.start = NumeralTickFormatter(format="0%"), 0
-        self.root = column(self.numbers, self.lanes, bars, sizing_mode="stretch_width", name="daskgpt")
+        self.root = column(self.numbers, self.lanes, sizing_mode="stretch_width", name="daskgpt")
 
     def update(self) -> bool:
         """Show the latest calls and steps; return whether the page goes on."""
@@ -306,12 +274,10 @@ class Page:
             return False
         collected.looked = time.monotonic()
         part = collected.latest()
-        time_shares = shares(part, sum(self.scheduler.workers[worker].nthreads for worker in part.workers))
         if part.calls:
             self._show_calls(part)
-            self._show_shares(time_shares)
-        if collected.steps:
-            self.numbers.text = self._described(collected, part, time_shares)
+        if collected.step:
+            self.numbers.text = self._described(collected, part)
         return True
 
     def _show_calls(self, part: Part) -> None:
@@ -335,23 +301,15 @@ class Page:
         name = f"worker {worker.name}" if str(worker.name).isdigit() else str(worker.name)
         return f"{name}, thread {number + 1}" if worker.nthreads > 1 else name
 
-    def _show_shares(self, time_shares: Mapping[str, float]) -> None:
-        kinds = [kind for kind in time_shares if kind != IDLE][:KERNELS]
-        kinds += [IDLE]
-        self.names.factors = kinds[::-1]
-        colors = [IDLE_COLOR if kind == IDLE else color_of(kind) for kind in kinds]
-        self.kinds.data = {"name": kinds, "share": [time_shares[kind] for kind in kinds], "color": colors}
-
-    def _described(self, collected: Collected, part: Part, time_shares: Mapping[str, float]) -> str:
-        latest, validation = collected.steps[-1], collected.validation
+    def _described(self, collected: Collected, part: Part) -> str:
+        step, threads = collected.step, sum(self.scheduler.workers[worker].nthreads for worker in part.workers)
         parts = [
-            f"step <b>{latest['step'] + 1:,}</b>",
-            f"loss <b>{latest['loss']:.3f}</b>",
-            *([f"validation <b>{validation:.3f}</b>"] if validation is not None else []),
-            f"<b>{latest['tokens_per_s']:,.0f}</b> tokens/s",
-            *([f"idle <b>{idle_share(time_shares):.0%}</b>"] if time_shares else []),
-            *([f"overlap of layers <b>{overlap_share(part):.0%}</b>"] if time_shares else []),
-            f"between workers <b>{tqdm.format_sizeof(collected.bytes_a_step(), 'B')}</b> a step",
+            f"step <b>{step['step'] + 1:,}</b>",
+            f"loss <b>{step['loss']:.3f}</b>",
+            *([f"validation <b>{step['validation_loss']:.3f}</b>"] if "validation_loss" in step else []),
+            f"<b>{step['tokens_per_s']:,.0f}</b> tokens/s",
+            *([f"idle <b>{idle_share(part, threads):.0%}</b>"] if part.calls else []),
+            *([f"overlap of layers <b>{overlap_share(part):.0%}</b>"] if part.calls else []),
             f"recoveries <b>{collected.recoveries}</b>",
         ]
         return f"<div style='font-size: 15px'>{' &nbsp; '.join(parts)}</div>"

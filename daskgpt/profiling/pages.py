@@ -86,19 +86,14 @@ def lanes_plot(source: ColumnDataSource, lanes: FactorRange, title: str = "", to
 
     source  columns: lane, left, right, color, and those of the tooltips: name and ms
     """
-    plot = plot_of(title, y_range=lanes, **{"tools": "xpan,xwheel_zoom,reset"} | look)
+    options = {"height": 250, "tools": "xpan,xwheel_zoom,reset"} | look
+    plot = figure(title=title, y_range=lanes, sizing_mode="stretch_width", **options)
+    plot.toolbar.logo = None
     # The line keeps a call visible that is narrower than a pixel.
     colors = {"fill_color": "color", "line_color": "color", "hover_line_color": "black"}
     bars = plot.hbar("lane", left="left", right="right", height=0.8, source=source, line_width=0.4, **colors)
     plot.add_tools(HoverTool(renderers=[bars], tooltips=tooltips, point_policy="follow_mouse"))
     plot.ygrid.grid_line_color = None
-    return plot
-
-
-def plot_of(title: str, height: int = 250, **options: Any) -> Any:
-    """Return an empty plot that is as wide as the page."""
-    plot = figure(height=height, sizing_mode="stretch_width", title=title, **options)
-    plot.toolbar.logo = None
     return plot
 
 

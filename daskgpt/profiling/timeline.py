@@ -404,7 +404,7 @@ def describe_summary(summary: Summary) -> str:
     per_step, many = 1e3 / summary.steps, "s" * (summary.steps > 1)
     path = ", ".join(
         f"{layer}.{phase} {seconds / summary.critical_path:.0%}"
-        for (layer, phase), seconds in list(summary.critical.items())[:5]
+        for (layer, phase), seconds in list(summary.critical.items())[:3]
     )
     lines = [
         f"wall          {summary.wall * per_step:9.2f} ms a step, {summary.steps} step{many}",
