@@ -228,6 +228,14 @@ class TimedEngine:
                 self.run(size)
         return recorder.finish()
 
+    def measured(self, timed: int, recorded: int) -> tuple[Spread, int, Summary]:
+        """Return the seconds of further steps, the most bytes in memory, and the summary of other steps, in which
+        kernels are recorded, so that recording slows no timed one.
+        """
+        self.reset_peak()
+        seconds = Spread.of(self.run(timed))
+        return seconds, self.peak(), summarise(self.timeline(recorded))
+
     def reset_peak(self) -> None:
         """Let `peak` count from now on."""
         self.scheduler.everywhere(machine.reset_peak_memory, here=True)
@@ -276,17 +284,14 @@ def in_turns(engines: Mapping[K, TimedEngine], turns: int, steps: int = 1, untim
 
 
 def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) -> Measurement:
-    """Run and time some steps; those in which kernels are recorded are others, so that recording slows no timed one."""
+    """Run and time some steps, and record some others."""
     job, scheduler, threads = steps.job, steps.scheduler, steps.scheduler.threads
     steps.run(warmup)
-    steps.reset_peak()
-    seconds = Spread.of(steps.run(timed))
-    peak = steps.peak() / 1e9
-    summary = summarise(steps.timeline(recorded))
+    seconds, peak, summary = steps.measured(timed, recorded)
     busy = dict.fromkeys(PHASES, 0.0)
     for (layer, phase), (duration, _) in summary.kernels.items():
         busy[phase] += 0.0 if is_message(layer) else duration
-    idle = 1 - sum(busy.values()) / (threads * summary.wall)
+    idle = 1 - summary.kernel_share
     tokens = prod(job.batch_shape) / seconds.median
     rate = step_operations(job.config, *job.batch_shape) / seconds.median / 1e9
     products = sum(scheduler.everywhere(matmul_rate, threads)) / 1e9
@@ -304,11 +309,11 @@ def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) ->
         "overhead": f"{idle:.1%} of the threads' time without a kernel",
         "tokens": f"{tokens:,.0f} a second",
         "arithmetic": f"{rate:,.1f} GFLOP/s, {rate / products:.0%} of the float32 matrix product's {products:,.1f}",
-        "memory": f"{peak:.3f} GB at most",
+        "memory": f"{peak / 1e9:.3f} GB at most",
     }
     values = {name: (value, "ms") for name, value in passes.items()}
     values |= {"overhead": (idle, ""), "tokens": (tokens, "tokens/s"), "rate": (rate, "GFLOP/s")}
-    values |= {"matmul_rate": (products, "GFLOP/s"), "peak": (peak, "GB")}
+    values |= {"matmul_rate": (products, "GFLOP/s"), "peak": (peak / 1e9, "GB")}
     figures = {name: figure(Spread.of([value]), unit) for name, (value, unit) in values.items()}
     settings = steps.settings | {"tasks": steps.tasks, "grain": steps.grain, "threads": threads}
     return Measurement(facts, settings, {"step": figure(seconds, "ms", 1e3), **figures})

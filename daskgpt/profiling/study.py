@@ -253,10 +253,7 @@ def run(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> Row:
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
         steps = TimedEngine(job, scheduler, study.seed)
         number = max(study.steps, math.ceil(study.seconds / min(steps.run(study.warmup))))
-        steps.reset_peak()
-        seconds = Spread.of(steps.run(number))
-        peak = steps.peak()
-        summary = summarise(steps.timeline(study.steps))
+        seconds, peak, summary = steps.measured(number, study.steps)
     chunk = steps.engine.chunk
     row: Row = {
         "batch_chunk_used": chunk[0],
