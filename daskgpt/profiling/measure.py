@@ -246,11 +246,11 @@ class TimedEngine:
 
     def cpu(self) -> dict[tuple[str, int], float]:
         """Return seconds of processor time of this process, the workers and a cluster's scheduler, by process."""
-        found = self.scheduler.everywhere(machine.processor_time, here=True)
+        processes = self.scheduler.everywhere(machine.processor_time, here=True)
         if not self.scheduler.in_place:
             client = cast(Any, self.scheduler).client
-            found.append(client.run_on_scheduler(machine.processor_time))
-        return {process: seconds for own in found for process, seconds in own.items()}
+            processes.append(client.run_on_scheduler(machine.processor_time))
+        return {process: seconds for times in processes for process, seconds in times.items()}
 
     @property
     def window(self) -> int:
@@ -363,8 +363,8 @@ class Executions(dict[str, Execution]):
     others   cores that other programs kept busy before
     """
 
-    def __init__(self, found: Mapping[str, Execution], others: float = 0.0) -> None:
-        super().__init__(found)
+    def __init__(self, executions: Mapping[str, Execution], others: float = 0.0) -> None:
+        super().__init__(executions)
         self.others = others
 
     def speedup(self, name: str) -> float:
@@ -436,11 +436,10 @@ def measure(
     >>> list(found), found["sequential"].losses == found["threads"].losses
     (['sequential', 'threads'], True)
     """
-    known = dataflows or {"default": {}}
     require(turns >= 1, "measure", "turns must be at least 1", {"turns": turns}, "Give 1 or more.")
     require(steps >= 1, "measure", "steps must be at least 1", {"steps": steps}, "Give 1 or more.")
     shared = {"data": data, "optimizer": {"schedule": "constant"}, "run": {"seed": seed}}
-    jobs = {name: job_from(config, dataflow=own, **shared) for name, own in known.items()}
+    jobs = {name: job_from(config, dataflow=dials, **shared) for name, dials in (dataflows or {"default": {}}).items()}
     for job in jobs.values():
         require_scheduler(job.dataflow.scheduler)
     for job in jobs.values():
@@ -452,10 +451,10 @@ def measure(
             scheduler = stack.enter_context(open_scheduler(job.dataflow.scheduler, job.dataflow.threads))
             runs[name] = TimedEngine(job, scheduler, seed)
             runs[name].run(WARMUP)
-        untimed = max(1 if own.ranks else own.window for own in runs.values())  # alike, as the losses are compared
+        untimed = max(1 if run.ranks else run.window for run in runs.values())  # alike, as the losses are compared
         seconds = in_turns(runs, turns, steps, untimed)
-        found = {
+        executions = {
             name: Execution(run.scheduler.threads, Spread.of(seconds[name]), tuple(run.losses), run.timeline(steps))
             for name, run in runs.items()
         }
-        return Executions(found, others)
+        return Executions(executions, others)

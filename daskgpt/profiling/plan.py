@@ -28,7 +28,6 @@ from daskgpt.training.job import Job, facts
 
 ASSUMED = "block"  # the grain, while only a measured step can tell
 KINDS = {"totals": "totals", "weights": "weights", "gather": "rows"}  # by the names of channels
-SHOWN = 8  # workers
 
 
 @dataclass
@@ -91,11 +90,10 @@ class Plan:
         below = {
             "largest task": f"{_mb(self.largest_bytes)} of results, {self.largest_task}",
             "memory": fits(job, self.peak * max(len(self.loads), 1)),
+            "messages": described_loads(self.loads),
         }
         time = self.forecast.rows() if self.forecast else {"time": self.unknown}
-        parts = [lines_of(above), text_table(memory), lines_of(below)]
-        parts += [describe_loads(self.loads)] if self.loads else []
-        return "\n".join(filter(None, [*parts, lines_of(time), "no step was run"]))
+        return "\n".join([lines_of(above), text_table(memory), lines_of(below | time), "no step was run"])
 
     def _repr_html_(self) -> str:
         return html_text(repr(self))
@@ -251,21 +249,16 @@ def described_grain(job: Job, grain: str, *, predicted: bool) -> str:
 def fits(job: Job, peak: int) -> str:
     """Return one sentence: whether the peak and the processes that hold it fit the memory that there is here."""
     limit, whose = machine.memory_limit()
-    if not limit:
-        return f"{rounded(peak)} are needed; this system does not say how much there is."
-    scheduler = job.scheduler
-    if scheduler not in ("sync", "threads", "local"):
+    if job.scheduler not in ("sync", "threads", "local"):
         return f"{rounded(peak)} are needed by the cluster's workers together; {whose} has {rounded(limit)}."
-    processes = 1 + threads_of(job) if scheduler == "local" else 1
+    processes = 1 + threads_of(job) if job.scheduler == "local" else 1
     libraries = processes * machine.resident_memory()  # of this process, which has loaded them and holds no step
     needed = f"{rounded(peak)} and {rounded(libraries)} for interpreter and libraries"
     needed += f" of {processes} processes" if processes > 1 else ""
     if peak + libraries <= limit:
         return f"fits: {needed}, of the {rounded(limit)} that {whose} has."
-    return (
-        f"DOES NOT FIT: {needed} are more than the {rounded(limit)} that {whose} has. "
-        "Try a smaller --batch-size or --sequence-length."
-    )
+    advice = "Try a smaller --batch-size or --sequence-length."
+    return f"DOES NOT FIT: {needed} are more than the {rounded(limit)} that {whose} has. {advice}"
 
 
 def lines_of(texts: Mapping[str, str]) -> str:
@@ -285,24 +278,26 @@ def loads(steps: Sequence[CompiledStep]) -> list[Load]:
 
     Not counted are losses, the squares that make the norm of a gradient, and Dask's messages.
     """
-    found = [Load() for _ in steps]
+    workers = [Load() for _ in steps]
     for sender, step in enumerate(steps):
         for call in map(call_of, step.kernels.graph.values()):
             if isinstance(call, Exchange) and call.peer >= 0 and call.returns != MESSAGE and call.size:
                 channel: Any = call.channel
                 kind = KINDS[channel[0]]
-                found[sender].sent[kind] += call.size
-                found[call.peer].received[kind] += call.size
-    return found
+                workers[sender].sent[kind] += call.size
+                workers[call.peer].received[kind] += call.size
+    return workers
 
 
-def describe_loads(found: Sequence[Load]) -> str:
-    """Return a table for people, of megabytes a step."""
+def described_loads(workers: Sequence[Load]) -> str:
+    """Return what workers send and receive, from the least to the most."""
+    if not workers:
+        return ""
+    sent, received = ([getattr(load, way).total() for load in workers] for way in ("sent", "received"))
+    ways = f"sends {_span(sent)}, receives {_span(received)}"
+    kinds = sum((load.sent for load in workers), Counter[str]())
+    return f"a worker {ways}; together {_mb(sum(sent))} ({', '.join(f'{k} {_mb(v)}' for k, v in kinds.items())})"
 
-    def cells(sent: Counter[str]) -> list[str]:
-        return [f"{size / 1e6:,.1f}" for size in (*(sent[kind] for kind in KINDS.values()), sent.total())]
 
-    table = [["worker", *KINDS.values(), "sent", "received"]]
-    table += [[str(n), *cells(own.sent), f"{own.received.total() / 1e6:,.1f}"] for n, own in enumerate(found[:SHOWN])]
-    table += [[f"and {len(found) - SHOWN} more", *[""] * (len(KINDS) + 2)]] * (len(found) > SHOWN)
-    return text_table([*table, ["together", *cells(sum((own.sent for own in found), Counter())), "MB a step"]])
+def _span(sizes: Sequence[int]) -> str:
+    return " to ".join(_mb(size) for size in sorted({min(sizes), max(sizes)}))

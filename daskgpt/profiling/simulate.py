@@ -362,7 +362,7 @@ def critical_path(processes: Sequence[Process], costs: Calibration, platform: Pl
     """
     posts = defaultdict[Any, deque[tuple[Task, float]]](deque)  # sender, receiver, channel -> tasks, seconds
     rate, needs = min(costs.rate, platform.bandwidth or costs.rate), dict[Task, dict[Task, float]]()
-    tasks = {(rank, key): demand for rank, own in enumerate(processes) for key, demand in own.demands.items()}
+    tasks = {(rank, key): demand for rank, one in enumerate(processes) for key, demand in one.demands.items()}
     for (rank, key), demand in tasks.items():
         for peer, channel, size in demand.sends:
             posts[rank, peer, channel].append(((rank, key), 2 * costs.message + platform.latency + size / rate))
@@ -400,19 +400,15 @@ class Forecast:
     locked: float
     notes: Sequence[str]
 
-    @property
-    def speedup(self) -> float:
-        """Return how many times as fast as on one thread."""
-        return self.one_thread / self.seconds if self.one_thread else 1.0
-
     def rows(self) -> dict[str, str]:
         """Return lines for people, by name."""
         ms, threads, length = 1e3, self.threads * self.seconds, sum(self.path.values())
         kernels = sum(self.busy.values())
         time = f"{ms * self.seconds:,.1f} ms a step predicted"
         if self.one_thread:
-            time += f", {self.speedup:.2f} times as fast as one thread ({ms * self.one_thread:,.1f} ms): "
-            time += f"efficiency {self.speedup / self.threads:.0%}"
+            speedup = self.one_thread / self.seconds
+            time += f", {speedup:.2f} times as fast as one thread ({ms * self.one_thread:,.1f} ms): "
+            time += f"efficiency {speedup / self.threads:.0%}"
         shares = [f"{phase} {seconds / threads:.0%}" for phase, seconds in self.busy.items()]
         slowest = sorted(self.path.items(), key=lambda item: -item[1])[:4]
         on_path = [
