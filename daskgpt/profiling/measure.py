@@ -351,11 +351,6 @@ class Execution:
         """Times of kernels, tasks and threads in the timeline."""
         return summarise(self.timeline)
 
-    @property
-    def overlap(self) -> float:
-        """Share of the time in which two or more different layers ran at once."""
-        return self.summary.overlap
-
 
 class Executions(dict[str, Execution]):
     """Name -> execution. The first one is what the others' speedup is measured by.
@@ -379,7 +374,7 @@ class Executions(dict[str, Execution]):
         """Return a table of text, whose columns are those of HEAD."""
         return [
             [name, run.seconds.text("", 1, 1e3), f"{self.speedup(name):.2f}"]
-            + [f"{share:.0%}" for share in (self.efficiency(name), run.overlap, 1 - run.summary.kernel_share)]
+            + [f"{share:.0%}" for share in (self.efficiency(name), run.summary.overlap, 1 - run.summary.kernel_share)]
             for name, run in self.items()
         ]
 

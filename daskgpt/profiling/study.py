@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import written
+from daskgpt.config.files import replacing
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
@@ -155,9 +155,8 @@ class Results:
         shared = asdict(model) | {name: getattr(study, name) for name in SHARED}
         shared["groups"] = groups_of_batch(study.batch_size, study.sequence_length, study.groups)
         self.shared: Row = json.loads(json.dumps(shared))
-        text = path.read_bytes() if path.exists() else b""
-        self.size = text.rfind(b"\n") + 1  # a line that is not whole is left out, and written over
-        self.rows = [self._row(number, line) for number, line in enumerate(text[: self.size].splitlines(), 1)]
+        *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # without a line that is not whole
+        self.rows = [self._row(number, line) for number, line in enumerate(lines, 1)]
 
     def _row(self, number: int, line: bytes) -> Row:
         row: Row = {}
@@ -171,14 +170,10 @@ class Results:
         return row
 
     def add(self, point: DataflowConfig, repetition: int, measured: Row) -> None:
-        """Append a run."""
-        row = self.shared | asdict(point) | {"repetition": repetition} | measured
-        line = f"{json.dumps(row)}\n".encode()
-        with written(self.path, "study"), self.path.open("ab") as file:
-            file.truncate(self.size)
-            file.write(line)
-        self.size += len(line)
-        self.rows.append(row)
+        """Add a run, and write the file."""
+        self.rows.append(self.shared | asdict(point) | {"repetition": repetition} | measured)
+        with replacing(self.path, "study") as file:
+            file.writelines(f"{json.dumps(row)}\n".encode() for row in self.rows)
 
     @property
     def points(self) -> dict[DataflowConfig, list[Row]]:
