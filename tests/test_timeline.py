@@ -40,9 +40,8 @@ from daskgpt.profiling.timeline import (
     Window,
     color_of,
     describe_summary,
-    different_at_once,
     longest_chain,
-    seconds_of,
+    seconds_at_once,
     summarise,
     svg_strips,
 )
@@ -123,10 +122,9 @@ def test_what_runs_at_the_same_time(barrier, steps, layers):
         if (summary.steps_overlap > 0, summary.overlap > 0) == (steps > 1, layers > 1):
             break
     assert (summary.steps_overlap > 0, summary.overlap > 0) == (steps > 1, layers > 1)
-    at_once = different_at_once([(event.start, event.end, event.stage) for event in timeline.events])
-    assert max(count for _, count in at_once) == layers
-    at_once = different_at_once([(event.start, event.end, event.step) for event in timeline.events])
-    assert max(count for _, count in at_once) == steps
+    stages, numbers = ([(e.start, e.end, getattr(e, name)) for e in timeline.events] for name in ("stage", "step"))
+    assert seconds_at_once(stages, layers) > 0 == seconds_at_once(stages, layers + 1)
+    assert seconds_at_once(numbers, steps) > 0 == seconds_at_once(numbers, steps + 1)
 
 
 def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
@@ -236,10 +234,9 @@ def test_the_critical_path_of_several_steps(windows, earlier, awaited, path):
 
 
 def test_what_runs_at_once_by_hand():
-    curve = different_at_once([(0, 2, "x"), (1, 3, "x"), (2, 4, "y")])
-    assert curve == [(0, 1), (1, 1), (2, 2), (3, 1), (4, 0)]
-    assert (seconds_of(curve, 1), seconds_of(curve, 2), seconds_of(curve, 3)) == (4, 1, 0)
-    assert different_at_once([]) == []
+    spans = [(0, 2, "x"), (1, 3, "x"), (2, 4, "y")]
+    assert [seconds_at_once(spans, least) for least in (1, 2, 3)] == [4, 1, 0]
+    assert seconds_at_once([], 1) == 0
 
 
 def test_longest_chain_by_hand():

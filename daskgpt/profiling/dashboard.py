@@ -23,7 +23,7 @@ from distributed import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
 from daskgpt.profiling.pages import lanes_plot
-from daskgpt.profiling.timeline import color_of, different_at_once, is_message, seconds_of
+from daskgpt.profiling.timeline import color_of, is_message, seconds_at_once
 from daskgpt.schedulers.dask_internals import (
     add_page,
     add_to_task_stream,
@@ -230,9 +230,8 @@ def idle_share(part: Part, threads: int) -> float:
 
 def overlap_share(part: Part) -> float:
     """Return the share of the time in which kernels run, in which kernels of different layers or passes do."""
-    ran = [call for _, call in part.calls if not is_message(call.name)]
-    counts = different_at_once((call.start, call.end, kind_of(call.name)) for call in ran)
-    busy, overlapping = (seconds_of(counts, least) for least in (1, 2))
+    ran = [(call.start, call.end, kind_of(call.name)) for _, call in part.calls if not is_message(call.name)]
+    busy, overlapping = (seconds_at_once(ran, least) for least in (1, 2))
     return overlapping / busy if busy else 0.0
 
 

@@ -24,7 +24,6 @@ from daskgpt.graph.program import Span, calls_of
 
 K = TypeVar("K")
 Task = tuple[int, Key]
-Curve = list[tuple[float, int]]  # times, and the value from then on
 
 # By layer, or by layer and pass; the tasks of several kernels are named by `graph.fuse.title`.
 COLORS = {
@@ -231,22 +230,17 @@ def events_of(runnable: CompiledGraph, spans: Iterable[tuple[int, Span]], start:
     return events
 
 
-def different_at_once(spans: Iterable[tuple[float, float, object]]) -> Curve:
-    """Return the number of different names that run at once, as a curve, from (start, end, name) of each span."""
+def seconds_at_once(spans: Iterable[tuple[float, float, object]], least: int) -> float:
+    """Return the seconds in which so many different names or more run at once, from (start, end, name) of each span."""
     changes = [change for start, end, name in spans for change in ((start, 1, name), (end, -1, name))]
-    running: Counter[object] = Counter()
-    curve = []
-    for time, together in groupby(sorted(changes, key=itemgetter(0)), key=itemgetter(0)):
-        for _, change, name in together:
-            running[name] += change
-        running = +running  # without names that have ended
-        curve.append((time, len(running)))
-    return curve
-
-
-def seconds_of(curve: Curve, least: int) -> float:
-    """Return the seconds in which a curve has at least this value."""
-    return sum(following - time for (time, count), (following, _) in pairwise(curve) if count >= least)
+    running, seconds, before = Counter[object](), 0.0, 0.0
+    for time, change, name in sorted(changes, key=itemgetter(0)):
+        seconds += time - before if len(running) >= least else 0.0
+        running[name] += change
+        before = time
+        if not running[name]:
+            del running[name]
+    return seconds
 
 
 # Numbers.
@@ -323,8 +317,8 @@ def summarise(timeline: Timeline) -> Summary:
         inside_share=max(in_tasks - sum(busy) - messages, 0.0) / all_time,
         scheduling_share=scheduling / all_time,
         waiting_share=max(all_time - in_tasks - scheduling + messages, 0.0) / all_time,
-        overlap=seconds_of(different_at_once(layers), 2) / wall,
-        steps_overlap=seconds_of(different_at_once((e.start, e.end, e.step) for e in events), 2) / wall,
+        overlap=seconds_at_once(layers, 2) / wall,
+        steps_overlap=seconds_at_once(((event.start, event.end, event.step) for event in events), 2) / wall,
         critical_path=sum(spans[task][1] - spans[task][0] for task in path if task in spans),
         critical=dict(sorted(critical.items(), key=lambda item: -item[1])),
         kernels=kernels,
