@@ -84,7 +84,7 @@ def test_what_is_in_the_results_is_not_run_again(finished):
 def test_a_study_writes_a_table_and_figures(finished):
     out, _ = finished
     lines = (out / "table.md").read_text().splitlines()
-    assert [line for line in lines if line.startswith("- speedup over 1 x threads, barrier ")]
+    assert [line for line in lines if line.startswith("- speedup over threads 1, scheduler threads, ")]
     assert len([line for line in lines if line.startswith("| ")]) == 2 + len(rows_of(out / "results.jsonl"))
     assert all((out / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in FIGURES)
     assert all((out / f"{name}.svg").read_bytes().startswith(b"<?xml") for name in FIGURES)
@@ -229,7 +229,10 @@ def test_the_base_is_named_and_one_for_all(tmp_path):
     rows += [row(replace(BASE, barrier="phase", threads=1), 0, 40.0)]
     results = results_of(tmp_path, rows)
     assert median_of(results) == 30.0
-    assert "speedup over 1 x threads, barrier step, chunks of 2 x 64, grain block" in caption(results)
+    over = (
+        "speedup over threads 1, scheduler threads, barrier step (tasks), batch chunk 2, sequence chunk 64, grain block"
+    )
+    assert over in caption(results)
     assert ys(figures(results.points)["threads"].axes[1]) == [[0.75, 1.5, 3], [1, 1.5, 3], [1, 2, 4]]
 
 
@@ -264,8 +267,8 @@ def test_points_are_drawn_in_order_with_what_threads_did(tmp_path):
     (axes,) = figures(results.points)["points"].axes
     assert [bar.get_width() for bar in axes.patches[:5]] == [10, 15, 5, 2, 20]
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels[0] == "1 x sync, barrier step (tasks), grain block"
-    assert labels[-1] == "2 x local, barrier step (tasks), grain block, engine tasks"
+    assert labels[0] == "threads 1, scheduler sync, barrier step (tasks), grain block"
+    assert labels[-1] == "threads 2, scheduler local, barrier step (tasks), grain block, engine tasks"
 
 
 def test_medians_and_quartiles():

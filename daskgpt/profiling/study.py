@@ -121,16 +121,10 @@ def distinct(points: Iterable[DataflowConfig]) -> list[DataflowConfig]:
 
 def described(point: DataflowConfig, among: Iterable[DataflowConfig] = ()) -> str:
     """Return a point in one line: its settings, or only those in which the points `among` differ."""
-    chunks = f"chunks of {point.batch_chunk or 'auto'} x {point.sequence_chunk or 'auto'}"
-    texts = {
-        f"{point.threads} x {point.scheduler}" if point.threads else point.scheduler: {"threads", "scheduler"},
-        f"barrier {BARRIERS[point.barrier] if among else point.barrier}": {"barrier"},
-        chunks: {"batch_chunk", "sequence_chunk"},
-        f"grain {point.grain}": {"grain"},
-        f"engine {point.engine}": {"engine"} if point.scheduler == "local" else set(),
-    }
-    varied = {dial for dial in DIALS if not among or len({getattr(other, dial) for other in among}) > 1}
-    return ", ".join(text for text, dials in texts.items() if dials & varied)
+    dials = [dial for dial in DIALS if dial != "engine" or point.scheduler == "local"]
+    varied = [dial for dial in dials if not among or len({getattr(other, dial) for other in among}) > 1]
+    values = {dial: getattr(point, dial) or "auto" for dial in varied}
+    return ", ".join(f"{dial.replace('_', ' ')} {BARRIERS.get(value, value)}" for dial, value in values.items())
 
 
 def size_of(model: ModelConfig, study: StudyConfig) -> str:
