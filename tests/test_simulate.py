@@ -15,7 +15,7 @@ from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.simulate import Demand, Platform, Process, Simulation, critical_path
 from daskgpt.schedulers import machine
 
-FREE = Calibration(2, {"alone": {}, "beside": {}}, (0.0, 0.0), [(1.0, 0.0, 0.0)], 0.0, 0.0, 1.0, 1e9, 0.0, 100.0)
+FREE = Calibration(2, {}, (0.0, 0.0), [(1.0, 0.0, 0.0)], 0.0, 0.0, 1.0, 1e9, 0.0, 100.0)
 TWO_CORES = Platform(2)
 
 

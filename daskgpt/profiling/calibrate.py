@@ -50,8 +50,9 @@ from daskgpt.training.cost import RATE, Sizes, features, work_of
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job, compile_kernels
 
-Samples = dict[str, list[tuple[Sizes, float]]]  # kind of a call -> sizes of its axes, and seconds
+Samples = dict[str, list[tuple[Sizes, float]]]  # situation and kind of a call -> sizes of its axes, and seconds
 SITUATIONS = ("alone", "beside")  # a call on one thread, and while all others run calls as well
+FORM = 2  # of the stored file
 # Models with few weights, and with more than caches hold; and how often their steps are measured.
 TINY = preset("tiny")
 MODELS = {"tiny": TINY, "384": preset("tiny", blocks=6, heads=6, channels=384, positions=256)}
@@ -119,7 +120,7 @@ class Calibration:
     """The measured cost of the parts of a step on a machine.
 
     cores      that ran calls at once in the samples called beside
-    samples    of kernel calls, by situation
+    samples    of kernel calls
     graph      seconds to begin the run of a graph, and for each of its nodes
     tasks      seconds of a task's kernels, and seconds that the synchronous scheduler and the threaded one add to it
     lock       seconds of the latter in which a thread holds the interpreter's lock
@@ -132,7 +133,7 @@ class Calibration:
     """
 
     cores: int
-    samples: dict[str, Samples]
+    samples: Samples
     graph: tuple[float, float]
     tasks: Sequence[tuple[float, float, float]]
     lock: float
@@ -145,12 +146,12 @@ class Calibration:
     machine: dict[str, Any] = field(default_factory=lambda: known_machine())
 
     @cached_property
-    def _times(self) -> dict[tuple[str, str], Times]:
-        return {(name, kind): Times(kind, rows) for name in SITUATIONS for kind, rows in self.samples[name].items()}
+    def _times(self) -> dict[str, Times]:
+        return {kind: Times(kind, rows) for kind, rows in self.samples.items()}
 
     def knows(self, kind: str) -> bool:
         """Return whether calls of a kind were measured."""
-        return all(kind in self.samples[name] for name in SITUATIONS)
+        return f"alone {kind}" in self.samples
 
     def seconds(self, kind: str, sizes: Sizes) -> tuple[float, float]:
         """Return the seconds of a call on one thread, and beside calls of all other threads; as if it only read and
@@ -159,7 +160,7 @@ class Calibration:
         if not self.knows(kind):
             _, read, written, _ = features(kind, sizes)
             return (4 * (read + written) / self.copy,) * 2
-        alone, beside = (self._times[name, kind](sizes) for name in SITUATIONS)
+        alone, beside = (self._times[f"{name} {kind}"](sizes) for name in SITUATIONS)
         return alone, max(alone, beside)
 
     def of_task(self, kernels: float, pooled: bool) -> tuple[float, float]:
@@ -184,7 +185,7 @@ def load() -> Calibration | None:
     """Return this machine's calibration from this user's cache; None without a readable one."""
     try:
         stored = Calibration(**json.loads(cache_path().read_bytes()))
-        return stored if stored.machine == known_machine() and stored.samples.keys() == set(SITUATIONS) else None
+        return stored if stored.machine == known_machine() else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
@@ -192,7 +193,7 @@ def load() -> Calibration | None:
 def known_machine() -> dict[str, Any]:
     """Return what a calibration depends on."""
     versions = machine.versions("numpy", "numba", "dask", "distributed")
-    return {"processor": machine.processor(), "cores": usable_cores(), **versions}
+    return {"processor": machine.processor(), "cores": usable_cores(), "form": FORM, **versions}
 
 
 def cache_path() -> Path:
@@ -203,7 +204,7 @@ def cache_path() -> Path:
 
 def calibrate(say: Callable[[str], None] = print) -> Calibration:
     """Measure everything, in some minutes; the machine should have nothing else to do."""
-    cores, samples, start = usable_cores(), {name: Samples() for name in SITUATIONS}, perf_counter()
+    cores, samples, start = usable_cores(), Samples(), perf_counter()
     say("calibrate  kernels, tasks and messages of this machine, for two to three minutes ...")
     for model, config in MODELS.items():
         jobs = list[Job]()
@@ -214,9 +215,8 @@ def calibrate(say: Callable[[str], None] = print) -> Calibration:
                 job = job_of(config, shape, DataflowConfig(**cuts, barrier=barrier, precision=precision, grain="block"))
                 if precision == "float32" or job.precision.name != "float32":
                     jobs.append(job)
-        for name, kinds in sample(jobs, cores, TURNS[model]).items():
-            for kind, rows in kinds.items():
-                samples[name].setdefault(kind, []).extend(rows)
+        for kind, rows in sample(jobs, cores, TURNS[model]).items():
+            samples.setdefault(kind, []).extend(rows)
         say(f"calibrate  kernels of {model}: {perf_counter() - start:.0f} s")
     return replace(overheads(samples, cores), **messages())
 
@@ -253,7 +253,7 @@ def of_job(job: Job, chunk: tuple[int, int], known: Calibration | None) -> Calib
     print(f"timing kernels of this model for about {seconds:.0f} seconds{kept} ...", file=sys.stderr, flush=True)
     samples = sample(jobs, cores, QUICK_TURNS)
     if known:
-        return replace(known, samples={name: {**samples[name], **known.samples[name]} for name in SITUATIONS})
+        return replace(known, samples=samples | known.samples)
     return overheads(samples, cores, FEW_TASK_POINTS, QUICK_TURNS)
 
 
@@ -270,31 +270,29 @@ def engines_with(stack: ExitStack, jobs: Iterable[Job], *pools: tuple[str, int])
     return made
 
 
-def sample(jobs: Sequence[Job], cores: int, turns: int) -> dict[str, Samples]:
+def sample(jobs: Sequence[Job], cores: int, turns: int) -> Samples:
     """Return the median seconds of each kind of kernel call of the steps of some jobs of one model, on one thread and
     on all.
 
     They take turns, so that noise hits all alike.
     """
-    seconds = defaultdict[Any, list[float]](list)
+    seconds, samples = defaultdict[Any, list[float]](list), Samples()
     with ExitStack() as stack:
-        pools = [("sync", 1), ("threads", cores)][: 1 + (cores > 1)]
-        engines = engines_with(stack, jobs, *pools)
+        engines = engines_with(stack, jobs, ("sync", 1), ("threads" if cores > 1 else "sync", cores))
         for _ in range(turns):
             for number, engine in enumerate(engines):
                 name, precision = SITUATIONS[number // len(jobs)], engine.job.precision.name
                 for span in engine.recorded(1)[1]:
                     if work := work_of(engine.engine.kernels.graph, span.key):
                         sizes = tuple(sorted(work[1].items()))
-                        seconds[name, f"{precision} {work[0]}", sizes].append(span.end - span.start)
-    samples = {name: Samples() for name in SITUATIONS}
-    for (name, kind, sizes), times in seconds.items():
-        samples[name].setdefault(kind, []).append((dict(sizes), median(times)))
-    return samples if cores > 1 else dict.fromkeys(SITUATIONS, samples["alone"])
+                        seconds[f"{name} {precision} {work[0]}", sizes].append(span.end - span.start)
+    for (kind, sizes), times in seconds.items():
+        samples.setdefault(kind, []).append((dict(sizes), median(times)))
+    return samples
 
 
 def overheads(
-    samples: dict[str, Samples],
+    samples: Samples,
     cores: int,
     points: Sequence[tuple[int, str, str]] = TASK_POINTS,
     turns: int = TASK_TURNS,
