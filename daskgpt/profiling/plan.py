@@ -216,11 +216,10 @@ def chunk_choice(job: Job) -> ChunkChoice:
 
 def described_chunks(job: Job, chunk: tuple[int, int]) -> str:
     """Return number and size of chunks, and why a run would take them."""
-    choice = chunk_choice(job)
-    if chunk != choice.first:
-        return f"{described(job.micro_shape, chunk)} (auto: by predicted kernel times)"
-    assumed = "" if job.scheduler in ("sync", "threads", "local") else ", which are assumed: a run asks the cluster"
-    return choice.described(chunk).removesuffix(")") + assumed + ")" if choice.reason else choice.described(chunk)
+    choice, size = chunk_choice(job), described(job.micro_shape, chunk)
+    reason = choice.reason if chunk == choice.first else "auto, by predicted kernel times"
+    reason += "" if job.scheduler in ("sync", "threads", "local") else ", which are assumed: a run asks the cluster"
+    return f"{size} ({reason})" if choice.reason else size
 
 
 def threads_of(job: Job) -> int:
