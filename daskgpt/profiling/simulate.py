@@ -22,7 +22,6 @@ from math import prod
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 from dask.local import finish_task, start_state_from_dask
 from dask.order import order
 
@@ -39,6 +38,7 @@ from daskgpt.profiling.timeline import longest_chain
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.autotune import empty_submission
 from daskgpt.training.cost import work_of
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job
@@ -145,10 +145,8 @@ class Process:
     @classmethod
     def of_engine(cls, engine: LocalEngine, costs: Calibration, pooled: bool) -> Process:
         """Return the process that runs the steps of an engine: one, or several that overlap, as a window."""
-        step, window, demands = engine.step, engine.together(), call_demands(engine.step, costs)
-        values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.kernels.inputs.items()}
-        packs = [None] * len(step.layout.packs)
-        run = step.window_submission([values] * window, packs) if window > 1 else step.submission(values, packs)
+        step, demands = engine.step, call_demands(engine.step, costs)
+        run = empty_submission(step, [None] * len(step.layout.packs), engine.together())
         graph = with_leaves(run.graph, run.leaves)
         # Dask breaks ties by names and by hashes, which differ from run to run; those of numbers do not.
         names = sorted(graph, key=lambda key: str(key).replace(step.kernels.token, ""))

@@ -250,6 +250,12 @@ class Message:
         return self
 
 
+def empty_submission(step: CompiledStep, packs: Sequence[Any], window: int = 1) -> Submission:
+    """Return what a scheduler gets for a step, or for several that overlap, whose inputs have a size but no data."""
+    values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.kernels.inputs.items()}
+    return step.window_submission([values] * window, packs) if window > 1 else step.submission(values, packs)
+
+
 class Trial(LocalScheduler):
     """A compiled step that is run without data: each kernel call returns arrays with only a size, stand-ins.
 
@@ -268,12 +274,8 @@ class Trial(LocalScheduler):
         self.moments = step.moments
         self.account = Account()
         self.results: dict[Key, int] = {}
-        values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.kernels.inputs.items()}
         packs = step.layout.pack({name: self._state(name) for name in step.kernels.state})
-        if window > 1:
-            self.run(step.window_submission([values] * window, packs))
-        else:
-            self.run(step.submission(values, packs))
+        self.run(empty_submission(step, packs, window))
 
     @property
     def peak(self) -> int:
