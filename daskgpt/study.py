@@ -55,7 +55,7 @@ def parser() -> Parser:
         "--timelines",
         action="store_true",
         help="instead, write a timeline of each barrier and a page with all of them, in chunks of a quarter of the "
-        "sequences; of --repetitions recordings of each barrier, the shortest is kept",
+        "sequences",
     )
     lists = flags.add_argument_group("Values to combine, with commas between them")
     for name in DIALS:
@@ -83,7 +83,6 @@ def main(arguments: list[str]) -> int:
         require_scheduler(address)
     folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
     if values.timelines:
-        compile_kernels()
         write_timelines(model, study, folder)
         return 0
     importlib.import_module("daskgpt.profiling.plots")  # refuses to be imported without matplotlib

@@ -30,8 +30,8 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import documented, setting
 from daskgpt.model.parameters import parameter_count
-from daskgpt.profiling.measure import BatchConfig, Spread, TimedEngine, job_of, origin, rounded, significant
-from daskgpt.profiling.timeline import Timeline, describe_summary, summarise
+from daskgpt.profiling.measure import BatchConfig, Spread, TimedEngine, job_of, measure, origin, rounded, significant
+from daskgpt.profiling.timeline import describe_summary
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import open_scheduler
@@ -264,22 +264,18 @@ def write_timelines(model: ModelConfig, study: StudyConfig, folder: Path) -> Non
     """Write a timeline of each barrier to FOLDER/BARRIER.html and .json, and all of them to FOLDER/barriers.html.
 
     A timeline has as many steps as a window. A chunk has a quarter of the sequences, so that chunks can overlap. A task
-    is a segment of a chunk, and one kernel with fork-join. The shortest of --repetitions recordings is kept, since
-    other programs can only make one longer.
+    is a segment of a chunk, and one kernel with fork-join.
     """
     from daskgpt.profiling.pages import write_side_by_side, write_timeline  # loads Bokeh
 
     base = replace(base_point(study, usable_cores()), batch_chunk=max(study.batch_size // 4, 1), grain="segment")
-    timelines: dict[str, Timeline] = {}
-    for barrier, label in BARRIERS.items():
-        job = job_of(model, study, runnable(replace(base, barrier=barrier)))
-        with open_scheduler("threads", base.threads) as scheduler:
-            steps = TimedEngine(job, scheduler, study.seed)
-            steps.run(max(study.warmup, study.window))
-            recordings = [steps.timeline(study.window) for _ in range(study.repetitions)]
-        shortest = timelines[f"barrier {label}"] = min(recordings, key=lambda timeline: summarise(timeline).wall)
-        _, page = write_timeline(shortest, folder / barrier)
-        print(f"\nbarrier {barrier}: {page}\n{describe_summary(summarise(shortest))}")
+    flows = {f"barrier {label}": runnable(replace(base, barrier=barrier)) for barrier, label in BARRIERS.items()}
+    data = {name: getattr(study, name) for name in ("batch_size", "sequence_length", "groups")}
+    runs = measure(model, data, flows, turns=1, steps=study.window, seed=study.seed)
+    for barrier, run in zip(BARRIERS, runs.values()):
+        _, page = write_timeline(run.timeline, folder / barrier)
+        print(f"\nbarrier {barrier}: {page}\n{describe_summary(run.summary)}")
+    timelines = {name: run.timeline for name, run in runs.items()}
     page = write_side_by_side(timelines, folder / "barriers.html", f"{study.window} steps: {size_of(model, study)}")
     print(f"\nall barriers on one time scale: {page}")
 
