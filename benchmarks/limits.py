@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import log, prod
+from math import log
 from statistics import median
 
 import numpy as np
@@ -33,19 +33,12 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.kernels.float32.blas import gemm_address, multiply
 from daskgpt.model.parameters import value_count
 from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of
-from daskgpt.profiling.work import Sizes, features, work_of
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.training.cost import arrays_of, bytes_of, operations_of, work_of
 from daskgpt.training.job import Job, compile_kernels
 
 LEAST = 0.01  # of the kernels' time, for a row
-OPERATIONS = {  # of each number that is read or summed; products and attention have their own rules
-    "gelu.forward": 30,
-    "gelu.backward": 45,
-    "layernorm.forward": 8,
-    "layernorm.backward": 14,
-}
-EXPONENTIAL = 16
 ROWS, SIDE, PRODUCTS = 512, 1024, 20  # of the matrices whose products are timed
 SIZES = [1 << power for power in range(14, 29, 2)]  # bytes that a copy reads and writes, from first caches to memory
 COPIED, ROUNDS = 1 << 28, 5  # bytes of all copies of a size
@@ -107,50 +100,15 @@ class Limits:
         return float(np.interp(log(max(size, 1)), [log(own) for own in SIZES], self.copies))
 
 
-def operations_of(kind: str, sizes: Sizes) -> float:
-    """Return the operations of a call: two for each pair of numbers of a product, half of the pairs of attention."""
-    name, (inputs, outputs) = kind.partition(" ")[0], _arrays(kind)
-    _, read, written, pairs = features(kind, sizes)
-    letters = set("".join([*inputs, *outputs]))
-    if "T" in letters:
-        products = 2 if name.endswith("forward") else 5
-        half = sizes["b"] * sizes["T"] ** 2 / 2
-        return half * (2 * products * sizes["C"] + EXPONENTIAL * sizes["H"])
-    if "b" in letters and len(letters - set("bt")) == 2 and not name.startswith("embedding"):
-        exponentials = EXPONENTIAL * sizes["b"] * sizes["t"] * sizes["V"] if outputs[-1] == "btV" else 0
-        return 2 * pairs + exponentials
-    return OPERATIONS.get(name, 1) * max(read, written) / (len(inputs) if "update" in kind else 1)
-
-
-def bytes_of(kind: str, sizes: Sizes) -> tuple[int, int]:
-    """Return the bytes of activations that a call reads and writes, and those of weights, gradients and moments."""
-    inputs, outputs = _arrays(kind)
-    of_tokens, others = 0, 0
-    for axes in (*inputs, *outputs):
-        size = 4 * prod(sizes[axis] for axis in axes)
-        if axes[:1] in ("b", "t"):
-            of_tokens += size
-        else:
-            others += size * (6 if "update" in kind and axes is outputs[0] else 1)  # weight and moments, in and out
-    return of_tokens, others
-
-
-def _arrays(kind: str) -> tuple[list[str], list[str]]:
-    """Return the axes of the arrays that calls of a kind read, and of those that they write."""
-    inputs, outputs = (side.split(",") for side in kind.rpartition(" ")[2].split("->"))
-    return inputs, outputs
-
-
 def table_of(job: Job, threads: int, seed: int, warmup: int, count: int) -> tuple[dict[str, Row], float]:
     """Return the rows of all kinds of calls in some steps, the slowest first, and the median seconds of a step."""
     limits, state, rows = Limits(threads), 12 * value_count(job.config), defaultdict[str, Row](Row)
     with open_scheduler(job.dataflow.scheduler, threads) as scheduler:
         steps = TimedEngine(job, scheduler, seed)
         steps.run(warmup)
-        with scheduler.record() as processes:
-            seconds = median(steps.run(count))
+        seconds, spans = steps.recorded(count)
     graph = steps.engine.kernels.graph
-    for span in (span for process in processes for span in process.spans):
+    for span in spans:
         if (work := work_of(graph, span.key)) is None:
             continue
         kind, sizes = work
@@ -158,14 +116,14 @@ def table_of(job: Job, threads: int, seed: int, warmup: int, count: int) -> tupl
         row.seconds += (span.end - span.start) / count
         row.operations += operations_of(kind, sizes) / limits.operations / count
         row.memory += others / limits.bytes(state) / count
-        row.both = " update " in kind and len(_arrays(kind)[1][0]) > 1
+        row.both = " update " in kind and len(arrays_of(kind)[1][0]) > 1
         if not row.both:
             row.memory += of_tokens / limits.bytes(of_tokens) / count
     print(
         f"{threads} threads at {threads * limits.operations / 1e9:,.0f} GFLOP/s and "
         f"{threads * limits.bytes(state) / 1e9:,.1f} GB/s for {state / 1e6:,.0f} MB"
     )
-    return dict(sorted(rows.items(), key=lambda item: -item[1].seconds)), seconds
+    return dict(sorted(rows.items(), key=lambda item: -item[1].seconds)), median(seconds)
 
 
 def lines_of(rows: Mapping[str, Row], threads: int) -> dict[str, dict[str, Figure]]:

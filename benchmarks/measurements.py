@@ -178,18 +178,6 @@ def predictions() -> list[str]:
     return [f"{len(found)} configurations: {told}.", "", *table(head, map(row, found))]
 
 
-def delays() -> list[str]:
-    """What was predicted to be gained, and what was when delays were taken away."""
-
-    def row(one: Record) -> tuple[str, ...]:
-        predicted, measured = (one.figures[name] for name in ("predicted", "measured"))
-        error = (predicted.median or 0) - (measured.median or 0)
-        return one.settings["what"], f"{predicted.text(1)}", spread(measured, digits=1), f"{error:+.1f} %"
-
-    head = "twice as fast | predicted gain, of a step | measured, % | difference, of a step"
-    return table(head, map(row, records("delays")))
-
-
 def scaling() -> list[str]:
     """Predicted speedups on threads, over one thread, and efficiencies on nodes, over one node."""
     found = {one.settings["what"]: one.figures for one in records("scaling_predicted")}
@@ -303,7 +291,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "fork-join": fork_join,
     "default run": default_run,
     "predictions": predictions,
-    "delays": delays,
     "scaling": scaling,
     "bandwidths": bandwidths,
 }

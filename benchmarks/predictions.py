@@ -199,8 +199,7 @@ def main(arguments: list[str]) -> None:
     check_record(values.record)
     values.out.mkdir(parents=True, exist_ok=True)
     if values.calibrate:
-        found = calibrate.calibrate()
-        print(f"{found.describe()}\nwritten to {found.save()}", flush=True)
+        print(f"calibration written to {calibrate.calibrate().save()}", flush=True)
     costs = stored_calibration("predictions")
     chosen = [case for case in cases() if values.only in case.name]
     guesses = {case.name: predicted(case, costs) for case in chosen}

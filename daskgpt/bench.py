@@ -54,8 +54,7 @@ def main(arguments: list[str]) -> int:
     """Check everything, measure, and print it."""
     values = parser().parse_args(arguments)
     if values.calibrate:
-        calibration = calibrate()
-        print(f"{calibration.describe()}\nwritten to {calibration.save()}")
+        print(f"calibration written to {calibrate().save()}")
         return 0
     options, config = from_flags(BenchConfig, values), preset(values.preset, **given_flags(ModelConfig, values))
     job = job_of(config, options, from_flags(DataflowConfig, values))

@@ -17,15 +17,12 @@ def main(arguments: list[str]) -> int:
     )
     flags.add_argument("runs", metavar="RUN", nargs="+", help="run folder, or a file of metrics")
     flags.add_argument("--out", metavar="FILE", help="file to write, .png or .svg")
-    smooth = "average over about this many steps; 0 = a hundredth of the longest run (default: 0)"
-    flags.add_argument("--smooth", metavar="STEPS", type=int, default=0, help=smooth)
     values = flags.parse_args(arguments)
     kind, got = Path(values.out or "").suffix, {"out": values.out or "nothing"}
     require(kind in (".png", ".svg"), "plot", "out must end with .png or .svg", got, "Try --out curves.png.")
-    require(values.smooth >= 0, "plot", "smooth must be at least 0", {"smooth": values.smooth}, "Give 0 or more.")
     from daskgpt.profiling.plots import picture, read_runs  # refuses to be imported without matplotlib
 
-    content = picture(read_runs(values.runs, values.smooth), kind[1:])
+    content = picture(read_runs(values.runs), kind[1:])
     with replacing(values.out, "plot") as file:
         file.write(content)
     print(f"plot written to {values.out}")

@@ -2,16 +2,14 @@
 
 Each run is a fresh process on as many cores as it has threads. A study is a folder: results.jsonl (a line of JSON per
 run, with machine, versions and loss), table.md (times, speedup, efficiency, overlap and memory of every point), and
-figures: threads and phases (time, speedup and efficiency by the number of threads), chunks, and points (what the
-threads did during a step). Speedups are over the sequential run: one thread, with a barrier between phases if such
-points are run, the fastest of several. Table and figures name it.
+figures: threads (time, speedup and efficiency by the number of threads) and points (what the threads did during a
+step). Speedups are over the sequential run: the fastest point on one thread. Table and figures name it.
 
 Without any of the lists below, points differ from one base point (all cores, barrier step, grain block, half of the
-sequences in a chunk) in one dial: threads and barriers, slicing, grain, scheduler and engine. With lists, every
+sequences in a chunk) in one dial: threads and barriers, chunks, grain, scheduler and engine. With lists, every
 combination of their values is run; with --threads alone, each barrier on these numbers of threads: fork-join, phases,
-tasks, and barrier-free. Barrier layer always has grain kernel, and the scheduler sync one thread. Unless it is
---quick, a study predicts the times first, as --plan does, and calibrates a machine that is not yet calibrated.
---out FOLDER continues a study that was stopped; runs in its results are not repeated.
+tasks, and barrier-free. Barrier layer always has grain kernel, and the scheduler sync one thread. --out FOLDER
+continues a study that was stopped; runs in its results are not repeated.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def parser() -> Parser:
         "--timelines",
         action="store_true",
         help="instead, write a timeline of each barrier and a page with all of them, in chunks of a quarter of the "
-        "sequences; of --repetitions recordings of each barrier, the shortest is kept",
+        "sequences",
     )
     lists = flags.add_argument_group("Values to combine, with commas between them")
     for name in DIALS:
@@ -85,14 +83,13 @@ def main(arguments: list[str]) -> int:
         require_scheduler(address)
     folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
     if values.timelines:
-        compile_kernels()
         write_timelines(model, study, folder)
         return 0
     importlib.import_module("daskgpt.profiling.plots")  # refuses to be imported without matplotlib
     results = Results(folder / "results.jsonl", model, study)
     folder.mkdir(parents=True, exist_ok=True)
     compile_kernels()
-    failures = run_all(study, grid, results, predict=not values.quick)
+    failures = run_all(study, grid, results)
     if results.rows:
         print("\n".join([text_table([cells[:4] for cells in table_of(results.points)]), *caption(results)]))
     print(f"study written to {folder / 'table.md'}")

@@ -20,13 +20,7 @@ from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.generation.sampler import sampled
 from daskgpt.generation.sanitize import readable, shown
 from daskgpt.profiling.plan import check_plan, predict
-from daskgpt.profiling.recorder import (
-    DaskReportCallback,
-    DaskReportConfig,
-    TimelineCallback,
-    TimelineConfig,
-    require_shared_steps,
-)
+from daskgpt.profiling.recorder import TimelineCallback, TimelineConfig, require_shared_steps
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, pointed, step_of
@@ -67,7 +61,7 @@ def parser() -> Parser:
     )
     add_plan_flags(flags)
     add_flags(flags, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
-    for config in (*SECTIONS.values(), TimelineConfig, DaskReportConfig):
+    for config in (*SECTIONS.values(), TimelineConfig):
         if config is not ModelConfig:
             add_flags(flags, config)
     return flags
@@ -101,9 +95,8 @@ def main(arguments: list[str]) -> int:
     begin = time.perf_counter()
     values = parsed(arguments)
     shown: TimelineConfig = from_flags(TimelineConfig, values)
-    report_config: DaskReportConfig = from_flags(DaskReportConfig, values)
     asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
-    check_plan(asked | {"explain": values.explain}, plan=values.plan)
+    check_plan(asked, plan=values.plan)
     start, resumed = None, None
     if values.resume:
         if values.preset:
@@ -121,12 +114,11 @@ def main(arguments: list[str]) -> int:
     if shown.timeline:
         require_shared_steps(job)
     callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
-    callbacks += [DaskReportCallback(report_config, job)] if report_config.performance_report else []
     if not resumed:
         check_beginning(job, connects=not values.plan)
         job = with_data(job, values, start)
     if values.plan:
-        print(predict(job, **asked, timed=True, explain=values.explain))
+        print(predict(job, **asked, timed=True))
         return 0
     require_memory(job)
     first = resumed.start if resumed else first_start(job, start)

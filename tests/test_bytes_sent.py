@@ -12,10 +12,9 @@ from daskgpt import bench
 from daskgpt import train as train_command
 from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.model.precision import precision_of
-from daskgpt.profiling.plan import KINDS, SHOWN, describe_loads, loads, predict
+from daskgpt.profiling.plan import KINDS, described_loads, loads, predict
 
 CONFIG = replace(SMALL, channels=32, blocks=2)
-CHANNELS = {"gather": "rows"}  # what messages of a kind are called there
 
 
 def trained(count, groups, precision="float32", config=CONFIG):
@@ -26,24 +25,27 @@ def trained(count, groups, precision="float32", config=CONFIG):
     ranks, messages = train(count, random_parameters(config, random), [batch], arguments, {"groups": groups})
     passed = Counter()
     for sender, reader, (kind, _), size in messages.sent:
-        passed[sender, reader, CHANNELS.get(kind, kind)] += size
+        passed[sender, reader, KINDS.get(kind)] += size
     return [rank.step for rank in ranks], passed
 
 
 @pytest.mark.parametrize(("count", "groups", "precision"), [(2, 2, "float32"), (3, 12, "float32"), (3, 6, "bfloat16")])
 def test_bytes_sent_match_the_plan(count, groups, precision):
     steps, passed = trained(count, groups, precision)
-    for step in steps:
-        for rank, load in enumerate(loads(step)):
-            for kind in KINDS:
-                assert load.sent[kind] == sum(passed[rank, other, kind] for other in range(count))
-                assert load.received[kind] == sum(passed[other, rank, kind] for other in range(count))
+    losses = 4 * groups * count  # bytes at most, beside the totals
+    for rank, load in enumerate(loads(steps)):
+        for kind in KINDS.values():
+            assert load.sent[kind] == pytest.approx(
+                sum(passed[rank, other, kind] for other in range(count)), abs=losses
+            )
+            received = sum(passed[other, rank, kind] for other in range(count))
+            assert load.received[kind] == pytest.approx(received, abs=losses)
 
 
 def test_bfloat16_weights_are_sent_in_bfloat16():
     """Halves but of vectors and of tables."""
     whole, half = (
-        sum(load.sent["weights"] for load in loads(trained(2, 2, name)[0][0])) for name in ("float32", "bfloat16")
+        sum(load.sent["weights"] for load in loads(trained(2, 2, name)[0])) for name in ("float32", "bfloat16")
     )
     matrices = 4 * 12 * CONFIG.blocks * CONFIG.channels**2
     assert whole - half == matrices / 2
@@ -66,8 +68,8 @@ def test_plan_table_for_workers(capsys, small_text):
     for wrong, keyword in ((["--workers", "2"], "--plan"), (["--plan", "--workers", "0"], "workers=0")):
         with pytest.raises(ValueError, match=keyword):
             train_command.main([*flags, *wrong])
-    lines = capsys.readouterr().out.splitlines()
-    (head,) = [number for number, line in enumerate(lines) if line.startswith("worker ")]
-    assert [line.split()[0] for line in lines[head + 1 : head + 4]] == ["0", "1", "together"]
-    many = describe_loads(loads(trained(12, 12)[0][0])).splitlines()
-    assert many[SHOWN + 1] == "and 4 more"
+    text = " ".join(capsys.readouterr().out.split())
+    assert "messages a worker sends" in text
+    workers = loads(trained(12, 12)[0])
+    total = sum(load.sent.total() for load in workers)
+    assert f"together {total / 1e6:,.1f} MB (" in described_loads(workers)

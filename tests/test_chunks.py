@@ -18,7 +18,8 @@ from daskgpt.kernels.float32.blas import VARIABLE
 from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.model.precision import FLOAT32
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.autotune import ChunkChoice, Trial, Work, candidates, most_bytes
+from daskgpt.training.autotune import ChunkChoice, Trial, candidates, most_bytes
+from daskgpt.training.cost import Work
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job
 

@@ -12,12 +12,11 @@ import pytest
 from conftest import SMALL, random_batch
 from distributed import Client
 from machines import KillItself, wait_until
-from small_runs import FLAGS, MODEL, OPTIMIZER, losses_of, same, tensors_of
+from small_runs import MODEL, OPTIMIZER, losses_of, same, tensors_of
 from steps import run_step, state_of, step_of
 from threadpoolctl import threadpool_info
 
 import daskgpt
-from daskgpt import train
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.dask_internals import closes
@@ -273,31 +272,6 @@ def test_worker_without_numpy_ends_in_one_line(cluster, tmp_path, monkeypatch):
             pass
     finally:
         cluster.have(0)
-
-
-@engines
-def test_dask_report_names_layers_and_passes(engine, cluster, small_text, tmp_path, capsys):
-    cluster.have(2)
-    flags = f"{FLAGS} --engine {engine} --steps 2 --grain kernel --scheduler {cluster.address}"
-    flags += f" --data {small_text} --out {tmp_path / 'run'}"
-    assert train.main([*flags.split(), "--performance-report", "report"]) == 0
-    page = (tmp_path / "run" / "report.html").read_text()
-    for name in ("embedding.forward", "linear.forward", "attention.backward", "crossentropy.backward", "adamw"):
-        assert name in page
-    assert not re.search(r"<script[^>]+src=", page), "a page without network shows all of it"
-
-
-@pytest.mark.parametrize(
-    ("flags", "keyword"),
-    [
-        ("--scheduler threads --performance-report dask.html", "clusters only"),
-        ("--performance-report no/such/dask.html", "can be written"),
-    ],
-)
-def test_impossible_report_is_refused_at_once(flags, keyword, small_text, tmp_path):
-    with pytest.raises(ValueError, match=keyword):
-        train.main(["--data", str(small_text), "--out", str(tmp_path / "run"), *flags.split()])
-    assert not list(tmp_path.glob("run/*.jsonl"))
 
 
 def test_worker_death_in_a_step_changes_no_bit(cluster, small_text, whole, tmp_path, capsys):

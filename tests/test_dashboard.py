@@ -13,19 +13,16 @@ from machines import wait_until
 
 from daskgpt.graph.program import Span
 from daskgpt.profiling.dashboard import (
-    IDLE,
     NOTHING,
     WAITING,
     Collected,
     Page,
     Part,
     begin,
-    column,
     dask_setup,
     end,
     idle_share,
     overlap_share,
-    shares,
 )
 from daskgpt.schedulers import latest_calls
 from daskgpt.schedulers.connect import borrowed_cluster
@@ -72,23 +69,12 @@ def status(client):
 
 def test_idle_and_overlap_are_those_of_kernels():
     part = Part([(worker, call) for worker, calls in CALLS.items() for call in calls], 0.0, 4.0, [*CALLS])
-    times = shares(part, 2)
-    assert times == {
-        "linear.forward": 0.5,
-        "receive": 1.5 / 8,
-        "gelu.forward": 1 / 8,
-        "linear.backward": 0.5 / 8,
-        IDLE: 1 / 8,
-    }
-    assert [*times][:3] == ["linear.forward", "receive", "gelu.forward"], "the greatest first"
-    assert idle_share(times) == 2.5 / 8, "who waits for a message is idle"
+    assert idle_share(part, 2) == 2.5 / 8, "who waits for a message is idle"
     assert overlap_share(part) == 0.5 / 4, "two of one layer are no overlap of layers, and neither is a wait"
-    nothing = Part([], 0.0, 0.0, [])
-    assert (shares(nothing, 2), idle_share({}), overlap_share(nothing)) == ({}, 0, 0)
+    assert overlap_share(Part([], 0.0, 0.0, [])) == 0
 
 
 def test_scheduler_without_dashboard_has_no_page():
-    """It collects calls for reports all the same."""
     with LocalCluster(n_workers=0, processes=False, dashboard_address=None) as local, Client(local) as client:
         assert not client.run_on_scheduler(lambda dask_scheduler: begin(dask_scheduler, "run"))
         assert Collected.name in local.scheduler.plugins
@@ -96,10 +82,9 @@ def test_scheduler_without_dashboard_has_no_page():
         assert Collected.name not in local.scheduler.plugins
 
 
-def test_page_shows_collected_events(cluster, collected, monkeypatch):
+def test_page_shows_collected_events(cluster, collected):
     scheduler = cluster[0].scheduler
     addresses = dict(zip("ab", sorted(scheduler.workers)))
-    workers = {name: scheduler.workers[address] for name, address in addresses.items()}
     cluster[0].loop.add_callback(collected.timer.stop)  # nobody asks
     page = Page(scheduler)
     assert page.update()
@@ -112,21 +97,15 @@ def test_page_shows_collected_events(cluster, collected, monkeypatch):
     part = collected.latest()
     assert (part.start, part.end) == (-1.0, 4.0), "five seconds"
     assert [call for _, call in part.calls] == [*CALLS["a"], *CALLS["b"]]
-    for worker in workers.values():
-        monkeypatch.setitem(worker.metrics, METRIC, {"received": 100.0})
     steps = [{"step": number, "loss": 3.0 - number, "tokens_per_s": 10.0} for number in range(3)]
     steps[1] |= {"validation_loss": 1.5, "lost_steps": 1}
     scheduler.log_event("another topic", steps[0])
     for step in steps[:2]:
         scheduler.log_event(TOPIC, step)
     page.update()
-    workers["a"].metrics[METRIC]["received"] = 500.0
     scheduler.log_event(TOPIC, steps[2])
     page.update()
-    assert (collected.runs, collected.recoveries, collected.bytes_a_step()) == (1, 1, 200)
-    assert column(collected.steps, "validation_loss") == ([2], [1.5])
-    assert [page.loss.data[axis].tolist() for axis in "xy"] == [[1, 2, 3], [3, 2, 1]]
-    assert page.validation.data["y"].tolist() == [1.5]
+    assert (collected.recoveries, collected.step["validation_loss"]) == (1, 1.5)
     calls = [*CALLS["a"], *CALLS["b"]]
     assert page.calls.data["right"].tolist() == pytest.approx(np.array([call.end - 4 for call in calls]))
     assert set(page.calls.data["lane"]) == {f"worker {n}, thread 1" for n in (0, 1)}
@@ -137,14 +116,12 @@ def test_page_shows_collected_events(cluster, collected, monkeypatch):
     collected.lanes.clear()
     collected.take(addresses["a"], new_of["a"], cut=False, now=4.0)
     assert "5 s" in page.lanes.title.text
-    assert page.kinds.data["name"] == ["linear.forward", "receive", "gelu.forward", "linear.backward", IDLE]
-    assert len({*page.kinds.data["color"]}) == 5, "layers and passes have colors of their own"
     # Of 20 seconds of four threads: kernels 5.5, waits 1.5.
-    for words in ("step <b>3<", "<b>1.000<", "<b>1.500<", "<b>72%<", "layers <b>12%<", "<b>200<", "recoveries <b>1<"):
-        assert words in page.numbers.text.replace("200B", "200<")
+    for words in ("step <b>3<", "<b>1.000<", "<b>1.500<", "<b>72%<", "layers <b>12%<", "recoveries <b>1<"):
+        assert words in page.numbers.text
     scheduler.log_event(TOPIC, steps[0])  # another run begins
     page.update()
-    assert (collected.runs, page.loss.data["x"].tolist(), collected.bytes_a_step()) == (2, [1], 0)
+    assert collected.step == steps[0]
     for name in "ab":
         collected.take(addresses[name], [("gelu.forward-h.0.mlp", 1, 5.0, 5.5)] * (name == "a"), name == "a", now=6.0)
     part = collected.latest()

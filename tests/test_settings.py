@@ -41,7 +41,7 @@ CONFIGS = list(dict.fromkeys([*PUBLIC, GenerateConfig, BenchConfig, StudyConfig,
         (daskgpt.RunConfig, {"out": " "}, ValueError, "out must not be empty"),
         (GenerateConfig, {"temperature": -1}, ValueError, "at least 0"),
         (BenchConfig, {"batch_size": 0}, ValueError, "at least 1"),
-        (StudyConfig, {"minutes": math.inf}, ValueError, "finite"),
+        (StudyConfig, {"seconds": math.inf}, ValueError, "finite"),
     ],
 )
 def test_disallowed_values_are_refused(config, values, error, said):

@@ -132,7 +132,6 @@ WRONG = [
     ("--log tensorbord", "Did you mean tensorboard"),
     ("--sequence-length 64 --positions 32", "must not be longer than the model's positions"),
     ("--blocks 4096 --channels 65536 --heads 64", "must fit into"),
-    ("--performance-report report.html --scheduler threads", "Dask reports on clusters only"),
     ("--workers 2", "--workers must come with --plan"),
     ("--resume RUN --scheduler 127.0.0.1:1", "scheduler must answer"),
     ("--resume RUN --steps 1", "must have steps left"),

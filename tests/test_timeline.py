@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from html import unescape
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,9 +40,8 @@ from daskgpt.profiling.timeline import (
     Window,
     color_of,
     describe_summary,
-    different_at_once,
     longest_chain,
-    seconds_of,
+    seconds_at_once,
     summarise,
     svg_strips,
 )
@@ -58,7 +58,7 @@ def recorded(barrier, windows, config=SMALL, shape=(4, 12), chunk=(2, 6), schedu
         dials = {"grain": grain, "barrier": barrier, "in_place": runs.in_place}
         step = step_of(config, shape, chunk, OptimizerConfig(), **dials)
         state = state_of(step, random_parameters(config, random))
-        recorder = StepRecorder(step, runs)
+        recorder = StepRecorder(SimpleNamespace(step=step, scheduler=runs))
         for number, window in enumerate([windows[0], *windows]):
             batches = [random_batch(config, random, shape) for _ in window]
             with recorder.window(window) if number else nullcontext():
@@ -122,13 +122,9 @@ def test_what_runs_at_the_same_time(barrier, steps, layers):
         if (summary.steps_overlap > 0, summary.overlap > 0) == (steps > 1, layers > 1):
             break
     assert (summary.steps_overlap > 0, summary.overlap > 0) == (steps > 1, layers > 1)
-    at_once = different_at_once([(event.start, event.end, event.stage) for event in timeline.events])
-    assert max(count for _, count in at_once) == layers
-    at_once = different_at_once([(event.start, event.end, event.step) for event in timeline.events])
-    assert max(count for _, count in at_once) == steps
-    if barrier == "layer":
-        assert sum(summary.phases.values()) <= summary.wall
-        assert all(summary.phases[phase] > 0 for phase in ("forward", "backward", "update"))
+    stages, numbers = ([(e.start, e.end, getattr(e, name)) for e in timeline.events] for name in ("stage", "step"))
+    assert seconds_at_once(stages, layers) > 0 == seconds_at_once(stages, layers + 1)
+    assert seconds_at_once(numbers, steps) > 0 == seconds_at_once(numbers, steps + 1)
 
 
 def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
@@ -204,7 +200,6 @@ def test_a_summary_worked_out_by_hand():
     assert summary.scheduling_share == pytest.approx(2 / 20)  # a from 0 to 1, b from 3 to 4
     assert summary.waiting_share == pytest.approx(10 / 20)
     assert summary.kernels["b", "forward"] == (4, 1)
-    assert summary.phases == {"forward": 8, "backward": 0, "update": 0}
     text = describe_summary(summary)
     for part in ("10000.00 ms a step, 1 step\n", "60.0% busy, 40.0% idle", "60% of the wall time: b.forward 67%, a."):
         assert part in text
@@ -239,10 +234,9 @@ def test_the_critical_path_of_several_steps(windows, earlier, awaited, path):
 
 
 def test_what_runs_at_once_by_hand():
-    curve = different_at_once([(0, 2, "x"), (1, 3, "x"), (2, 4, "y")])
-    assert curve == [(0, 1), (1, 1), (2, 2), (3, 1), (4, 0)]
-    assert (seconds_of(curve, 1), seconds_of(curve, 2), seconds_of(curve, 3)) == (4, 1, 0)
-    assert different_at_once([]) == []
+    spans = [(0, 2, "x"), (1, 3, "x"), (2, 4, "y")]
+    assert [seconds_at_once(spans, least) for least in (1, 2, 3)] == [4, 1, 0]
+    assert seconds_at_once([], 1) == 0
 
 
 def test_longest_chain_by_hand():
@@ -267,7 +261,7 @@ def test_colors_of_layers_and_passes():
 
 
 def test_bars_of_a_page():
-    bars = bars_of(hand_made(lanes=(Lane("worker <0>", 1), Lane("worker 1", 1))).trace())
+    bars = bars_of(hand_made(lanes=(Lane("worker <0>", 1), Lane("worker 1", 1))))
     assert [(bar["left"], bar["right"], bar["ms"]) for bar in bars] == [
         (1000, 3000, 2000),
         (3000, 5000, 2000),
@@ -370,6 +364,19 @@ def test_a_trace_has_the_calls_and_the_page_loads_nothing(tmp_path):
 
 MODEL = "--blocks 1 --heads 2 --channels 32 --batch-size 4 --sequence-length 16 --validate-every 0"
 MODEL += " --validation-batches 1 --sample-tokens 0"
+
+
+def test_a_timeline_has_the_tasks_that_the_run_chose(small_text):
+    watcher = TimelineCallback(TimelineConfig(timeline_steps=2))
+    data = {"data": str(small_text), "batch_size": 8, "sequence_length": 16}
+    run = {"steps": 5, "validate_every": 0, "validation_batches": 1}
+    flow = {"scheduler": "threads", "threads": 2, "batch_chunk": 2}
+    daskgpt.fit(LARGER, data, dataflow=flow, run=run, callbacks=[watcher], quiet=True)
+    engine, summary = watcher.recorder.engine, summarise(watcher.timeline)
+    assert engine.grain == "chunk", "short tasks become long ones after the first step, whose grain is segment"
+    assert "grain chunk" in watcher.timeline.title
+    assert summary.tasks <= 2 * engine.tasks
+    assert summary.kernel_share + summary.inside_share + summary.scheduling_share + summary.waiting_share < 1.05
 
 
 def test_training_writes_the_timeline_of_its_last_steps(small_text, tmp_path, capsys):

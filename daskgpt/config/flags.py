@@ -167,8 +167,6 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=count, default=0, help=text)
     text = "with --bandwidth: time of a message on a link, such as 50us (default: 0s)"
     parser.add_argument("--latency", type=duration, default=0.0, help=text)
-    text = "with --plan: also predict what would be gained if a layer, Dask, memory or links were twice as fast"
-    parser.add_argument("--explain", action="store_true", help=text)
 
 
 def given_flags(config: type, values: argparse.Namespace) -> dict[str, Any]:

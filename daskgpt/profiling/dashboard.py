@@ -1,8 +1,7 @@
 """A page "daskgpt" on the dashboard of Dask's scheduler while runs use it, and their kernels in its task streams.
 
-The page shows loss and speed by step, the kernel calls of each thread in the last seconds, and what these threads did
-in that time. A run adds the page and removes it. With `dask scheduler --preload daskgpt.profiling.dashboard` it stays
-between runs.
+The page shows the kernel calls of each thread in the last seconds and the numbers of the last step. A run adds the page
+and removes it. With `dask scheduler --preload daskgpt.profiling.dashboard` it stays between runs.
 
 While somebody looks at a page, the scheduler asks the workers for their latest kernel calls. A worker that does not
 answer is not asked again, and of too many calls only the last ones are sent: nothing queues.
@@ -12,21 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
-from bokeh.layouts import column as below
-from bokeh.layouts import row
-from bokeh.models import ColumnDataSource, Div, FactorRange, NumeralTickFormatter
+from bokeh.layouts import column
+from bokeh.models import ColumnDataSource, Div, FactorRange
 from distributed import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
-from tqdm import tqdm
 
-from daskgpt.profiling.pages import lanes_plot, plot_of
-from daskgpt.profiling.timeline import COLORS, color_of, different_at_once, is_message, seconds_of
+from daskgpt.profiling.pages import lanes_plot
+from daskgpt.profiling.timeline import color_of, is_message, seconds_at_once
 from daskgpt.schedulers.dask_internals import (
     add_page,
     add_to_task_stream,
@@ -40,15 +37,12 @@ from daskgpt.schedulers.latest_calls import ASKED, RECEIVE, LatestCall
 from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
 
 PAGE = TOPIC  # the path of the page behind the dashboard's address
-CALLS, STEPS = 4000, 5000  # the latest that are kept, of a worker, and of the steps that were published
+CALLS = 4000  # the latest of a worker that are kept
 WINDOW = 5.0  # seconds of lanes
 EVERY = 1000  # milliseconds between two updates
 ASKING = 500  # milliseconds between two questions to a worker, of up to 16 workers; of more, longer
 ANSWER = 1200  # calls that all workers together answer: Dask's task stream shows a thousand
 PATIENCE = 5.0  # seconds in which a worker answers, and a page that is open asks again
-MEAN = 20  # steps of a mean
-KERNELS = 14  # bars at most
-IDLE, IDLE_COLOR = "idle", "#e4e4e4"
 NOTHING = "no kernel yet"
 WAITING = "No run has sent a step yet: <code>python -m daskgpt.train --scheduler ...</code>"
 
@@ -76,14 +70,6 @@ def end(scheduler: Any, run: str) -> None:
             collected.stop()
 
 
-async def ask_all(dask_scheduler: Any) -> None:
-    """Ask all workers for their latest kernel calls, so that a report has the end of a run."""
-    if (collected := dask_scheduler.plugins.get(Collected.name)) is not None:
-        collected.looked, collected.asked = time.monotonic(), -PATIENCE
-        collected.ask()
-        await asyncio.gather(*collected.asking.values())
-
-
 class Part(NamedTuple):
     """A part of the time.
 
@@ -103,9 +89,8 @@ class Collected(SchedulerPlugin):
     users     names of the runs that the page is there for
     calls     of each worker, by its address, with the numbers of lanes as threads
     lanes     of each worker: thread -> number of its lane, the thread of the latest call last
-    known     from when to when the calls of each worker are known
-    steps     records of steps, see `schedulers.worker_metrics`, with `received_bytes` of all workers so far
-    runs      number of runs that have sent steps; those of the latest run are kept
+    known     until when the calls of each worker are known, from the first of them on
+    step      record of the latest step, see `schedulers.worker_metrics`, with the loss of the latest validation
     recoveries  number of recoveries from a loss
     looked    when a page last showed something
     """
@@ -113,13 +98,13 @@ class Collected(SchedulerPlugin):
     name = "daskgpt-dashboard"
 
     def __init__(self, scheduler: Any, prefix: str | None = "") -> None:
-        """prefix   of all paths of the dashboard; None without one: calls are collected for reports alone"""
+        """prefix   of all paths of the dashboard; None without one"""
         self.scheduler, self.users = scheduler, set[str]()
         self.calls: dict[str, deque[LatestCall]] = {}
         self.lanes: dict[str, dict[int, int]] = {}
-        self.known: dict[str, tuple[float, float]] = {}
-        self.steps: deque[dict[str, Any]] = deque(maxlen=STEPS)
-        self.runs = self.recoveries = 0
+        self.known: dict[str, float] = {}
+        self.step: dict[str, Any] = {}
+        self.recoveries = 0
         self.looked = self.asked = -PATIENCE
         self.asking: dict[str, asyncio.Task[None]] = {}
         self.remove_page = add_page(scheduler, prefix, PAGE, show, "daskgpt") if prefix is not None else None
@@ -151,10 +136,9 @@ class Collected(SchedulerPlugin):
                 self.asking[address] = asyncio.create_task(self._ask(address, ANSWER // len(prepared) + 1))
 
     async def _ask(self, worker: str, most: int) -> None:
-        _, since = self.known.get(worker, (0.0, 0.0))
         try:
             with suppress(OSError, asyncio.TimeoutError):  # it has left, or hangs
-                asked = ask_worker(self.scheduler, worker, ASKED, since=since, most=most)
+                asked = ask_worker(self.scheduler, worker, ASKED, since=self.known.get(worker, 0.0), most=most)
                 self.take(worker, *await asyncio.wait_for(asked, PATIENCE))
         finally:
             del self.asking[worker]
@@ -172,9 +156,7 @@ class Collected(SchedulerPlugin):
         if cut:
             kept.clear()
         kept.extend(new)
-        first = new[0].start if new else now
-        since = first if cut else self.known.get(worker, (first, now))[0]
-        self.known[worker] = max(since, kept[0].start) if len(kept) == CALLS else since, now
+        self.known[worker] = now
         for call in new:
             action = "transfer" if call.name.startswith(RECEIVE) else "compute"
             span = {"action": action, "start": call.start, "stop": call.end}
@@ -215,22 +197,17 @@ class Collected(SchedulerPlugin):
             kept.extend(self._in_lane(worker, LatestCall(name, thread, span["start"], span["stop"])) for span in ran)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        if topic != TOPIC:
-            return
-        metrics = [worker.metrics.get(METRIC, {}) for worker in self.scheduler.workers.values()]
-        received = sum(float(metric.get("received", 0.0)) for metric in metrics)
-        if not self.steps or msg["step"] <= self.steps[-1]["step"]:
-            self.steps.clear()
-            self.runs += 1
-        self.steps.append({**msg, "received_bytes": received})
-        self.recoveries += "lost_steps" in msg
+        if topic == TOPIC:
+            same_run = msg["step"] > self.step.get("step", -1)
+            self.step = (self.step if same_run else {}) | msg
+            self.recoveries += "lost_steps" in msg
 
     def latest(self) -> Part:
         """Return the calls of the last seconds of which all workers have sent theirs."""
-        newest = max((end for _, end in self.known.values()), default=0.0)
-        there = sorted(worker for worker, (_, end) in self.known.items() if end > newest - WINDOW)
-        end = min((self.known[worker][1] for worker in there), default=0.0)
-        start = max([end - WINDOW, *(self.known[worker][0] for worker in there)])
+        newest = max(self.known.values(), default=0.0)
+        there = sorted(worker for worker, end in self.known.items() if end > newest - WINDOW)
+        end = min((self.known[worker] for worker in there), default=0.0)
+        start = max([end - WINDOW, *(self.calls[worker][0].start for worker in there if self.calls[worker])])
         calls = [
             (worker, call._replace(start=max(call.start, start), end=min(call.end, end)))
             for worker in there
@@ -239,45 +216,23 @@ class Collected(SchedulerPlugin):
         ]
         return Part(calls, start, end, there)
 
-    def bytes_a_step(self) -> float:
-        """Return the mean bytes per step that workers receive from each other, over the last steps."""
-        if len(self.steps) < 2:
-            return 0.0
-        first, last = self.steps[-min(len(self.steps), MEAN)], self.steps[-1]
-        return float((last["received_bytes"] - first["received_bytes"]) / (last["step"] - first["step"]))
-
 
 def kind_of(name: str) -> str:
     """Return layer and pass of a call, as `linear.backward`, from its name; of a message, its direction."""
     return name.partition(".")[0] if is_message(name) else name.partition("-")[0]
 
 
-def shares(part: Part, threads: int) -> dict[str, float]:
-    """Return the shares of the threads' time that each kind of call took, the greatest first, and `IDLE`."""
-    busy, whole = defaultdict[str, float](float), threads * (part.end - part.start)
-    for _, call in part.calls:
-        busy[kind_of(call.name)] += (call.end - call.start) / whole
-    ordered = dict(sorted(busy.items(), key=lambda item: -item[1]))
-    return ordered | {IDLE: max(0.0, 1 - sum(busy.values()))} if busy else {}
-
-
-def idle_share(time_shares: Mapping[str, float]) -> float:
+def idle_share(part: Part, threads: int) -> float:
     """Return the share of the threads' time in which no kernel ran: they had no task, or waited for a message."""
-    return sum(share for kind, share in time_shares.items() if kind == IDLE or is_message(kind))
+    busy = sum(call.end - call.start for _, call in part.calls if not is_message(call.name))
+    return max(0.0, 1 - busy / (threads * (part.end - part.start)))
 
 
 def overlap_share(part: Part) -> float:
     """Return the share of the time in which kernels run, in which kernels of different layers or passes do."""
-    ran = [call for _, call in part.calls if not is_message(call.name)]
-    counts = different_at_once((call.start, call.end, kind_of(call.name)) for call in ran)
-    busy, overlapping = (seconds_of(counts, least) for least in (1, 2))
+    ran = [(call.start, call.end, kind_of(call.name)) for _, call in part.calls if not is_message(call.name)]
+    busy, overlapping = (seconds_at_once(ran, least) for least in (1, 2))
     return overlapping / busy if busy else 0.0
-
-
-def column(steps: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Return the numbers of the steps that have a value of this name, from 1, and the values."""
-    points = [(record["step"] + 1, record[name]) for record in steps if name in record]
-    return [step for step, _ in points], [value for _, value in points]
 
 
 def show(scheduler: Any, doc: Any) -> None:
@@ -295,34 +250,17 @@ def show(scheduler: Any, doc: Any) -> None:
 
 
 class Page:
-    """The page in one browser.
-
-    shown  run and number of the latest step in the curves; only later steps are sent
-    """
+    """The page in one browser."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.shown = 0, -1
         self.numbers = Div(text=WAITING, sizing_mode="stretch_width")
-        self.loss, self.validation, self.speed = (ColumnDataSource({"x": [], "y": []}) for _ in range(3))
-        nothing: dict[str, Any] = {"name": [NOTHING], "color": ["#00000000"]}  # else Bokeh warns
-        self.calls = ColumnDataSource({**nothing, "lane": [NOTHING], "left": [-1.0], "right": [0.0], "ms": [0.0]})
-        self.kinds = ColumnDataSource({**nothing, "share": [1.0]})
-        losses = plot_of("Loss [nats a token] by step", tools="pan,wheel_zoom,reset", min_width=240)
-        losses.line("x", "y", source=self.loss, color=COLORS["linear"], legend_label="of the step")
-        losses.scatter("x", "y", source=self.validation, color=COLORS["attention"], size=7, legend_label="validation")
-        losses.legend.background_fill_alpha = 0.6
-        speeds = plot_of("Tokens a second by step", tools="pan,wheel_zoom,reset", min_width=240)
-        speeds.line("x", "y", source=self.speed, color=COLORS["layernorm"])
-        speeds.y_range.start, speeds.yaxis.formatter = 0, NumeralTickFormatter(format="0,0")
-        self.threads, self.names = FactorRange(factors=[NOTHING]), FactorRange(factors=[NOTHING])
+        nothing = {"name": NOTHING, "color": "#00000000", "lane": NOTHING, "left": -1.0, "right": 0.0, "ms": 0.0}
+        self.calls = ColumnDataSource({name: [value] for name, value in nothing.items()})  # else Bokeh warns
+        self.threads = FactorRange(factors=[NOTHING])
         self.lanes = lanes_plot(self.calls, self.threads, NOTHING)
         self.lanes.xaxis.axis_label, self.lanes.x_range.range_padding = "s", 0
-        bars = plot_of("What the threads did in that time", tools="", y_range=self.names, height=330)
-        bars.hbar("name", right="share", height=0.7, color="color", source=self.kinds)
-        bars.xaxis.formatter, bars.x_range.start = NumeralTickFormatter(format="0%"), 0
-        curves = row(losses, speeds, sizing_mode="stretch_width")
-        self.root = below(self.numbers, self.lanes, bars, curves, sizing_mode="stretch_width", name="daskgpt")
+        self.root = column(self.numbers, self.lanes, sizing_mode="stretch_width", name="daskgpt")
 
     def update(self) -> bool:
         """Show the latest calls and steps; return whether the page goes on."""
@@ -331,29 +269,12 @@ class Page:
             self.numbers.text += "<p>The run has ended. Open this page again in the next one.</p>"
             return False
         collected.looked = time.monotonic()
-        self._show_steps(collected)
         part = collected.latest()
-        time_shares = shares(part, sum(self.scheduler.workers[worker].nthreads for worker in part.workers))
         if part.calls:
             self._show_calls(part)
-            self._show_shares(time_shares)
-        if collected.steps:
-            self.numbers.text = self._described(collected, part, time_shares)
+        if collected.step:
+            self.numbers.text = self._described(collected, part)
         return True
-
-    def _show_steps(self, collected: Collected) -> None:
-        """Send new steps only: sending all of them each time would be the largest cost of the page."""
-        new_run = self.shown[0] != collected.runs
-        latest = -1 if new_run else self.shown[1]
-        new = [record for record in collected.steps if record["step"] > latest]
-        for source, name in ((self.loss, "loss"), (self.validation, "validation_loss"), (self.speed, "tokens_per_s")):
-            x, y = column(new, name)
-            points = {"x": np.array(x, np.int32), "y": np.array(y, np.float32)}
-            if new_run:
-                source.data = points
-            elif x:
-                source.stream(points, rollover=STEPS)
-        self.shown = collected.runs, new[-1]["step"] if new else latest
 
     def _show_calls(self, part: Part) -> None:
         lanes = [self._lane(worker, call.thread) for worker, call in part.calls]
@@ -376,23 +297,15 @@ class Page:
         name = f"worker {worker.name}" if str(worker.name).isdigit() else str(worker.name)
         return f"{name}, thread {number + 1}" if worker.nthreads > 1 else name
 
-    def _show_shares(self, time_shares: Mapping[str, float]) -> None:
-        kinds = [kind for kind in time_shares if kind != IDLE][:KERNELS]
-        kinds += [IDLE]
-        self.names.factors = kinds[::-1]
-        colors = [IDLE_COLOR if kind == IDLE else color_of(kind) for kind in kinds]
-        self.kinds.data = {"name": kinds, "share": [time_shares[kind] for kind in kinds], "color": colors}
-
-    def _described(self, collected: Collected, part: Part, time_shares: Mapping[str, float]) -> str:
-        latest, validation = collected.steps[-1], self.validation.data["y"]
+    def _described(self, collected: Collected, part: Part) -> str:
+        step, threads = collected.step, sum(self.scheduler.workers[worker].nthreads for worker in part.workers)
         parts = [
-            f"step <b>{latest['step'] + 1:,}</b>",
-            f"loss <b>{latest['loss']:.3f}</b>",
-            *([f"validation <b>{validation[-1]:.3f}</b>"] if len(validation) else []),
-            f"<b>{latest['tokens_per_s']:,.0f}</b> tokens/s",
-            *([f"idle <b>{idle_share(time_shares):.0%}</b>"] if time_shares else []),
-            *([f"overlap of layers <b>{overlap_share(part):.0%}</b>"] if time_shares else []),
-            f"between workers <b>{tqdm.format_sizeof(collected.bytes_a_step(), 'B')}</b> a step",
+            f"step <b>{step['step'] + 1:,}</b>",
+            f"loss <b>{step['loss']:.3f}</b>",
+            *([f"validation <b>{step['validation_loss']:.3f}</b>"] if "validation_loss" in step else []),
+            f"<b>{step['tokens_per_s']:,.0f}</b> tokens/s",
+            *([f"idle <b>{idle_share(part, threads):.0%}</b>"] if part.calls else []),
+            *([f"overlap of layers <b>{overlap_share(part):.0%}</b>"] if part.calls else []),
             f"recoveries <b>{collected.recoveries}</b>",
         ]
         return f"<div style='font-size: 15px'>{' &nbsp; '.join(parts)}</div>"

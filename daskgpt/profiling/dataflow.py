@@ -17,7 +17,7 @@ from daskgpt.config.run import DataConfig, DataflowConfig
 from daskgpt.graph.calls import Origin
 from daskgpt.graph.program import calls_of
 from daskgpt.profiling.measure import job_from
-from daskgpt.profiling.plan import assumed_step, predict
+from daskgpt.profiling.plan import assumed_step
 from daskgpt.profiling.timeline import TaskGraph, chunks_of, color_of, longest_chain
 from daskgpt.training.autotune import Trial
 
@@ -266,7 +266,7 @@ def dataflow(
     """
     job = job_from(config, data=data, dataflow=dataflow)
     step = assumed_step(job)
-    results = Trial(step).results
+    trial = Trial(step)
     inside, chunk_of_call = TaskGraph.of(step).needs, chunks_of(step)
     calls = {key: [call.key for call in calls_of(step.graph[key]) if call.key in chunk_of_call] for key in inside}
     chunks = {key: next((c for call in keys if (c := chunk_of_call[call])), None) for key, keys in calls.items()}
@@ -275,9 +275,9 @@ def dataflow(
     tasks = {}
     for key in TopologicalSorter(inside).static_order():
         origins = tuple(map(step.kernels.origin, calls[key]))
-        tasks[names[key]] = DataflowTask(names[key], chunks[key], origins, results.get(key, 0))
+        tasks[names[key]] = DataflowTask(names[key], chunks[key], origins, trial.results.get(key, 0))
     size, chunk = (" x ".join(map(str, shape)) for shape in (job.batch_shape, step.dials.chunk))
-    flow = Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.dials.grain}", tasks, needs, predict(job).peak)
+    flow = Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.dials.grain}", tasks, needs, trial.peak)
     depths = flow.depths()
     return replace(flow, tasks={name: tasks[name] for name in sorted(tasks, key=lambda name: (depths[name], name))})
 

@@ -11,7 +11,7 @@ from html import escape
 from math import prod
 from statistics import fmean
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -22,10 +22,11 @@ from daskgpt.config.rich import html_table, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.graph.calls import PHASES
+from daskgpt.graph.program import Span
 from daskgpt.kernels.simd.lanes import features
 from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
 from daskgpt.profiling.recorder import recorder_of
-from daskgpt.profiling.timeline import Summary, Timeline, is_message, summarise, svg_legend, svg_strips
+from daskgpt.profiling.timeline import Summary, Timeline, html_legend, is_message, summarise, svg_strips
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
@@ -34,6 +35,7 @@ from daskgpt.training.job import facts as job_facts
 from daskgpt.training.start import configurations
 from daskgpt.training.trainer import engine_of
 
+K = TypeVar("K")
 PACKAGES = ("numpy", "numba", "dask", "distributed")
 # Of a processor's instruction sets those that decide how fast products are here.
 TELLING = ("avx2", "avx512f", "avx512bf16", "amx-bf16", "amx-tile")
@@ -212,6 +214,12 @@ class TimedEngine:
             seconds[0] += (perf_counter() - start) / self.window
         return seconds
 
+    def recorded(self, count: int) -> tuple[list[float], list[Span]]:
+        """Return the seconds of some further steps, as `run`, and the spans of their kernel calls."""
+        with self.scheduler.record() as processes:
+            seconds = self.run(count)
+        return seconds, [span for process in processes for span in process.spans]
+
     def timeline(self, count: int) -> Timeline:
         """Return the timeline of so many further steps, or some more where the last window has more."""
         recorder, size, done = recorder_of(self.engine), self.window, len(self.losses)
@@ -219,6 +227,14 @@ class TimedEngine:
             with recorder.window(range(first, first + size)):
                 self.run(size)
         return recorder.finish()
+
+    def measured(self, timed: int, recorded: int) -> tuple[Spread, int, Summary]:
+        """Return the seconds of further steps, the most bytes in memory, and the summary of other steps, in which
+        kernels are recorded, so that recording slows no timed one.
+        """
+        self.reset_peak()
+        seconds = Spread.of(self.run(timed))
+        return seconds, self.peak(), summarise(self.timeline(recorded))
 
     def reset_peak(self) -> None:
         """Let `peak` count from now on."""
@@ -230,11 +246,11 @@ class TimedEngine:
 
     def cpu(self) -> dict[tuple[str, int], float]:
         """Return seconds of processor time of this process, the workers and a cluster's scheduler, by process."""
-        found = self.scheduler.everywhere(machine.processor_time, here=True)
+        processes = self.scheduler.everywhere(machine.processor_time, here=True)
         if not self.scheduler.in_place:
             client = cast(Any, self.scheduler).client
-            found.append(client.run_on_scheduler(machine.processor_time))
-        return {process: seconds for own in found for process, seconds in own.items()}
+            processes.append(client.run_on_scheduler(machine.processor_time))
+        return {process: seconds for times in processes for process, seconds in times.items()}
 
     @property
     def window(self) -> int:
@@ -254,18 +270,28 @@ class TimedEngine:
         return str(self.engine.used_grain)
 
 
+def in_turns(engines: Mapping[K, TimedEngine], turns: int, steps: int = 1, untimed: int = 0) -> dict[K, list[float]]:
+    """Return the seconds of a step of each engine, one value a turn. They take turns, so that noise hits all alike.
+
+    untimed   steps of each turn before those that are timed, since the caches hold what the others used
+    """
+    seconds: dict[K, list[float]] = {name: [] for name in engines}
+    for _ in range(turns):
+        for name, engine in engines.items():
+            engine.run(untimed)
+            seconds[name].append(fmean(engine.run(steps)))
+    return seconds
+
+
 def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) -> Measurement:
-    """Run and time some steps; those in which kernels are recorded are others, so that recording slows no timed one."""
+    """Run and time some steps, and record some others."""
     job, scheduler, threads = steps.job, steps.scheduler, steps.scheduler.threads
     steps.run(warmup)
-    steps.reset_peak()
-    seconds = Spread.of(steps.run(timed))
-    peak = steps.peak() / 1e9
-    summary = summarise(steps.timeline(recorded))
+    seconds, peak, summary = steps.measured(timed, recorded)
     busy = dict.fromkeys(PHASES, 0.0)
     for (layer, phase), (duration, _) in summary.kernels.items():
         busy[phase] += 0.0 if is_message(layer) else duration
-    idle = 1 - sum(busy.values()) / (threads * summary.wall)
+    idle = 1 - summary.kernel_share
     tokens = prod(job.batch_shape) / seconds.median
     rate = step_operations(job.config, *job.batch_shape) / seconds.median / 1e9
     products = sum(scheduler.everywhere(matmul_rate, threads)) / 1e9
@@ -283,11 +309,11 @@ def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) ->
         "overhead": f"{idle:.1%} of the threads' time without a kernel",
         "tokens": f"{tokens:,.0f} a second",
         "arithmetic": f"{rate:,.1f} GFLOP/s, {rate / products:.0%} of the float32 matrix product's {products:,.1f}",
-        "memory": f"{peak:.3f} GB at most",
+        "memory": f"{peak / 1e9:.3f} GB at most",
     }
     values = {name: (value, "ms") for name, value in passes.items()}
     values |= {"overhead": (idle, ""), "tokens": (tokens, "tokens/s"), "rate": (rate, "GFLOP/s")}
-    values |= {"matmul_rate": (products, "GFLOP/s"), "peak": (peak, "GB")}
+    values |= {"matmul_rate": (products, "GFLOP/s"), "peak": (peak / 1e9, "GB")}
     figures = {name: figure(Spread.of([value]), unit) for name, (value, unit) in values.items()}
     settings = steps.settings | {"tasks": steps.tasks, "grain": steps.grain, "threads": threads}
     return Measurement(facts, settings, {"step": figure(seconds, "ms", 1e3), **figures})
@@ -325,11 +351,6 @@ class Execution:
         """Times of kernels, tasks and threads in the timeline."""
         return summarise(self.timeline)
 
-    @property
-    def overlap(self) -> float:
-        """Share of the time in which two or more different layers ran at once."""
-        return self.summary.overlap
-
 
 class Executions(dict[str, Execution]):
     """Name -> execution. The first one is what the others' speedup is measured by.
@@ -337,8 +358,8 @@ class Executions(dict[str, Execution]):
     others   cores that other programs kept busy before
     """
 
-    def __init__(self, found: Mapping[str, Execution], others: float = 0.0) -> None:
-        super().__init__(found)
+    def __init__(self, executions: Mapping[str, Execution], others: float = 0.0) -> None:
+        super().__init__(executions)
         self.others = others
 
     def speedup(self, name: str) -> float:
@@ -353,7 +374,7 @@ class Executions(dict[str, Execution]):
         """Return a table of text, whose columns are those of HEAD."""
         return [
             [name, run.seconds.text("", 1, 1e3), f"{self.speedup(name):.2f}"]
-            + [f"{share:.0%}" for share in (self.efficiency(name), run.overlap, 1 - run.summary.kernel_share)]
+            + [f"{share:.0%}" for share in (self.efficiency(name), run.summary.overlap, 1 - run.summary.kernel_share)]
             for name, run in self.items()
         ]
 
@@ -379,7 +400,7 @@ class Executions(dict[str, Execution]):
             f"{svg_strips(run.timeline, end=end, named=False)}"
             for name, run in self.items()
         )
-        legend = f'<div style="margin-top: 8px; font-size: 12px">{svg_legend(*timelines)}</div>'
+        legend = f'<div style="margin-top: 8px; font-size: 12px">{html_legend(*timelines)}</div>'
         return html_table(title, rows, head=HEAD, numbers=True) + f"<div>{escape(self.note)}</div>" + lanes + legend
 
 
@@ -410,11 +431,10 @@ def measure(
     >>> list(found), found["sequential"].losses == found["threads"].losses
     (['sequential', 'threads'], True)
     """
-    known = dataflows or {"default": {}}
     require(turns >= 1, "measure", "turns must be at least 1", {"turns": turns}, "Give 1 or more.")
     require(steps >= 1, "measure", "steps must be at least 1", {"steps": steps}, "Give 1 or more.")
     shared = {"data": data, "optimizer": {"schedule": "constant"}, "run": {"seed": seed}}
-    jobs = {name: job_from(config, dataflow=own, **shared) for name, own in known.items()}
+    jobs = {name: job_from(config, dataflow=dials, **shared) for name, dials in (dataflows or {"default": {}}).items()}
     for job in jobs.values():
         require_scheduler(job.dataflow.scheduler)
     for job in jobs.values():
@@ -426,14 +446,10 @@ def measure(
             scheduler = stack.enter_context(open_scheduler(job.dataflow.scheduler, job.dataflow.threads))
             runs[name] = TimedEngine(job, scheduler, seed)
             runs[name].run(WARMUP)
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        cold = max(1 if own.ranks else own.window for own in runs.values())  # alike, as the losses are compared
-        for _ in range(turns):
-            for name, own in runs.items():
-                own.run(cold)
-                seconds[name].append(fmean(own.run(steps)))
-        found = {
+        untimed = max(1 if run.ranks else run.window for run in runs.values())  # alike, as the losses are compared
+        seconds = in_turns(runs, turns, steps, untimed)
+        executions = {
             name: Execution(run.scheduler.threads, Spread.of(seconds[name]), tuple(run.losses), run.timeline(steps))
             for name, run in runs.items()
         }
-        return Executions(found, others)
+        return Executions(executions, others)

@@ -1,9 +1,9 @@
-"""The files of timelines: traces for Chrome and Perfetto, and pages drawn from traces, which need only a browser."""
+"""The files of timelines: traces for Chrome and Perfetto, and pages that need only a browser."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from bokeh.resources import INLINE
 from tqdm import tqdm
 
 from daskgpt.config.files import replacing
-from daskgpt.profiling.timeline import Timeline, color_of, html_legend, timeline_paths
+from daskgpt.profiling.timeline import Timeline, color_of, describe_summary, html_legend, summarise, timeline_paths
 
 LANE_HEIGHT, MARGIN, LEFT = 60, 90, 130  # pixels
 HELP = (
@@ -37,8 +37,7 @@ def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
 
 def write_side_by_side(timelines: Mapping[str, Timeline], page: Path, title: str) -> Path:
     """Write one page of several timelines, by name, on one time scale; return its path."""
-    traces = {name: timeline.trace() for name, timeline in timelines.items()}
-    return _write(page, page_of(traces, title))
+    return _write(page, page_of(timelines, title))
 
 
 def _write(path: Path, text: str) -> Path:
@@ -47,19 +46,18 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def page_of(traces: Mapping[str, Mapping[str, Any]], title: str) -> str:
-    """Return the HTML of traces on one time scale: the lanes of each above its summary, which a click opens."""
-    bars = {name: bars_of(trace) for name, trace in traces.items()}
-    end = max(bar["right"] for shown in bars.values() for bar in shown)
+def page_of(timelines: Mapping[str, Timeline], title: str) -> str:
+    """Return the HTML of timelines on one time scale: the lanes of each above its summary, which a click opens."""
+    end = 1e3 * max(event.end for timeline in timelines.values() for event in timeline.events)
     axis = Range1d(0, end, bounds=(-0.02 * end, 1.02 * end), min_interval=1e-3)
-    layers = sorted({entry["args"]["layer"] for trace in traces.values() for entry in calls_of(trace)})
-    parts: list[Any] = [_text(f"<h2 style='margin: 4px 0'>{escape(title)}</h2>{HELP}<br>{html_legend(layers)}")]
-    for name, trace in traces.items():
-        summary = trace["otherData"]["summary"]
+    legend = html_legend(*timelines.values())
+    parts: list[Any] = [_text(f"<h2 style='margin: 4px 0'>{escape(title)}</h2>{HELP}<br>{legend}")]
+    for name, timeline in timelines.items():
+        summary = describe_summary(summarise(timeline))
         first = " ".join(summary.partition("\n")[0].split())
-        opened, numbers = " open" * (len(bars) == 1), f"<pre style='font-size: 13px'>{escape(summary)}</pre>"
+        opened, numbers = " open" * (len(timelines) == 1), f"<pre style='font-size: 13px'>{escape(summary)}</pre>"
         parts.append(_text(escape(f"{name}: {first}" if name else "")))
-        parts.append(_lanes_of(trace, bars[name], axis))
+        parts.append(_lanes_of(timeline, axis))
         parts.append(_text(f"<details{opened}><summary>Numbers</summary>{numbers}</details>"))
     return str(file_html(column(*parts, sizing_mode="stretch_width"), INLINE, title))
 
@@ -68,9 +66,9 @@ def _text(html: str) -> Div:
     return Div(text=html, sizing_mode="stretch_width")
 
 
-def _lanes_of(trace: Mapping[str, Any], bars: Sequence[Mapping[str, Any]], axis: Range1d) -> Any:
+def _lanes_of(timeline: Timeline, axis: Range1d) -> Any:
     """Return a plot with a lane per thread, and the number of each step above its first call."""
-    names = list(lane_names(trace).values())
+    names, bars = [lane.name for lane in timeline.lanes], bars_of(timeline)
     source = ColumnDataSource({name: [bar[name] for bar in bars] for name in bars[0]})
     look = {"height": MARGIN + LANE_HEIGHT * len(names), "min_border_left": LEFT, "x_range": axis}
     look |= {"tools": "xpan,xwheel_zoom,xbox_zoom,reset,save", "active_scroll": "xwheel_zoom", "active_drag": "xpan"}
@@ -88,7 +86,9 @@ def lanes_plot(source: ColumnDataSource, lanes: FactorRange, title: str = "", to
 
     source  columns: lane, left, right, color, and those of the tooltips: name and ms
     """
-    plot = plot_of(title, y_range=lanes, **{"tools": "xpan,xwheel_zoom,reset"} | look)
+    options = {"height": 250, "tools": "xpan,xwheel_zoom,reset"} | look
+    plot = figure(title=title, y_range=lanes, sizing_mode="stretch_width", **options)
+    plot.toolbar.logo = None
     # The line keeps a call visible that is narrower than a pixel.
     colors = {"fill_color": "color", "line_color": "color", "hover_line_color": "black"}
     bars = plot.hbar("lane", left="left", right="right", height=0.8, source=source, line_width=0.4, **colors)
@@ -97,41 +97,17 @@ def lanes_plot(source: ColumnDataSource, lanes: FactorRange, title: str = "", to
     return plot
 
 
-def plot_of(title: str, height: int = 250, **options: Any) -> Any:
-    """Return an empty plot that is as wide as the page."""
-    plot = figure(height=height, sizing_mode="stretch_width", title=title, **options)
-    plot.toolbar.logo = None
-    return plot
-
-
-def calls_of(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the events of a trace that are calls."""
-    return [entry for entry in trace["traceEvents"] if entry["ph"] == "X"]
-
-
-def lane_names(trace: Mapping[str, Any]) -> dict[int, str]:
-    """Return the names of the threads of a trace by their numbers, with those of processes if there are several."""
-    named = [entry for entry in trace["traceEvents"] if entry["ph"] == "M"]
-    workers = {entry["pid"]: entry["args"]["name"] for entry in named if entry["name"] == "process_name"}
-    threads = [entry for entry in named if entry["name"] == "thread_name"]
-    prefixes = {pid: f"{name}, " if len(workers) > 1 else "" for pid, name in workers.items()}
-    return {entry["tid"]: prefixes[entry["pid"]] + entry["args"]["name"] for entry in threads}
-
-
-def bars_of(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the bars of the calls in a trace, with times in milliseconds."""
-    lanes = lane_names(trace)
-
-    def bar(call: Mapping[str, Any]) -> dict[str, Any]:
-        args, left, ms, lane = call["args"], call["ts"] / 1e3, call["dur"] / 1e3, lanes[call["tid"]]
-        chunk = " ".join(f"{axis}={'all' if n is None else n}" for axis, n in zip("bt", args["chunk"] or ()))
-        size = tqdm.format_sizeof(args["bytes"], "B")
+def bars_of(timeline: Timeline) -> list[dict[str, Any]]:
+    """Return the bars of the calls in a timeline, with times in milliseconds."""
+    bars = list[dict[str, Any]]()
+    for event in timeline.events:
+        left, ms, lane = 1e3 * event.start, 1e3 * event.seconds, timeline.lanes[event.lane].name
+        chunk = " ".join(f"{axis}={'all' if n is None else n}" for axis, n in zip("bt", event.chunk or ()))
         about = (
-            f"{args['where']}, step {args['step']}, chunk {chunk or 'all'}",
-            f"from {left:,.3f} to {left + ms:,.3f} ms, returned {size}",
-            f"in task {args['task']}, {lane}",
+            f"{event.place}, step {event.step + 1}, chunk {chunk or 'all'}",
+            f"from {left:,.3f} to {left + ms:,.3f} ms, returned {tqdm.format_sizeof(event.bytes, 'B')}",
+            f"in task {event.task_name}, {lane}",
         )
-        words = {"name": call["name"], "color": color_of(call["name"]), "about": "<br>".join(map(escape, about))}
-        return {"lane": lane, "left": left, "right": left + ms, "ms": ms, "step": args["step"], **words}
-
-    return [bar(call) for call in calls_of(trace)]
+        words = {"name": event.kind, "color": color_of(event.kind), "about": "<br>".join(map(escape, about))}
+        bars.append({"lane": lane, "left": left, "right": left + ms, "ms": ms, "step": event.step + 1, **words})
+    return bars

@@ -7,8 +7,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
-from math import prod
 from typing import Any
 
 from daskgpt.config.errors import require
@@ -16,21 +14,20 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.config.rich import html_text, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig
 from daskgpt.config.settings import count, duration
-from daskgpt.graph.distribute import Rank
+from daskgpt.graph.calls import MESSAGE, Exchange, call_of
 from daskgpt.model.step import CompiledStep, compile_step
 from daskgpt.profiling.measure import job_from
-from daskgpt.profiling.simulate import Forecast, forecast
+from daskgpt.profiling.simulate import Forecast, engines_of, forecast
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import active_client
 from daskgpt.training.autotune import CLASSES, ChunkChoice, GrainChoice, Trial, described, rounded
-from daskgpt.training.engine import LocalEngine, dials_of
+from daskgpt.training.engine import dials_of
 from daskgpt.training.job import Job, facts
 
 ASSUMED = "block"  # the grain, while only a measured step can tell
-KINDS = ("totals", "weights", "rows")
-SHOWN = 8  # workers
+KINDS = {"totals": "totals", "weights": "weights", "gather": "rows"}  # by the names of channels
 
 
 @dataclass
@@ -53,8 +50,8 @@ class Plan:
     job        what would be trained
     made       bytes of all arrays of a class that the step holds or makes
     at_peak    bytes of each class when most bytes are held
-    loads      what each worker sends; empty without a number of workers
-    chunks     sequences and tokens of a chunk, where one process or worker makes a step
+    loads      what each worker sends and receives; empty without a number of workers
+    chunks     sequences and tokens of a chunk
     forecast   the predicted time; None if it is unknown, with the reason in `unknown`
     """
 
@@ -65,8 +62,8 @@ class Plan:
     at_peak: Mapping[str, int]
     largest_task: str
     largest_bytes: int
-    loads: Sequence[Load] = ()
-    chunks: tuple[int, int] | None = None
+    loads: Sequence[Load]
+    chunks: tuple[int, int]
     forecast: Forecast | None = None
     unknown: str = ""
 
@@ -81,34 +78,22 @@ class Plan:
         above = {
             "model": known["model"],
             "batch": known["batch"],
-            "chunks": self._settled("chunks", known_chunks(job)),
-            "encoding": f"{data.encoding_name}, {data.vocabulary:,} ids" if data else None,
+            "chunks": described_chunks(job, self.chunks),
+            "encoding": f"{data.encoding_name}, {data.vocabulary:,} ids" if data else "",
             "precision": known["precision"],
-            "grain": self._settled("grain", known_grain(job)),
+            "grain": described_grain(job, self.grain, predicted=self.forecast is not None),
             "tasks": f"{self.tasks:,} a step{whose}",
         }
         memory = [["", "held or made", "at the peak"]]
         memory += [[kind, _mb(self.made[kind]), _mb(self.at_peak[kind])] for kind in CLASSES]
         memory.append(["all, without scratch of kernels", "", _mb(self.peak)])
-        lines = [
-            *(_line(name, text) for name, text in above.items() if text),
-            text_table(memory),
-            _line("largest task", f"{_mb(self.largest_bytes)} of results, {self.largest_task}"),
-            _line("memory", fits(job, self.peak * max(len(self.loads), 1))),
-            *([describe_loads(self.loads)] if self.loads else []),
-            *(_line(name, text) for name, text in (self.forecast.rows() if self.forecast else {}).items()),
-            *([_line("time", self.unknown)] if self.unknown else []),
-            "no step was run",
-        ]
-        return "\n".join(lines)
-
-    def _settled(self, name: str, known: tuple[Any, str]) -> str:
-        """Return the description of chunks or grain: that of a plan without times, unless they settle another."""
-        found = getattr(self, name)
-        if found in (None, known[0]) or self.loads:
-            return known[1]
-        text = described(self.job.micro_shape, found) if name == "chunks" else found
-        return f"{text} (auto: by predicted kernel times, as a run settles it by measured ones)"
+        below = {
+            "largest task": f"{_mb(self.largest_bytes)} of results, {self.largest_task}",
+            "memory": fits(job, self.peak * max(len(self.loads), 1)),
+            "messages": described_loads(self.loads),
+        }
+        time = self.forecast.rows() if self.forecast else {"time": self.unknown}
+        return "\n".join([lines_of(above), text_table(memory), lines_of(below | time), "no step was run"])
 
     def _repr_html_(self) -> str:
         return html_text(repr(self))
@@ -124,7 +109,6 @@ def plan(
     workers: int = 0,
     bandwidth: float | str = 0.0,
     latency: float | str = 0.0,
-    explain: bool = False,
 ) -> Plan:
     """Return what a step will take, without running it, as `python -m daskgpt.train --plan` prints it.
 
@@ -133,7 +117,6 @@ def plan(
                active Client where neither scheduler nor threads are given
     bandwidth  bits a second of the link of each worker, such as "10G"; 0 if all are on this machine
     latency    seconds of a message on a link, or a text such as "50us"
-    explain    whether to predict what would be gained if a layer, Dask, memory or links were twice as fast
 
     Kernel times are those of `daskgpt bench --calibrate` on this machine. Without them, kernels are timed now, which
     takes some seconds.
@@ -155,69 +138,57 @@ def plan(
     bits = count(bandwidth) if isinstance(bandwidth, str) else bandwidth
     seconds = duration(latency) if isinstance(latency, str) else latency
     check_plan({"workers": workers or None, "bandwidth": bits, "latency": seconds}, plan=True)
-    return predict(job, workers, bits, seconds, timed=True, explain=explain)
+    return predict(job, workers, bits, seconds, timed=True)
 
 
 def predict(
-    job: Job,
-    workers: int | None = 0,
-    bandwidth: float = 0.0,
-    latency: float = 0.0,
-    *,
-    timed: bool = False,
-    explain: bool = False,
+    job: Job, workers: int | None = 0, bandwidth: float = 0.0, latency: float = 0.0, *, timed: bool = False
 ) -> Plan:
     """Return tasks and memory of one step, in the order in which Dask runs its tasks one by one; no kernel is called.
 
     Counted are the arrays between kernels, the parameters and the optimizer's moments; not the batch, a kernel's
-    scratch, the interpreter and its libraries. Chunks and grain that are auto stand for what `known_chunks` and
-    `known_grain` say, or for what a run would settle by the predicted times.
+    scratch, the interpreter and its libraries. Chunks and grain that are auto are those of a run's first step, or those
+    that a run would settle by the predicted times.
 
     workers    of a cluster, which share the batch: tasks and memory are then those of the first one
     bandwidth  bits a second of the link of each worker, and the latency of a message; 0 if all are on this machine
     timed      whether to predict the time of a step
-    explain    whether to predict what would be gained if something were twice as fast
     """
-    workers, found, unknown = workers or 0, None, ""
+    workers, predicted, steps, unknown = workers or 0, None, list[CompiledStep](), ""
     if timed and in_place_of(job) and (workers or job.scheduler in ("sync", "threads")):
         try:
-            found, step = forecast(job, workers, bandwidth / 8, latency, explain=explain)
+            predicted, steps = forecast(job, workers, bandwidth / 8, latency)
         except MemoryError as error:
             unknown = str(error)
     if workers:
         job = replace(job, dataflow=replace(job.dataflow, scheduler="local", threads=workers))
     ranks = min(workers, job.groups)
-    grain = step.dials.grain if found else known_grain(job)[0]
-    if found:
-        pass
-    elif ranks > 1:
-        nobody: Any = None  # sends anything
-        rank = Rank(0, ranks, nobody, job.groups, *job.batch_shape)
-        step = LocalEngine(job, local_scheduler("sync", 1), lambda line: None, rank).step.with_dials(grain=grain)
-    else:
-        step = assumed_step(job)
+    if not steps and ranks > 1:
+        engines = engines_of(job, ranks, local_scheduler("sync", 1))
+        steps = [engine.step.with_dials(grain=first_grain(job)) for engine in engines]
+    step = steps[0] if steps else assumed_step(job)
     trial = Trial(step)
     together = Trial(step, job.dataflow.window) if job.dataflow.barrier == "none" and step.dials.in_place else trial
     largest = max(trial.results, key=lambda key: trial.results[key])
     return Plan(
         job=job,
-        grain=grain,
+        grain=step.dials.grain,
         tasks=len(trial.results),
         made=trial.account.made,
         at_peak=together.account.at_peak,
         largest_task=step.title(largest),
         largest_bytes=trial.results[largest],
-        loads=loads(step) if ranks > 1 else (),
+        loads=loads(steps) if ranks > 1 else (),
         chunks=step.dials.chunk,
-        forecast=found,
+        forecast=predicted,
         unknown=unknown,
     )
 
 
 def assumed_step(job: Job) -> CompiledStep:
     """Return a step with the chunks and the grain that a plan counts with."""
-    chunk, grain = known_chunks(job)[0], known_grain(job)[0]
-    dials = dials_of(job, chunk, grain, in_place_of(job), job.data.accumulate, threads_of(job))
+    chunk, in_place, threads = chunk_choice(job).first, in_place_of(job), threads_of(job)
+    dials = dials_of(job, chunk, first_grain(job), in_place, job.data.accumulate, threads)
     return compile_step(job.config, job.batch_shape, job.optimizer, dials)
 
 
@@ -238,17 +209,17 @@ def in_place_of(job: Job) -> bool:
     return job.scheduler in ("sync", "threads") or job.dataflow.engine == "ranks"
 
 
-def known_chunks(job: Job) -> tuple[tuple[int, int], str]:
-    """Return the chunks that a plan counts with, and a description."""
-    dataflow = job.dataflow
-    shape = job.micro_shape
-    choice = ChunkChoice(job.config, shape, dataflow, job.precision, threads_of(job))
-    description = described(shape, choice.first)
-    if not choice.reason:
-        return choice.first, description
-    known = job.scheduler in ("sync", "threads", "local")
-    assumed = "" if known else ", which are assumed: a run asks the cluster"
-    return choice.first, f"{description} ({choice.reason}{assumed})"
+def chunk_choice(job: Job) -> ChunkChoice:
+    """Return the choice of a run's chunks."""
+    return ChunkChoice(job.config, job.micro_shape, job.dataflow, job.precision, threads_of(job))
+
+
+def described_chunks(job: Job, chunk: tuple[int, int]) -> str:
+    """Return number and size of chunks, and why a run would take them."""
+    choice, size = chunk_choice(job), described(job.micro_shape, chunk)
+    reason = choice.reason if chunk == choice.first else "auto, by predicted kernel times"
+    reason += "" if job.scheduler in ("sync", "threads", "local") else ", which are assumed: a run asks the cluster"
+    return f"{size} ({reason})" if choice.reason else size
 
 
 def threads_of(job: Job) -> int:
@@ -256,87 +227,76 @@ def threads_of(job: Job) -> int:
     return 1 if job.scheduler == "sync" else job.dataflow.threads or usable_cores()
 
 
-def known_grain(job: Job) -> tuple[str, str]:
-    """Return the grain that a plan counts with, and a description: only a measured step can settle auto."""
-    barrier, choice = job.dataflow.barrier, GrainChoice(job.dataflow.grain, job.dataflow.barrier, in_place_of(job))
-    if choice.undecided:
-        return ASSUMED, f"{ASSUMED} is assumed (auto: a run settles it in its first step, from measured kernel times)"
+def first_grain(job: Job) -> str:
+    """Return the grain that a plan counts with while only a measured step can tell."""
+    choice = GrainChoice(job.dataflow.grain, job.dataflow.barrier, in_place_of(job))
+    return ASSUMED if choice.undecided else choice.first
+
+
+def described_grain(job: Job, grain: str, *, predicted: bool) -> str:
+    """Return the grain, and why a run would take it."""
     if job.dataflow.grain != "auto":
-        return choice.first, choice.first
+        return grain
+    if GrainChoice("auto", job.dataflow.barrier, in_place_of(job)).undecided:
+        assumed = "(auto: by predicted kernel times;" if predicted else "is assumed (auto:"
+        return f"{grain} {assumed} a run settles it in its first step, from measured ones)"
     scheduled = "Dask's scheduler takes some milliseconds for each task"
-    why = "with barrier layer a task is one kernel" if barrier == "layer" else scheduled
-    return choice.first, f"{choice.first} (auto: {why})"
+    why = "with barrier layer a task is one kernel" if job.dataflow.barrier == "layer" else scheduled
+    return f"{grain} (auto: {why})"
 
 
 def fits(job: Job, peak: int) -> str:
     """Return one sentence: whether the peak and the processes that hold it fit the memory that there is here."""
     limit, whose = machine.memory_limit()
-    if not limit:
-        return f"{rounded(peak)} are needed; this system does not say how much there is."
-    scheduler = job.scheduler
-    if scheduler not in ("sync", "threads", "local"):
+    if job.scheduler not in ("sync", "threads", "local"):
         return f"{rounded(peak)} are needed by the cluster's workers together; {whose} has {rounded(limit)}."
-    processes = 1 + threads_of(job) if scheduler == "local" else 1
+    processes = 1 + threads_of(job) if job.scheduler == "local" else 1
     libraries = processes * machine.resident_memory()  # of this process, which has loaded them and holds no step
     needed = f"{rounded(peak)} and {rounded(libraries)} for interpreter and libraries"
     needed += f" of {processes} processes" if processes > 1 else ""
     if peak + libraries <= limit:
         return f"fits: {needed}, of the {rounded(limit)} that {whose} has."
-    return (
-        f"DOES NOT FIT: {needed} are more than the {rounded(limit)} that {whose} has. "
-        "Try a smaller --batch-size or --sequence-length."
-    )
+    advice = "Try a smaller --batch-size or --sequence-length."
+    return f"DOES NOT FIT: {needed} are more than the {rounded(limit)} that {whose} has. {advice}"
 
 
-def _line(name: str, text: str) -> str:
-    """Return a name and its text, in lines of 80 columns."""
-    together = re.sub(r"(\d) ([GM]B)", "\\1\u00a0\\2", f"{name:13} {text}")  # a number stays with its unit
-    return textwrap.fill(together, 80, subsequent_indent=" " * 14, break_on_hyphens=False).replace("\u00a0", " ")
+def lines_of(texts: Mapping[str, str]) -> str:
+    """Return names and texts, those that are not empty, in lines of 80 columns."""
+    together = (f"{name:13} {text}" for name, text in texts.items() if text)
+    fixed = (re.sub(r"(\d) ([GM]B)", "\\1\u00a0\\2", line) for line in together)  # a number stays with its unit
+    filled = (textwrap.fill(line, 80, subsequent_indent=" " * 14, break_on_hyphens=False) for line in fixed)
+    return "\n".join(filled).replace("\u00a0", " ")
 
 
 def _mb(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def loads(step: CompiledStep) -> list[Load]:
-    """Return the part of each worker, from the step that one of them has recorded.
+def loads(steps: Sequence[CompiledStep]) -> list[Load]:
+    """Return what each worker sends and receives, from the steps of all.
 
-    Not counted are the squares that make the norm of a gradient, and Dask's messages.
+    Not counted are losses, the squares that make the norm of a gradient, and Dask's messages.
     """
-    distribution = step.distribution
-    assert distribution is not None, "a step of one of several ranks"
-    rank = distribution.rank
-    found = [Load() for _ in range(rank.count)]
-
-    def pass_on(sender: int, reader: int, kind: str, size: int) -> None:
-        if sender != reader:
-            found[sender].sent[kind] += size
-            found[reader].received[kind] += size
-
-    for sender, reader in product(range(rank.count), repeat=2):  # the losses of its groups, in float32
-        pass_on(sender, reader, "totals", 4 * len(rank.subtrees_of(sender)))
-    owners: dict[str, set[int]] = {}
-    for shard in (each for own in distribution.shards.values() for each in own):
-        owners.setdefault(shard.parameter, set()).add(shard.owner)
-        for other in range(rank.count):
-            pass_on(other, shard.owner, "totals", shard.bytes * len(rank.subtrees_of(other)))
-            pass_on(shard.owner, other, "weights", shard.sent_bytes)
-    for call, parameter in distribution.gathered:
-        sequence = sum(4 * prod(sum(call.chunks[axis]) for axis in axes[1:]) for axes in call.inputs)
-        for other in range(rank.count):
-            first, last = rank.sequences_of(other)
-            for owner in owners[parameter]:
-                pass_on(other, owner, "rows", (last - first) * sequence)
-    return found
+    workers = [Load() for _ in steps]
+    for sender, step in enumerate(steps):
+        for call in map(call_of, step.kernels.graph.values()):
+            if isinstance(call, Exchange) and call.peer >= 0 and call.returns != MESSAGE and call.size:
+                channel: Any = call.channel
+                kind = KINDS[channel[0]]
+                workers[sender].sent[kind] += call.size
+                workers[call.peer].received[kind] += call.size
+    return workers
 
 
-def describe_loads(found: Sequence[Load]) -> str:
-    """Return a table for people, of megabytes a step."""
+def described_loads(workers: Sequence[Load]) -> str:
+    """Return what workers send and receive, from the least to the most."""
+    if not workers:
+        return ""
+    sent, received = ([getattr(load, way).total() for load in workers] for way in ("sent", "received"))
+    ways = f"sends {_span(sent)}, receives {_span(received)}"
+    kinds = sum((load.sent for load in workers), Counter[str]())
+    return f"a worker {ways}; together {_mb(sum(sent))} ({', '.join(f'{k} {_mb(v)}' for k, v in kinds.items())})"
 
-    def cells(sent: Counter[str]) -> list[str]:
-        return [f"{size / 1e6:,.1f}" for size in (*(sent[kind] for kind in KINDS), sent.total())]
 
-    table = [["worker", *KINDS, "sent", "received"]]
-    table += [[str(n), *cells(own.sent), f"{own.received.total() / 1e6:,.1f}"] for n, own in enumerate(found[:SHOWN])]
-    table += [[f"and {len(found) - SHOWN} more", *[""] * (len(KINDS) + 2)]] * (len(found) > SHOWN)
-    return text_table([*table, ["together", *cells(sum((own.sent for own in found), Counter())), "MB a step"]])
+def _span(sizes: Sequence[int]) -> str:
+    return " to ".join(_mb(size) for size in sorted({min(sizes), max(sizes)}))

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
@@ -41,64 +40,36 @@ STYLE = {
     "figure.constrained_layout.use": True,
 }
 COLORS = tuple(LAYER_COLORS.values())[:10]
-LOSS_AXES = ("step", "tokens", "seconds")  # x axes of the three panels of the loss
+AXES = {"step": "steps", "tokens": "tokens", "seconds": "minutes of training"}  # of the three panels of the loss
 TITLES = {
     "loss": "loss (nats a token)",
     "learning_rate": "learning rate",
     "tokens_per_s": "tokens a second",
     "norm": "norm of all gradients",
 }
-AVERAGED = ("loss", "tokens_per_s", "norm")  # drawn as running means over the values of single steps
-VALUES = (*LOSS_AXES, *TITLES, "validation_loss")
-TIME_UNITS = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}  # the first of which the longest run has two
-LINES: dict[str, dict[str, Any]] = {
-    "each step": {"alpha": 0.25, "linewidth": 0.8, "zorder": 1},
-    "mean over the latest steps": {"linewidth": 1.6},
-    "validation": {"linestyle": "--", "linewidth": 1, "marker": "o", "markersize": 4, "markeredgecolor": "w"},
-}
+VALUES = (*AXES, *TITLES, "validation_loss")
+# The looks of lines: of single steps, of their means, of validations.
+SINGLE: dict[str, Any] = {"alpha": 0.25, "linewidth": 0.8, "zorder": 1}
+MEAN: dict[str, Any] = {"linewidth": 1.6}
+VALIDATION: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": "o", "markersize": 4, "markeredgecolor": "w"}
+
+Curves = dict[str, np.ndarray]  # of a run: (N,) float64, a value per step, by the names in VALUES; nan without one
 
 
-@dataclass(frozen=True)
-class Curves:
-    """The metrics of a run.
-
-    values   name -> (N,) float64, a value per step, by the names in VALUES; nan if a step has none
-    means    name -> (N,), running means, by the names in AVERAGED
-    """
-
-    name: str
-    values: dict[str, np.ndarray]
-    means: dict[str, np.ndarray]
-
-    def has(self, name: str) -> bool:
-        """Return whether any step has the value."""
-        return bool(np.isfinite(self.values[name]).any())
-
-
-def read_runs(paths: Sequence[str], smooth: int = 0) -> list[Curves]:
-    """Return the curves of run folders, or of files of metrics.
+def read_runs(paths: Sequence[str]) -> dict[str, Curves]:
+    """Return the curves of run folders, or of files of metrics, by short names.
 
     Lines that are no records are skipped, as when a run is resumed.
 
-    smooth   steps of a running mean; 0 = a hundredth of the longest run, at least ten
-
     Errors   FileNotFoundError if there are no metrics; ValueError if there is no step
     """
-    runs = [_read(Path(path)) for path in paths]
-    length = smooth or max(10, *(len(values["step"]) // 100 for values in runs))
     folders = [(path.parent if path.name == METRICS else path) for path in (Path(path).absolute() for path in paths)]
     common = os.path.commonpath([folder.parent for folder in folders])
-    return [
-        Curves(
-            printable(os.path.relpath(folder, common)),
-            values,
-            {name: running_mean(values[name], length) for name in AVERAGED},
-        )
-        for folder, values in zip(folders, runs)
-    ]
+    names = [printable(os.path.relpath(folder, common)) for folder in folders]
+    return {name: _read(Path(path)) for name, path in zip(names, paths)}
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
+def _read(path: Path) -> Curves:
     file = path / METRICS if path.is_dir() else path
     rule, advice = f"a run must have its {METRICS}", "Name a run's folder."
     require(file.is_file(), "plot", rule, {"run": path}, advice, FileNotFoundError)
@@ -119,24 +90,24 @@ def running_mean(values: np.ndarray, length: int) -> np.ndarray:
     return means
 
 
-def picture(runs: Sequence[Curves], kind: str) -> bytes:
+def picture(runs: Mapping[str, Curves], kind: str) -> bytes:
     """Return a PNG or SVG file: loss against steps, tokens and time; below it, the other values that the runs have.
 
     kind   "png" or "svg"
     """
-    below = [name for name in TITLES if name != "loss" and any(run.has(name) for run in runs)]
+    below = [name for name in TITLES if name != "loss" and any(np.isfinite(run[name]).any() for run in runs.values())]
     buffer = BytesIO()
     with style():
         figure = Figure(figsize=(13.0, 7.5))
-        rows = [[name for name in row for _ in range(6 // len(row))] for row in (LOSS_AXES, below) if row]
+        rows = [[name for name in row for _ in range(6 // len(row))] for row in ([*AXES], below) if row]
         axes: Any = figure.subplot_mosaic(rows)
-        for x in LOSS_AXES:
+        for x in AXES:
             _draw(axes[x], x, "loss", runs)
             axes[x].sharey(axes["step"])
         for y in below:
             _draw(axes[y], "step", y, runs)
         if len(runs) == 1:
-            figure.suptitle(runs[0].name, fontsize=12)
+            figure.suptitle(*runs, fontsize=12)
         handles, labels = axes["step"].get_legend_handles_labels()
         look = {"loc": "outside lower center", "ncols": min(len(handles), 6), "frameon": False, "fontsize": 9}
         figure.legend(handles, labels, **look)
@@ -154,24 +125,24 @@ def save(figure: Figure, file: Any, kind: str) -> None:
     figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {})
 
 
-def _draw(axes: Any, x: str, y: str, runs: Sequence[Curves]) -> None:
-    label, unit = {"step": "steps"}.get(x, x), 1.0
-    if x == "seconds":
-        longest = max((run.values[x][-1] for run in runs if run.has(x)), default=0.0)
-        name, unit = next(((name, long) for name, long in TIME_UNITS.items() if longest >= 2 * long), ("seconds", 1.0))
-        label = f"{name} of training"
-    for number, (run, color) in enumerate(zip(runs, cycle(COLORS))):
-        lines = {"mean over the latest steps": run.means.get(y, run.values[y])}
-        if y in AVERAGED:
-            lines["each step"] = run.values[y]
+def _draw(axes: Any, x: str, y: str, runs: Mapping[str, Curves]) -> None:
+    """Draw the values of single steps and their means over a hundredth of the longest run, of the loss also those of
+    validations.
+    """
+    length = max(10, *(len(run["step"]) // 100 for run in runs.values()))
+    for number, ((name, run), color) in enumerate(zip(runs.items(), cycle(COLORS))):
+        lines = {"mean over the latest steps": (MEAN, run[y])}
+        if y != "learning_rate":
+            lines = {"mean over the latest steps": (MEAN, running_mean(run[y], length)), "each step": (SINGLE, run[y])}
         if y == "loss":
-            lines["validation"] = run.values["validation_loss"]
-        for look, values in lines.items():
-            shown = np.isfinite(run.values[x]) & np.isfinite(values)
+            lines["validation"] = VALIDATION, run["validation_loss"]
+        for label, (look, values) in lines.items():
+            shown = np.isfinite(run[x]) & np.isfinite(values)
             # With several runs, thick lines have the names of their runs; lines of the first run explain the others.
-            words = run.name if look.startswith("mean") and len(runs) > 1 else look if number == 0 else None
-            axes.plot(run.values[x][shown] / unit, values[shown], color=color, label=words, **LINES[look])
-    axes.set(title=TITLES[y], xlabel=label, yscale="log" if y == "norm" else "linear")
+            words = name if look is MEAN and len(runs) > 1 else label if number == 0 else None
+            unit = 60 if x == "seconds" else 1
+            axes.plot(run[x][shown] / unit, values[shown], color=color, label=words, **look)
+    axes.set(title=TITLES[y], xlabel=AXES[x], yscale="log" if y == "norm" else "linear")
     if x != "seconds":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if y in ("tokens_per_s", "learning_rate"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import time
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from daskgpt.config.errors import require
 from daskgpt.config.files import check_writable
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.model.step import CompiledStep
 from daskgpt.profiling.timeline import (
     Event,
     Lane,
@@ -23,9 +22,8 @@ from daskgpt.profiling.timeline import (
     events_of,
     summarise,
     timeline_paths,
-    with_endings,
 )
-from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
+from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
 from daskgpt.training.engine import Engine
 from daskgpt.training.job import Job
 
@@ -45,8 +43,9 @@ class StepRecorder:
     out steps between windows.
     """
 
-    def __init__(self, step: CompiledStep, scheduler: Scheduler) -> None:
-        self.step, self.scheduler = step, scheduler
+    def __init__(self, engine: Any) -> None:
+        """engine   a `LocalEngine` or a `TaskEngine`, whose first steps may still choose chunks and grain"""
+        self.engine, self.scheduler = engine, engine.scheduler
         self.windows: list[Window] = []
         self.steps: dict[int, int] = {}  # number of a run -> step
         self._recording = ExitStack()
@@ -65,7 +64,7 @@ class StepRecorder:
     def finish(self) -> Timeline:
         """Return the timeline. On a cluster, call this once the updates of the last step are done."""
         self._recording.close()
-        step, start, parts = self.step, self.windows[0].start, list[ProcessEvents]()
+        step, start, parts = self.engine.step, self.windows[0].start, list[ProcessEvents]()
         for process in self._processes:
             spans = [(self.steps[span.run], span) for span in process.spans if span.run in self.steps]
             parts.append(ProcessEvents(process.name, process.threads, events_of(step, spans, start - process.offset)))
@@ -144,7 +143,7 @@ def joined(title: str, windows: Sequence[Window], parts: Sequence[ProcessEvents]
 
 def recorder_of(engine: Any) -> StepRecorder | RankRecorder:
     """Return a recorder of the steps of an engine."""
-    return RankRecorder(engine) if engine.ranks else StepRecorder(engine.step, engine.scheduler)
+    return RankRecorder(engine) if engine.ranks else StepRecorder(engine)
 
 
 def is_bare(path: str) -> bool:
@@ -208,55 +207,3 @@ class TimelineCallback:
 
             trace, page = write_timeline(self.timeline, self.path)
             print(f"\n{describe_summary(summarise(self.timeline))}\n\ntimeline written to {page} and {trace}")
-
-
-@documented
-@dataclass(frozen=True)
-class DaskReportConfig(Checked):
-    """Dask's report of a run on a cluster."""
-
-    performance_report: str = setting(
-        "",
-        "write Dask's performance report of a run on a cluster to FILE.html, in the run's folder unless FILE names one",
-        unit="file",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not is_bare(self.performance_report):
-            (page,) = with_endings(self.performance_report, ".html")
-            check_writable(page, "train", "performance_report")
-
-
-class DaskReportCallback:
-    """A `training.trainer.Callback`: Dask's report of all steps.
-
-    Errors   ValueError for a scheduler of this process
-    """
-
-    def __init__(self, config: DaskReportConfig, job: Job) -> None:
-        self.name = config.performance_report
-        rule, advice = "Dask reports on clusters only", "Add --scheduler local, or take --timeline."
-        require(job.scheduler not in ("sync", "threads"), "train", rule, {"scheduler": job.scheduler}, advice)
-
-    def begin(self, job: Job, engine: Engine, steps: int) -> int:
-        from distributed import performance_report
-
-        scheduler: Any = engine.scheduler
-        (self.path,) = with_endings(Path(job.run.out if is_bare(self.name) else "") / self.name, ".html")
-        self.stack = ExitStack()
-        with scheduler.client.as_current():
-            self.stack.enter_context(performance_report(str(self.path), mode="inline"))
-        self.client = scheduler.client
-        return 0
-
-    def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def end(self) -> None:
-        from daskgpt.profiling.dashboard import ask_all
-
-        with self.client.as_current():
-            self.client.run_on_scheduler(ask_all)
-            self.stack.close()
-        print(f"report written to {self.path}")

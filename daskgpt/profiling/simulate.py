@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from graphlib import TopologicalSorter
@@ -22,7 +22,6 @@ from math import prod
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 from dask.local import finish_task, start_state_from_dask
 from dask.order import order
 
@@ -36,16 +35,17 @@ from daskgpt.graph.update_in_place import RowUpdate
 from daskgpt.model.step import CompiledStep
 from daskgpt.profiling.calibrate import Calibration, load, of_job
 from daskgpt.profiling.timeline import longest_chain
-from daskgpt.profiling.work import work_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.autotune import empty_submission
+from daskgpt.training.cost import work_of
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job
 
-Kind = tuple[str, str]  # layer and phase
-Seconds = dict[Kind, float]
+Task = tuple[int, Key]  # of a rank
+Seconds = Mapping[tuple[str, str], float]  # of kernels, by layer and phase
 ON_LINKS = ("messages", "update")
-LEAST_GAIN = 0.005  # of the time of a step, to be shown
 RUNS = 3  # of several processes, one after the other; the first one only fills their pipeline
 TASKS = 10**9  # more than there are: their numbers have equally many digits
 
@@ -64,78 +64,65 @@ class Platform:
     latency: float = 0.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Demand:
-    """The needs of a task.
+    """What a task needs.
 
-    alone     seconds of its kernels on one thread, by layer and phase; beside: while all cores run kernels
+    kernels   seconds of its kernels on one thread
+    beside    seconds of all of them while all cores run kernels
     calls     that it makes
     sends     ranks, channels and bytes of its messages; receives: ranks and channels
     """
 
-    alone: Seconds = field(default_factory=dict)
-    beside: Seconds = field(default_factory=dict)
+    kernels: Seconds = field(default_factory=dict)
+    beside: float = 0.0
     calls: int = 0
-    sends: list[tuple[int, Hashable, int]] = field(default_factory=list)
-    receives: list[tuple[int, Hashable]] = field(default_factory=list)
+    sends: Sequence[tuple[int, Hashable, int]] = ()
+    receives: Sequence[tuple[int, Hashable]] = ()
 
-    def __post_init__(self) -> None:
-        self.seconds = sum(self.alone.values()), sum(self.beside.values())
+    @cached_property
+    def alone(self) -> float:
+        """Seconds of all kernels on one thread."""
+        return sum(self.kernels.values())
 
     @classmethod
     def of(cls, calls: Sequence[Demand]) -> Demand:
         """Return what a task of several calls needs."""
-        alone, beside = (added(getattr(own, name) for own in calls) for name in ("alone", "beside"))
-        sends, receives = ([each for own in calls for each in getattr(own, name)] for name in ("sends", "receives"))
-        return cls(alone, beside, len(calls), sends, receives)
-
-    def faster(self, layer: str) -> Demand:
-        """Return the same with a layer that takes half of its time."""
-        alone, beside = (
-            {kind: seconds / (2 if kind[0] == layer else 1) for kind, seconds in own.items()}
-            for own in (self.alone, self.beside)
-        )
-        return replace(self, alone=alone, beside=beside)
-
-    def with_memory(self) -> Demand:
-        """Return the same where cores share twice the memory rate."""
-        alone, beside = self.seconds
-        share = max(alone, beside / 2) / (beside or 1.0)
-        return replace(self, beside={kind: share * seconds for kind, seconds in self.beside.items()})
+        sends, receives = ([part for call in calls for part in getattr(call, name)] for name in ("sends", "receives"))
+        return cls(added(call.kernels for call in calls), sum(c.beside for c in calls), len(calls), sends, receives)
 
 
 def added(parts: Iterable[Seconds]) -> Seconds:
     """Return the sums of seconds by layer and phase."""
-    found = defaultdict[Kind, float](float)
+    sums = defaultdict[tuple[str, str], float](float)
     for part in parts:
         for kind, seconds in part.items():
-            found[kind] += seconds
-    return dict(found)
+            sums[kind] += seconds
+    return dict(sums)
 
 
-def call_demands(step: CompiledStep, calibration: Calibration) -> dict[Key, Demand]:
+def call_demands(step: CompiledStep, costs: Calibration) -> dict[Key, Demand]:
     """Return what each call of a step needs, before calls are fused."""
-    graph, found = step.kernels.graph, dict[Key, Demand]()
+    graph, demands = step.kernels.graph, dict[Key, Demand]()
     for key, node in graph.items():
         call: Any = call_of(node)
         if is_leaf(node) or call.origin is None:
             continue
-        own, copied, seconds = Demand(calls=1), 0, (0.0, 0.0)
+        copied, messages, alone, beside = 0, dict[str, Any](), 0.0, 0.0
         if isinstance(call, Exchange) and call.peer < 0:
             copied = call.size
         elif isinstance(call, Exchange) and call.returns == MESSAGE:
-            own.receives.append((call.peer, call.channel))
+            messages = {"receives": [(call.peer, call.channel)]}
         elif isinstance(call, Exchange):
-            own.sends.append((call.peer, call.channel, call.size))
+            messages = {"sends": [(call.peer, call.channel, call.size)]}
         elif isinstance(call, RowUpdate) and call.tree:
             rows = call.rows.stop - call.rows.start
             copied = (len(node.args) - call.tensors) * rows * prod(call.columns) * call.dtype.itemsize
         if work := work_of(graph, key):
-            seconds = calibration.seconds(f"{step.dials.precision.name} {work[0]}", work[1])
-        kind = call.origin.layer, call.origin.phase
-        alone, beside = ({kind: each + 2 * copied / calibration.copy} for each in seconds)
-        found[key] = replace(own, alone=alone, beside=beside)
-    return found
+            alone, beside = costs.seconds(f"{step.dials.precision.name} {work[0]}", work[1])
+        kind, copying = (call.origin.layer, call.origin.phase), 2 * copied / costs.copy
+        demands[key] = Demand({kind: alone + copying}, beside + copying, 1, **messages)
+    return demands
 
 
 @dataclass(frozen=True)
@@ -156,139 +143,94 @@ class Process:
     steps: int = 1
 
     @classmethod
-    def of_step(
-        cls, step: CompiledStep, window: int, demands: Mapping[Key, Demand], threads: int, pooled: bool
-    ) -> Process:
-        """Return the process that runs a recorded step, or several that overlap, as a window."""
-        values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.kernels.inputs.items()}
-        packs = [None] * len(step.layout.packs)
-        run = step.submission(values, packs)
-        if window > 1:
-            run = step.window_submission([values] * window, packs)
+    def of_engine(cls, engine: LocalEngine, costs: Calibration, pooled: bool) -> Process:
+        """Return the process that runs the steps of an engine: one, or several that overlap, as a window."""
+        step, demands = engine.step, call_demands(engine.step, costs)
+        run = empty_submission(step, [None] * len(step.layout.packs), engine.together())
         graph = with_leaves(run.graph, run.leaves)
         # Dask breaks ties by names and by hashes, which differ from run to run; those of numbers do not.
         names = sorted(graph, key=lambda key: str(key).replace(step.kernels.token, ""))
         new: dict[Key, Key] = {key: (TASKS + number,) for number, key in enumerate(names)}
         graph, wanted = renamed(graph, new), [new[key] for key in run.keys]
-        own = {key: Demand.of([demands[call.key] for call in calls_of(node)]) for key, node in graph.items()}
-        return cls(graph, wanted, own, threads, pooled, run.runs)
+        of_tasks = {key: Demand.of([demands[call.key] for call in calls_of(node)]) for key, node in graph.items()}
+        return cls(graph, wanted, of_tasks, engine.scheduler.threads, pooled, run.runs)
 
     @cached_property
     def order(self) -> dict[Key, int]:
         """Dask's order of the nodes."""
         return dict(order(self.graph))
 
-    def needs(self, key: Key) -> list[Key]:
-        """Return the tasks that a task waits for."""
-        return [needed for needed in self.graph[key].dependencies if needed in self.graph]
 
+class Pool:
+    """Kernels of a machine, or messages, that go on at once at speeds that depend on each other.
 
-class Events:
-    """Functions to call at a time, in order."""
+    speeds   of those that go on, in parts of each a second
+    left     the part of each that is left
+    others   pools whose speeds depend on these
+    """
 
-    def __init__(self) -> None:
-        self.now, self.heap, self.number = 0.0, list[Any](), count()
+    def __init__(self, simulation: Simulation, speeds: Callable[[Collection[Any]], dict[Any, float]]) -> None:
+        self.simulation, self.speeds, self.others = simulation, speeds, list[Pool]()
+        self.left, self.ends = dict[Any, float](), dict[Any, Callable[[], None]]()
+        self.speed, self.since, self.version = dict[Any, float](), 0.0, 0
 
-    def at(self, time: float, function: Callable[..., None], *arguments: Any) -> None:
-        heappush(self.heap, (time, next(self.number), function, arguments))
+    def add(self, name: Any, end: Callable[[], None]) -> None:
+        """Begin something; `end` is called when it is done."""
+        self.left[name], self.ends[name] = 1.0, end
+        self._change()
 
-    def later(self, seconds: float, function: Callable[..., None], *arguments: Any) -> None:
-        self.at(self.now + seconds, function, *arguments)
+    def _change(self) -> None:
+        for pool in (self, *(other for other in self.others if other.left)):
+            pool.go_on()
 
-    def run(self) -> None:
-        while self.heap:
-            self.now, _, function, arguments = heappop(self.heap)
-            function(*arguments)
-
-
-@dataclass
-class Activity:
-    """Work beside other work, at some speed (parts of it a second); `left` of it remained at `since`."""
-
-    ended: Callable[[], None]
-    left: float = 1.0
-    speed: float = 0.0
-    since: float = 0.0
-    version: int = 0
-
-
-class Activities:
-    """Activities at speeds that depend on each other: on `circumstances` and on the activity alone."""
-
-    def __init__(self, events: Events, circumstances: Callable[[], Any], speed: Callable[[Any], float]) -> None:
-        self.events, self.circumstances, self.speed, self.known = events, circumstances, speed, None
-        self.all: dict[Any, Activity] = {}
-        self.others: Sequence[Activities] = ()  # whose circumstances these belong to
-
-    def add(self, name: Any, ended: Callable[[], None]) -> None:
-        """Begin an activity; `ended` is called at its end."""
-        self.all[name] = Activity(ended, since=self.events.now)
-        if not self.changed():
-            self._pace(name)
-        for other in self.others:
-            other.changed()
-
-    def changed(self) -> bool:
-        """Find all speeds anew if the circumstances have changed; return whether they have."""
-        now = self.circumstances()
-        if now == self.known:
-            return False
-        self.known = now
-        for name in self.all:
-            self._pace(name)
-        return True
-
-    def _pace(self, name: Any) -> None:
-        """Give an activity its speed from now on."""
-        own, now = self.all[name], self.events.now
-        own.left = max(own.left - (now - own.since) * own.speed, 0.0)
-        own.speed, own.since, own.version = self.speed(name), now, next(self.events.number)
-        self.events.at(now + own.left / own.speed, self._end, name, own.version)
+    def go_on(self) -> None:
+        """Let everything go on at the speeds of now, until the first one is done."""
+        now = self.simulation.now
+        for name, speed in self.speed.items():
+            self.left[name] -= (now - self.since) * speed
+        self.speed, self.since, self.version = self.speeds(self.left), now, self.version + 1
+        if self.left:
+            first = min(self.left, key=lambda name: self.left[name] / self.speed[name])
+            self.simulation.at(now + max(self.left[first], 0.0) / self.speed[first], self._end, first, self.version)
 
     def _end(self, name: Any, version: int) -> None:
-        if name not in self.all or self.all[name].version != version:
-            return
-        ended = self.all.pop(name).ended
-        for each in (self, *self.others):
-            each.changed()
-        ended()
+        if version == self.version:
+            del self.speed[name], self.left[name]
+            self.ends.pop(name)()
+            self._change()
 
 
-class Simulation(Events):
+class Simulation:
     """The run of some processes that exchange messages.
 
     ends    of the runs of each process
-    busy    seconds of kernels on all threads, by layer and phase
+    busy    seconds of kernels on all threads, by phase
     locked  seconds for which each process's lock was held
-    sent    bytes that each process has sent
     """
 
     def __init__(self, processes: Sequence[Process], costs: Calibration, platform: Platform, runs: int = 1) -> None:
-        super().__init__()
         self.processes, self.costs, self.platform, self.runs = processes, costs, platform, runs
+        self.now, self.events, self.number = 0.0, list[Any](), count()
         ranks = range(len(processes))
-        apart = bool(platform.bandwidth)  # each process has its own machine
-        self.host_of = [rank if apart else 0 for rank in ranks]
-        self.hosts = [
-            Activities(self, partial(self._circumstances, host), self._task_speed)
-            for host in range(len(ranks) if apart else 1)
-        ]
-        self.links = Activities(self, self._on_links, self._message_speed)
+        self.host_of = [rank if platform.bandwidth else 0 for rank in ranks]
+        self.hosts = [Pool(self, partial(self._kernel_speeds, host)) for host in sorted(set(self.host_of))]
+        self.links = Pool(self, self._message_speeds)
         self.links.others = self.hosts
-        for own in self.hosts:
-            own.others = [self.links]
-        self.using = Counter[tuple[str, int]]()  # messages under way from and to each process
+        for host in self.hosts:
+            host.others = [self.links]
+        self.at_ends = Counter[int]()  # machine -> messages under way from it, and to it
         self.state: list[dict[str, Any]] = [{} for _ in ranks]
-        self.free, self.locked, self.sent = [0.0] * len(ranks), [0.0] * len(ranks), [0] * len(ranks)
+        self.free, self.locked = [0.0] * len(ranks), [0.0] * len(ranks)
         self.ends: list[list[float]] = [[] for _ in ranks]
-        self.busy = defaultdict[Kind, float](float)
+        self.busy = dict.fromkeys(PHASES, 0.0)
         self.arrived = Counter[tuple[int, int, Hashable]]()  # receiver, sender and channel -> messages
-        self.waiting: dict[tuple[int, int, Hashable], deque[tuple[int, Key]]] = defaultdict(deque)
-        self.missing = Counter[tuple[int, Key]]()  # messages that a task waits for
+        self.blocked = [list[Key]() for _ in ranks]  # tasks that wait for messages
         self.pairs: dict[tuple[int, int], deque[tuple[Hashable, int]]] = defaultdict(deque)  # messages to send
         for rank in ranks:
             self._begin(rank)
-        self.run()
+        while self.events:
+            self.now, _, function, arguments = heappop(self.events)
+            function(*arguments)
         rule, stuck = "every process must end its runs", [rank for rank in ranks if len(self.ends[rank]) < runs]
         require(not stuck, "simulate", rule, {"waiting": stuck}, "Give messages senders.", RuntimeError)
 
@@ -298,11 +240,17 @@ class Simulation(Events):
         ends = [0.0, *self.ends[0]] if self.runs == 1 else self.ends[0]
         return (ends[-1] - ends[0]) / (len(ends) - 1) / self.processes[0].steps
 
-    def _locked(self, rank: int, seconds: float, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function after its thread has held the lock for some seconds."""
+    def at(self, time: float, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function at a time."""
+        heappush(self.events, (time, next(self.number), function, arguments))
+
+    def _locked(
+        self, rank: int, seconds: float, function: Callable[..., None], *arguments: Any, more: float = 0.0
+    ) -> None:
+        """Call a function after its thread has held the lock for some seconds, and has run for more without it."""
         self.free[rank] = max(self.now, self.free[rank]) + seconds
         self.locked[rank] += seconds
-        self.at(self.free[rank], function, *arguments)
+        self.at(self.free[rank] + more, function, *arguments)
 
     def _begin(self, rank: int) -> None:
         process, (any_graph, node) = self.processes[rank], self.costs.graph
@@ -316,73 +264,60 @@ class Simulation(Events):
         while state["ready"] and len(state["running"]) < process.threads:
             key = state["ready"].pop()
             state["running"].add(key)
-            lock, besides = self.costs.of_task(process.demands[key].seconds[0], process.pooled)
-            self._locked(rank, lock, self.later, besides, self._receive, rank, key)
+            lock, besides = self.costs.of_task(process.demands[key].alone, process.pooled)
+            self._locked(rank, lock, self._receive, rank, key, more=besides)
 
     def _receive(self, rank: int, key: Key) -> None:
         """Let a task wait in its thread for its messages."""
-        for peer, channel in self.processes[rank].demands[key].receives:
-            place = rank, peer, channel
-            if self.arrived[place]:
-                self.arrived[place] -= 1
-            else:
-                self.waiting[place].append((rank, key))
-                self.missing[rank, key] += 1
-        if not self.missing[rank, key]:
+        places = [(rank, *place) for place in self.processes[rank].demands[key].receives]
+        if all(self.arrived[place] for place in places):
+            self.arrived.subtract(places)
             self._call(rank, key)
+        else:
+            self.blocked[rank].append(key)
 
     def _call(self, rank: int, key: Key) -> None:
         """Let a task make its calls: first what needs the lock, then the kernels."""
         demand = self.processes[rank].demands[key]
-        then = self._compute if demand.seconds[0] else self._done
+        then = self._compute if demand.alone else self._done
         self._locked(rank, demand.calls * self.costs.call, then, rank, key)
 
     def _compute(self, rank: int, key: Key) -> None:
-        began = self.now
+        began, demand = self.now, self.processes[rank].demands[key]
 
         def ended() -> None:
-            demand = self.processes[rank].demands[key]
-            for kind, seconds in demand.alone.items():
-                self.busy[kind] += (self.now - began) * seconds / demand.seconds[0]
+            for (_, phase), seconds in demand.kernels.items():
+                self.busy[phase] += (self.now - began) * seconds / demand.alone
             self._done(rank, key)
 
         self.hosts[self.host_of[rank]].add((rank, key), ended)
 
-    def _task_speed(self, activity: tuple[int, Key]) -> float:
-        rank, key = activity
-        host = self.host_of[rank]
-        alone, beside = self.processes[rank].demands[key].seconds
-        running, share = self._circumstances(host)
-        return share / (max(alone, beside * running / self.costs.cores) if running > 1 else alone)
-
-    def _circumstances(self, host: int) -> tuple[int, float]:
-        """Return how many cores of a machine slow each other, and the share of a core that each activity has."""
-        return min(len(self.hosts[host].all), self.costs.cores), self._share(host)
-
-    def _on_links(self) -> Any:
-        """Return how many messages share each link, and the shares of a core."""
-        return list(self.using.items()), [self._share(host) for host in range(len(self.hosts))]
+    def _kernel_speeds(self, host: int, tasks: Collection[Task]) -> dict[Task, float]:
+        running, share = min(len(tasks), self.costs.cores), self._share(host)
+        demands = {(rank, key): self.processes[rank].demands[key] for rank, key in tasks}
+        slowed = running / self.costs.cores if running > 1 else 0.0
+        return {task: share / max(demand.alone, demand.beside * slowed) for task, demand in demands.items()}
 
     def _share(self, host: int) -> float:
-        """Return the share of a core that each activity of a machine has; a message is one at both of its ends."""
-        apart = len(self.hosts) > 1
-        messages = self.using["from", host] + self.using["to", host] if apart else 2 * len(self.links.all)
-        active = (len(self.hosts[host].all) + messages) / self.platform.cores
+        """Return the share of a core that everything on a machine has; a message is on it at both of its ends."""
+        active = (len(self.hosts[host].left) + self.at_ends[host]) / self.platform.cores
         return 1.0 if active <= 1 else 1 / active / (1 + (self.costs.crowd - 1) * min(active - 1, 1))
 
-    def _message_speed(self, activity: tuple[int, int, Hashable, int]) -> float:
-        sender, receiver, _, size = activity
-        rate = self.costs.rate * min(self._share(self.host_of[sender]), self._share(self.host_of[receiver]))
-        if self.platform.bandwidth:
-            sharing = max(self.using["from", sender], self.using["to", receiver])
-            rate = min(rate, self.platform.bandwidth / sharing)
-        return rate / max(size, 1)
+    def _message_speeds(self, messages: Collection[tuple[int, int, Hashable, int]]) -> dict[Any, float]:
+        shares, speeds = [self._share(host) for host in range(len(self.hosts))], dict[Any, float]()
+        sent, received = (Counter(message[end] for message in messages) for end in (0, 1))
+        for message in messages:
+            sender, receiver, _, size = message
+            rate = self.costs.rate * min(shares[self.host_of[sender]], shares[self.host_of[receiver]])
+            if self.platform.bandwidth:
+                rate = min(rate, self.platform.bandwidth / max(sent[sender], received[receiver]))
+            speeds[message] = rate / max(size, 1)
+        return speeds
 
     def _done(self, rank: int, key: Key) -> None:
         """Send the messages of a task whose calls are made, and go on with others."""
         process, state = self.processes[rank], self.state[rank]
         for peer, channel, size in process.demands[key].sends:
-            self.sent[rank] += size
             self._locked(rank, self.costs.message, self._post, rank, peer, channel, size)
         finish_task(process.graph, key, state, set(), process.order.__getitem__, delete=False)
         if state["waiting"] or state["ready"] or state["running"]:
@@ -399,58 +334,46 @@ class Simulation(Events):
 
     def _send(self, rank: int, peer: int) -> None:
         channel, size = self.pairs[rank, peer][0]
-        self.later(self.platform.latency, self._transfer, (rank, peer, channel, size))
+        self.at(self.now + self.platform.latency, self._transfer, (rank, peer, channel, size))
 
-    def _transfer(self, activity: tuple[int, int, Hashable, int]) -> None:
-        self.using.update({("from", activity[0]): 1, ("to", activity[1]): 1})
-        self.links.add(activity, partial(self._sent, activity))
+    def _transfer(self, message: tuple[int, int, Hashable, int]) -> None:
+        self.at_ends.update(self.host_of[end] for end in message[:2])
+        self.links.add(message, partial(self._sent, *message[:3]))
 
-    def _sent(self, activity: tuple[int, int, Hashable, int]) -> None:
-        rank, peer, channel, _ = activity
-        self.using.subtract({("from", rank): 1, ("to", peer): 1})
-        for each in (self.links, *self.hosts):
-            each.changed()
+    def _sent(self, rank: int, peer: int, channel: Hashable) -> None:
+        self.at_ends.subtract([self.host_of[rank], self.host_of[peer]])
         self._locked(peer, self.costs.message, self._arrive, peer, rank, channel)
         self.pairs[rank, peer].popleft()
         if self.pairs[rank, peer]:
             self._send(rank, peer)
 
     def _arrive(self, rank: int, peer: int, channel: Hashable) -> None:
-        place = rank, peer, channel
-        if not self.waiting[place]:
-            self.arrived[place] += 1
-            return
-        task = self.waiting[place].popleft()
-        self.missing[task] -= 1
-        if not self.missing[task]:
-            self._call(*task)
+        self.arrived[rank, peer, channel] += 1
+        blocked, self.blocked[rank] = self.blocked[rank], []
+        for key in blocked:
+            self._receive(rank, key)
 
 
 def critical_path(processes: Sequence[Process], costs: Calibration, platform: Platform) -> Seconds:
-    """Return the seconds of the longest chain of kernels and messages of a run that wait for each other, by layer and
-    phase, with as many threads as there are tasks.
+    """Return the seconds of the longest chain of kernels and messages of a run that wait for each other, with as many
+    threads as there are tasks.
     """
-    posts = defaultdict[Any, list[tuple[tuple[int, Key], float]]](list)  # sender, receiver, channel -> tasks, seconds
-    rate = min(costs.rate, platform.bandwidth or costs.rate)
-    for rank, process in enumerate(processes):
-        for key, demand in process.demands.items():
-            for peer, channel, size in demand.sends:
-                seconds = 2 * costs.message + platform.latency + size / rate
-                posts[rank, peer, channel].append(((rank, key), seconds))
-    needs: dict[tuple[int, Key], dict[tuple[int, Key], float]] = {}
-    for rank, process in enumerate(processes):
-        for key, demand in process.demands.items():
-            own = {(rank, needed): 0.0 for needed in process.needs(key)}
-            for peer, channel in demand.receives:  # runs that overlap use a channel one after the other
-                sender, seconds = posts[peer, rank, channel].pop(0)
-                own[sender] = seconds
-            needs[rank, key] = own
+    posts = defaultdict[Any, deque[tuple[Task, float]]](deque)  # sender, receiver, channel -> tasks, seconds
+    rate, needs = min(costs.rate, platform.bandwidth or costs.rate), dict[Task, dict[Task, float]]()
+    tasks = {(rank, key): demand for rank, one in enumerate(processes) for key, demand in one.demands.items()}
+    for (rank, key), demand in tasks.items():
+        for peer, channel, size in demand.sends:
+            posts[rank, peer, channel].append(((rank, key), 2 * costs.message + platform.latency + size / rate))
+    for (rank, key), demand in tasks.items():
+        graph = processes[rank].graph
+        needs[rank, key] = {(rank, needed): 0.0 for needed in graph[key].dependencies if needed in graph}
+        # Runs that overlap use a channel one after the other.
+        needs[rank, key] |= [posts[peer, rank, channel].popleft() for peer, channel in demand.receives]
     ordered = ((task, needs[task]) for task in TopologicalSorter(needs).static_order())
-    chain = longest_chain(ordered, {(rank, key): processes[rank].demands[key].seconds[0] for rank, key in needs})
-    parts = [processes[rank].demands[key].alone for rank, key in chain]
-    parts += [{ON_LINKS: needs[task][before]} for before, task in pairwise(chain)]
-    found = {kind: seconds / processes[0].steps for kind, seconds in added(parts).items() if seconds}
-    return dict(sorted(found.items(), key=lambda own: -own[1]))
+    chain = longest_chain(ordered, {task: demand.alone for task, demand in tasks.items()})
+    links = [{ON_LINKS: needs[task][before]} for before, task in pairwise(chain)]
+    path = added([*(tasks[task].kernels for task in chain), *links])
+    return {kind: seconds / processes[0].steps for kind, seconds in path.items() if seconds}
 
 
 @dataclass(frozen=True)
@@ -460,52 +383,46 @@ class Forecast:
     seconds     of a step
     one_thread  seconds of a step on one thread; 0 for that thread itself
     threads     of all processes together
-    busy        seconds of kernels in a step, all threads together, by layer and phase; `work` on one thread
-    path        seconds of the longest chain of kernels and messages that wait for each other, by layer and phase
+    busy        seconds of kernels in a step, all threads together, by phase; `work` on one thread
+    path        seconds of the longest chain of kernels and messages that wait for each other
     locked      seconds for which the busiest process held its interpreter's lock
-    sent        bytes that the busiest process sent
-    gains       what would be twice as fast -> share of the time of a step that this would save
     notes       what was assumed
     """
 
     seconds: float
     one_thread: float
     threads: int
-    busy: Seconds
+    busy: Mapping[str, float]
     work: float
     path: Seconds
     locked: float
-    sent: int
-    gains: Mapping[str, float]
     notes: Sequence[str]
-
-    @property
-    def speedup(self) -> float:
-        """Return how many times as fast as on one thread."""
-        return self.one_thread / self.seconds if self.one_thread else 1.0
 
     def rows(self) -> dict[str, str]:
         """Return lines for people, by name."""
-        ms, threads = 1e3, self.threads * self.seconds
-        beside = f", {self.speedup:.2f} times as fast as one thread ({ms * self.one_thread:,.1f} ms): efficiency "
-        beside = f"{beside}{self.speedup / self.threads:.0%}" if self.one_thread else ""
-        phases = {name: sum(own for (_, phase), own in self.busy.items() if phase == name) for name in PHASES}
-        shares = [f"{name} {own / threads:.0%}" for name, own in phases.items()]
-        idle = 1 - sum(phases.values()) / threads
-        length = sum(self.path.values())
-        on_path = [f"{_name(kind)} {seconds / length:.0%}" for kind, seconds in [*self.path.items()][:4]]
-        limits = {"kernels, on each thread": sum(self.busy.values()) / self.threads, "critical path": length}
+        ms, threads, length = 1e3, self.threads * self.seconds, sum(self.path.values())
+        kernels = sum(self.busy.values())
+        time = f"{ms * self.seconds:,.1f} ms a step predicted"
+        if self.one_thread:
+            speedup = self.one_thread / self.seconds
+            time += f", {speedup:.2f} times as fast as one thread ({ms * self.one_thread:,.1f} ms): "
+            time += f"efficiency {speedup / self.threads:.0%}"
+        shares = [f"{phase} {seconds / threads:.0%}" for phase, seconds in self.busy.items()]
+        slowest = sorted(self.path.items(), key=lambda item: -item[1])[:4]
+        on_path = [
+            f"{layer if phase == 'update' else f'{layer}.{phase}'} {seconds / length:.0%}"
+            for (layer, phase), seconds in slowest
+        ]
+        limits = {"kernels, on each thread": kernels / self.threads, "critical path": length}
         limits["the interpreter's lock"] = self.locked
-        most, *others = sorted(limits.items(), key=lambda own: -own[1])
-        found = {
-            "time": f"{ms * self.seconds:,.1f} ms a step predicted{beside}",
-            "threads' time": f"{', '.join(shares)}, idle {idle:.0%}",
+        most, *others = sorted(limits.items(), key=lambda item: -item[1])
+        lines = {
+            "time": time,
+            "threads' time": f"{', '.join(shares)}, idle {1 - kernels / threads:.0%}",
             "critical path": f"{ms * length:,.1f} of {ms * self.work:,.1f} ms of work: {', '.join(on_path)}",
             "limit": f"{most[0]}: {ms * most[1]:,.1f} ms ({', '.join(f'{a} {ms * b:,.1f}' for a, b in others)})",
-            "if twice": ", ".join(f"{name} {-gain:+.1%}" for name, gain in self.gains.items() if gain >= LEAST_GAIN),
-            "from": "; ".join(self.notes),
         }
-        return {name: text for name, text in found.items() if text}
+        return lines | ({"from": "; ".join(self.notes)} if self.notes else {})
 
 
 def forecast(
@@ -514,11 +431,10 @@ def forecast(
     bandwidth: float = 0.0,
     latency: float = 0.0,
     *,
-    explain: bool = False,
     cores: int = 0,
     costs: Calibration | None = None,
-) -> tuple[Forecast, CompiledStep]:
-    """Return the predicted time of a job's steps, and the step that was recorded, of the first worker.
+) -> tuple[Forecast, list[CompiledStep]]:
+    """Return the predicted time of a job's steps, and the compiled step of each worker.
 
     Auto chunks and grain are settled by predicted times of kernels, as a run settles them by measured ones. Without a
     stored calibration, or one that lacks kernels of this job, a few steps of its model with few blocks are run.
@@ -526,63 +442,54 @@ def forecast(
     workers    that share the batch, each with the job's threads, or one
     bandwidth  bytes a second of the link of each worker's machine; 0 if they share this one
     latency    seconds of a message on a link
-    explain    whether to predict what is gained where something is twice as fast
     cores      of a machine; 0 for those of this one, and as many as threads where those have a machine of their own
     costs      the calibration; None for the stored one
 
     Errors     MemoryError if kernels must be timed, and that might take more than half of the free memory
     """
-    ranks, notes = max(1, min(workers, job.groups)), list[str]()
+    ranks, notes, here = max(1, min(workers, job.groups)), list[str](), usable_cores()
     pooled = job.scheduler == "threads" and not workers
-    threads = (job.dataflow.threads or (usable_cores() if pooled else 1)) if pooled or workers else 1
+    threads = (job.dataflow.threads or (here if pooled else 1)) if pooled or workers else 1
     pooled = pooled or threads > 1
     scheduler = local_scheduler("threads" if pooled else "sync", threads)
-    memory = math.inf if bandwidth or threads > usable_cores() else None  # of a machine that is not this one
-    engines = [LocalEngine(job, scheduler, lambda line: None, rank, memory) for rank in _ranks(job, ranks, threads)]
+    memory = math.inf if bandwidth or threads > here else None  # of a machine that is not this one
+    engines = engines_of(job, ranks, scheduler, memory)
     costs = costs or _calibration(job, engines[0].step, notes)
     for engine in engines:
         while engine.undecided:
             demands = call_demands(engine.step, costs)
-            spans = [Span(key, 0, 0.0, demand.seconds[threads > 1]) for key, demand in demands.items()]
-            engine.tune(spans, job.horizon().steps)
-    processes = [
-        Process.of_step(one.step, one.together(), call_demands(one.step, costs), threads, pooled) for one in engines
-    ]
-    apart = bool(bandwidth) or ranks == 1
-    place = Platform(cores or (max(threads, usable_cores()) if apart else usable_cores()), bandwidth, latency)
+            times = {key: demand.beside if threads > 1 else demand.alone for key, demand in demands.items()}
+            engine.tune([Span(key, 0, 0.0, seconds) for key, seconds in times.items()], job.horizon().steps)
+    processes = [Process.of_engine(engine, costs, pooled) for engine in engines]
+    place = Platform(cores or (max(threads, here) if bandwidth or ranks == 1 else here), bandwidth, latency)
     if place.cores > costs.cores:
         notes.append(f"more cores than the {costs.cores} that were measured, each with the memory rate of one of them")
     if ranks > 1 and not costs.measured:
         notes.append("messages were not measured here")
     runs = RUNS if ranks > 1 else 1
-    found = Simulation(processes, costs, place, runs)
-    count, alone = runs * processes[0].steps, 0.0
+    simulation, steps, alone = Simulation(processes, costs, place, runs), processes[0].steps, 0.0
     if ranks * threads > 1:
         single = replace(job, dataflow=replace(job.dataflow, scheduler="sync", threads=1))
         alone = forecast(single, costs=costs)[0].seconds
-    gains = dict[str, float]()
-    for name, others in _what_ifs(processes, costs, place) if explain else ():
-        gains[name] = 1 - Simulation(*others, runs).seconds / found.seconds
-    told = Forecast(
-        seconds=found.seconds,
+    predicted = Forecast(
+        seconds=simulation.seconds,
         one_thread=alone,
         threads=ranks * threads,
-        busy={kind: seconds / count for kind, seconds in found.busy.items()},
-        work=sum(demand.seconds[0] for own in processes for demand in own.demands.values()) / processes[0].steps,
+        busy={phase: seconds / runs / steps for phase, seconds in simulation.busy.items()},
+        work=sum(demand.alone for process in processes for demand in process.demands.values()) / steps,
         path=critical_path(processes, costs, place),
-        locked=max(found.locked) / count,
-        sent=max(found.sent) // count,
-        gains=dict(sorted(gains.items(), key=lambda gain: -gain[1])),
+        locked=max(simulation.locked) / runs / steps,
         notes=notes,
     )
-    return told, engines[0].step
+    return predicted, [engine.step for engine in engines]
 
 
-def _ranks(job: Job, count: int, threads: int) -> list[Rank | None]:
-    """Return the ranks that share a job's batch, without links; None for a process that is alone."""
-    nobody: Any = None
-    given = count, nobody, job.groups, *job.batch_shape, threads
-    return [Rank(own, *given) if count > 1 else None for own in range(count)]
+def engines_of(job: Job, ranks: int, scheduler: Scheduler, memory: float | None = None) -> list[LocalEngine]:
+    """Return the engine of each rank that shares a job's batch, without links; of one process that is alone."""
+    nobody: Any = None  # sends anything
+    given = ranks, nobody, job.groups, *job.batch_shape, scheduler.threads
+    numbers = [Rank(number, *given) if ranks > 1 else None for number in range(ranks)]
+    return [LocalEngine(job, scheduler, lambda line: None, rank, memory) for rank in numbers]
 
 
 def _calibration(job: Job, step: CompiledStep, notes: list[str]) -> Calibration:
@@ -590,50 +497,11 @@ def _calibration(job: Job, step: CompiledStep, notes: list[str]) -> Calibration:
 
     Errors   MemoryError if those steps might not fit
     """
-    graph, known, advice = step.kernels.graph, load(), f"better: {called('bench')} --calibrate"
+    graph, stored, start = step.kernels.graph, load(), perf_counter()
     works = [work for key in graph if (work := work_of(graph, key))]
-    if known and all(known.knows(f"{step.dials.precision.name} {kind}") for kind, _ in works):
-        return known
-    start = perf_counter()
-    found = of_job(job, step.dials.chunk, known)
+    if stored and all(stored.knows(f"{step.dials.precision.name} {kind}") for kind, _ in works):
+        return stored
+    made, advice = of_job(job, step.dials.chunk, stored), f"better: {called('bench')} --calibrate"
     seconds = perf_counter() - start
     notes.append(f"kernels timed for {seconds:.1f} s just now, in steps of this model with few blocks ({advice})")
-    return found
-
-
-def _what_ifs(
-    processes: Sequence[Process], costs: Calibration, place: Platform
-) -> Iterator[tuple[str, tuple[Sequence[Process], Calibration, Platform]]]:
-    """Yield names of what could be twice as fast, and a simulation's arguments."""
-    work = added(demand.alone for own in processes for demand in own.demands.values())
-    for layer in dict.fromkeys(
-        layer for layer, _ in sorted(work, key=work.__getitem__, reverse=True) if work[layer, _]
-    ):
-        faster = [
-            replace(own, demands={key: demand.faster(layer) for key, demand in own.demands.items()})
-            for own in processes
-        ]
-        yield layer, (faster, costs, place)
-    begin, node = costs.graph
-    tasks = [(kernels, sync / 2, threaded / 2) for kernels, sync, threaded in costs.tasks]
-    light = replace(costs, graph=(begin / 2, node / 2), tasks=tasks, lock=costs.lock / 2, call=costs.call / 2)
-    yield "Dask and Python", (processes, light, place)
-    if processes[0].threads > 1 or len(processes) > 1:
-        roomy = [replace(own, demands={key: d.with_memory() for key, d in own.demands.items()}) for own in processes]
-        yield "shared memory", (roomy, costs, place)
-    yield (
-        "twice the threads",
-        (
-            [replace(own, threads=2 * own.threads, pooled=True) for own in processes],
-            costs,
-            replace(place, cores=max(place.cores, 2 * processes[0].threads)),
-        ),
-    )
-    if len(processes) > 1:
-        quick = replace(costs, message=costs.message / 2, rate=2 * costs.rate)
-        yield "messages", (processes, quick, replace(place, bandwidth=2 * place.bandwidth, latency=place.latency / 2))
-
-
-def _name(kind: Kind) -> str:
-    layer, phase = kind
-    return layer if phase == "update" else f"{layer}.{phase}"
+    return made

@@ -13,7 +13,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
@@ -25,17 +24,14 @@ import numpy as np
 from tqdm import tqdm
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import written
+from daskgpt.config.files import replacing
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import documented, setting
-from daskgpt.graph.calls import PHASES
 from daskgpt.model.parameters import parameter_count
-from daskgpt.profiling import calibrate
-from daskgpt.profiling.measure import BatchConfig, Spread, TimedEngine, job_of, origin, rounded, significant
-from daskgpt.profiling.simulate import forecast
-from daskgpt.profiling.timeline import Timeline, describe_summary, summarise
+from daskgpt.profiling.measure import BatchConfig, Spread, TimedEngine, job_of, measure, origin, rounded, significant
+from daskgpt.profiling.timeline import describe_summary
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import open_scheduler
@@ -51,8 +47,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "engine": ("ranks", "tasks"),
 }
 SHARED = ("batch_size", "sequence_length", "precision", "window", "warmup", "seed")
-TIMES = {f"{name}_ms": f"{name} (ms)" for name in (*PHASES, "predicted")}
-TIMES |= {"critical_path_ms": "critical path (ms)", "peak_gb": "memory (GB)", "tasks": "tasks"}
+NUMBERS = {"critical_path_ms": "critical path (ms)", "peak_gb": "memory (GB)", "tasks": "tasks"}
 SHARES = {  # of the threads' time
     "kernel_share": "kernels",
     "inside_share": "between a task's kernels",
@@ -61,11 +56,10 @@ SHARES = {  # of the threads' time
 }
 OVERLAPS = {"overlap": "layers at once", "steps_overlap": "steps at once"}
 POINT = tuple(field.name for field in fields(DataflowConfig))
-MEASURED = ("repetition", "step_ms", "batch_chunk_used", "chunks", "loss", "others_cores", "machine", "versions")
+MEASURED = ("repetition", "step_ms", "loss", "others_cores", "machine", "versions")
 
 Row = dict[str, Any]
 Points = Mapping[DataflowConfig, Sequence[Row]]
-Line = Mapping[int, Sequence[Row]]  # the runs for each number of threads or chunks
 
 
 @documented
@@ -80,7 +74,6 @@ class StudyConfig(BatchConfig):
     # Settings that are auto are chosen in the first two steps.
     warmup: int = setting(3, "untimed steps before them", unit="steps", least=3, most=2**20)
     repetitions: int = setting(3, "how often every point is run", least=1)
-    minutes: float = setting(28.0, "begin no repetition but the first that would end later", unit="minutes", least=0)
     out: str = setting("", "folder of the study, an earlier one to continue; without it, studies/DATE-TIME")
 
 
@@ -104,11 +97,12 @@ def base_point(study: StudyConfig, cores: int) -> DataflowConfig:
 
 
 def default_grid(study: StudyConfig, cores: int) -> list[DataflowConfig]:
-    """Return the points of a study's questions: threads and barriers, slicing, grain, and schedulers."""
-    base = base_point(study, cores)
+    """Return the points of a study's questions: threads and barriers, chunks, grain, and schedulers."""
+    base, size, length = base_point(study, cores), study.batch_size, study.sequence_length
     threads = [2**power for power in range(10) if 2**power < cores] + [cores]
     points = [replace(base, threads=n, barrier=barrier) for n in threads for barrier in BARRIERS]
-    points += [replace(base, batch_chunk=b, sequence_chunk=t) for b, t in slicings(study)]
+    cuts = product((size, max(size // 2, 1), 1), (length, max(length // 4, 1)))
+    points += [replace(base, batch_chunk=b, sequence_chunk=t) for b, t in cuts if size % b == length % t == 0]
     points += [replace(base, grain=grain) for grain in ORDER["grain"][:-1]]
     points += [replace(base, scheduler=scheduler) for scheduler in ORDER["scheduler"]]
     return distinct([*points, replace(base, scheduler="local", engine="tasks")])
@@ -125,32 +119,12 @@ def distinct(points: Iterable[DataflowConfig]) -> list[DataflowConfig]:
     return list(dict.fromkeys(map(runnable, points)))
 
 
-def slicings(study: StudyConfig) -> list[tuple[int, int]]:
-    """Return chunks (sequences, tokens): all sequences, half of them and one, with their tokens in 1 to 8 parts.
-
-    No batch is cut into more than 8 chunks, except into single sequences.
-    """
-    size, length = study.batch_size, study.sequence_length
-    return [
-        (sequences, length // parts)
-        for sequences in dict.fromkeys((size, max(size // 2, 1), 1))
-        for parts in (1, 2, 4, 8)
-        if size % sequences == length % parts == 0 and (parts == 1 or size // sequences * parts <= 8)
-    ]
-
-
 def described(point: DataflowConfig, among: Iterable[DataflowConfig] = ()) -> str:
     """Return a point in one line: its settings, or only those in which the points `among` differ."""
-    chunks = f"chunks of {point.batch_chunk or 'auto'} x {point.sequence_chunk or 'auto'}"
-    texts = {
-        f"{point.threads} x {point.scheduler}" if point.threads else point.scheduler: {"threads", "scheduler"},
-        f"barrier {BARRIERS[point.barrier] if among else point.barrier}": {"barrier"},
-        chunks: {"batch_chunk", "sequence_chunk"},
-        f"grain {point.grain}": {"grain"},
-        f"engine {point.engine}": {"engine"} if point.scheduler == "local" else set(),
-    }
-    varied = {dial for dial in DIALS if not among or len({getattr(other, dial) for other in among}) > 1}
-    return ", ".join(text for text, dials in texts.items() if dials & varied)
+    dials = [dial for dial in DIALS if dial != "engine" or point.scheduler == "local"]
+    varied = [dial for dial in dials if not among or len({getattr(other, dial) for other in among}) > 1]
+    values = {dial: getattr(point, dial) or "auto" for dial in varied}
+    return ", ".join(f"{dial.replace('_', ' ')} {BARRIERS.get(value, value)}" for dial, value in values.items())
 
 
 def size_of(model: ModelConfig, study: StudyConfig) -> str:
@@ -175,9 +149,8 @@ class Results:
         shared = asdict(model) | {name: getattr(study, name) for name in SHARED}
         shared["groups"] = groups_of_batch(study.batch_size, study.sequence_length, study.groups)
         self.shared: Row = json.loads(json.dumps(shared))
-        text = path.read_bytes() if path.exists() else b""
-        self.size = text.rfind(b"\n") + 1  # a line that is not whole is left out, and written over
-        self.rows = [self._row(number, line) for number, line in enumerate(text[: self.size].splitlines(), 1)]
+        *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # without a line that is not whole
+        self.rows = [self._row(number, line) for number, line in enumerate(lines, 1)]
 
     def _row(self, number: int, line: bytes) -> Row:
         row: Row = {}
@@ -191,14 +164,10 @@ class Results:
         return row
 
     def add(self, point: DataflowConfig, repetition: int, measured: Row) -> None:
-        """Append a run."""
-        row = self.shared | asdict(point) | {"repetition": repetition} | measured
-        line = f"{json.dumps(row)}\n".encode()
-        with written(self.path, "study"), self.path.open("ab") as file:
-            file.truncate(self.size)
-            file.write(line)
-        self.size += len(line)
-        self.rows.append(row)
+        """Add a run, and write the file."""
+        self.rows.append(self.shared | asdict(point) | {"repetition": repetition} | measured)
+        with replacing(self.path, "study") as file:
+            file.writelines(f"{json.dumps(row)}\n".encode() for row in self.rows)
 
     @property
     def points(self) -> dict[DataflowConfig, list[Row]]:
@@ -225,50 +194,29 @@ def point_of(row: Row) -> DataflowConfig:
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
-def run_all(study: StudyConfig, points: Sequence[DataflowConfig], results: Results, predict: bool) -> list[str]:
+def run_all(study: StudyConfig, points: Sequence[DataflowConfig], results: Results) -> list[str]:
     """Run every point that the results lack, repetition by repetition; return a line for each failure.
 
     Table and figures are written after each repetition.
-
-    predict   whether to predict the times first
     """
-    predicted = predicted_times(results.model, study, points) if predict else {}
     failures: list[str] = []
     # Each repetition has another order, so that no point always follows the same one.
     orders = [Random(f"{study.seed} {n}").sample(points, len(points)) for n in range(study.repetitions)]
     done = {(point_of(row), row["repetition"]) for row in results.rows}
     missing = [[point for point in order if (point, n) not in done] for n, order in enumerate(orders)]
-    start, seconds = time.monotonic(), 0.0
     with tqdm(total=sum(map(len, missing)), unit="run", dynamic_ncols=True) as bar:
         for repetition, order in enumerate(missing):
-            elapsed = time.monotonic() - start
-            if seconds and elapsed + seconds * len(order) > study.minutes * 60:
-                bar.write(f"stopped after {repetition} of {study.repetitions} repetitions: --minutes {study.minutes:g}")
-                break
             for point in order:
                 bar.set_postfix_str(f"repetition {repetition + 1}: {described(point)}")
                 try:
-                    row = run_one(results.model, study, point)
-                    results.add(point, repetition, row | {"predicted_ms": predicted.get(point)})
+                    results.add(point, repetition, run_one(results.model, study, point))
                 except RuntimeError as error:
                     failures.append(f"{described(point)}: {error}")
                     bar.write(failures[-1])
                 bar.update()
             if results.rows and (order or not bar.total):
-                seconds = (time.monotonic() - start - elapsed) / max(len(order), 1)
                 write(results)
     return failures
-
-
-def predicted_times(model: ModelConfig, study: StudyConfig, points: Iterable[DataflowConfig]) -> dict[Any, float]:
-    """Return the predicted ms a step of those points that are one process, each on as many cores as it has threads; a
-    machine that is not calibrated is calibrated first.
-    """
-    costs = calibrate.load()
-    if costs is None:
-        (costs := calibrate.calibrate()).save()
-    jobs = {point: job_of(model, study, point) for point in points if point.scheduler != "local"}
-    return {point: 1e3 * forecast(job, cores=point.threads, costs=costs)[0].seconds for point, job in jobs.items()}
 
 
 def run_one(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> Row:
@@ -287,66 +235,47 @@ def run_one(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> Ro
 
 
 def run(model: ModelConfig, study: StudyConfig, point: DataflowConfig) -> Row:
-    """Time and record some steps; return what was measured.
-
-    The times of a step and of its phases come from the same steps, in which every kernel call is recorded. Steps before
-    and after them, which are not recorded, show the cost of recording. Phases have times only if they never overlap:
-    their shares of the recorded steps, of the median step.
-    """
+    """Time some steps and record some others; return what was measured."""
     job = job_of(model, study, point)
     compile_kernels(job.precision)  # else the first step, by whose times auto chooses, loads them
     others = machine.busy_cores()
     with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
         steps = TimedEngine(job, scheduler, study.seed)
         number = max(study.steps, math.ceil(study.seconds / min(steps.run(study.warmup))))
-        steps.reset_peak()
-        bare = steps.run(-(-number // 2))
-        timeline = steps.timeline(number)
-        bare += steps.run(-(-number // 2))
-        peak = steps.peak()
-    summary, chunk = summarise(timeline), steps.engine.chunk
-    seconds = Spread.of([(window.end - window.start) / len(window.steps) for window in timeline.windows])
-    _, step, _ = quartiles = [1e3 * value for value in seconds.quartiles]
-    total = sum(summary.phases.values())
+        seconds, peak, summary = steps.measured(number, study.steps)
+    chunk = steps.engine.chunk
     row: Row = {
         "batch_chunk_used": chunk[0],
         "sequence_chunk_used": chunk[1],
         "grain_used": steps.grain,
-        "chunks": study.batch_size // chunk[0] * (study.sequence_length // chunk[1]),
         "tasks": steps.tasks,
         "steps": seconds.n,
-        **dict(zip(("step_ms_q1", "step_ms", "step_ms_q3"), quartiles)),
-        "recording_cost": step / Spread.of(bare).median / 1e3 - 1,
-        **{f"{name}_ms": step * summary.phases[name] / total if total else None for name in PHASES},
+        **dict(zip(("step_ms_q1", "step_ms", "step_ms_q3"), (1e3 * value for value in seconds.quartiles))),
         "critical_path_ms": summary.critical_path * 1e3 / summary.steps,
         **{name: getattr(summary, name) for name in (*OVERLAPS, *SHARES)},
         "peak_gb": peak / 1e9,
         "others_cores": others,
     }
     numbers = {name: significant(value) for name, value in row.items() if isinstance(value, float)}
-    return row | numbers | {"loss": steps.losses[study.warmup + study.steps], **origin()}
+    return row | numbers | {"loss": steps.losses[study.warmup + study.steps - 1], **origin()}
 
 
 def write_timelines(model: ModelConfig, study: StudyConfig, folder: Path) -> None:
     """Write a timeline of each barrier to FOLDER/BARRIER.html and .json, and all of them to FOLDER/barriers.html.
 
     A timeline has as many steps as a window. A chunk has a quarter of the sequences, so that chunks can overlap. A task
-    is a segment of a chunk, and one kernel with fork-join. The shortest of --repetitions recordings is kept, since
-    other programs can only make one longer.
+    is a segment of a chunk, and one kernel with fork-join.
     """
     from daskgpt.profiling.pages import write_side_by_side, write_timeline  # loads Bokeh
 
     base = replace(base_point(study, usable_cores()), batch_chunk=max(study.batch_size // 4, 1), grain="segment")
-    timelines: dict[str, Timeline] = {}
-    for barrier, label in BARRIERS.items():
-        job = job_of(model, study, runnable(replace(base, barrier=barrier)))
-        with open_scheduler("threads", base.threads) as scheduler:
-            steps = TimedEngine(job, scheduler, study.seed)
-            steps.run(max(study.warmup, study.window))
-            recordings = [steps.timeline(study.window) for _ in range(study.repetitions)]
-        shortest = timelines[f"barrier {label}"] = min(recordings, key=lambda timeline: summarise(timeline).wall)
-        _, page = write_timeline(shortest, folder / barrier)
-        print(f"\nbarrier {barrier}: {page}\n{describe_summary(summarise(shortest))}")
+    flows = {f"barrier {label}": runnable(replace(base, barrier=barrier)) for barrier, label in BARRIERS.items()}
+    data = {name: getattr(study, name) for name in ("batch_size", "sequence_length", "groups")}
+    runs = measure(model, data, flows, turns=1, steps=study.window, seed=study.seed)
+    for barrier, run in zip(BARRIERS, runs.values()):
+        _, page = write_timeline(run.timeline, folder / barrier)
+        print(f"\nbarrier {barrier}: {page}\n{describe_summary(run.summary)}")
+    timelines = {name: run.timeline for name, run in runs.items()}
     page = write_side_by_side(timelines, folder / "barriers.html", f"{study.window} steps: {size_of(model, study)}")
     print(f"\nall barriers on one time scale: {page}")
 
@@ -354,37 +283,26 @@ def write_timelines(model: ModelConfig, study: StudyConfig, folder: Path) -> Non
 # Table and figures.
 
 
-def spread(rows: Iterable[Row], column: str = "step_ms") -> Spread | None:
-    """Return the values of a column, of those rows that have one; None if there is none."""
-    values = tuple(float(row[column]) for row in rows if row.get(column) is not None)
-    return Spread(values) if values else None
-
-
 def median(rows: Iterable[Row], column: str = "step_ms") -> float:
-    """Return the median of a column; nan if no row has a value."""
-    values = spread(rows, column)
-    return values.median if values else math.nan
+    """Return the median of a column; nan without rows."""
+    return float(np.median([row[column] for row in rows] or [math.nan]))
 
 
 def sequential(points: Points) -> Sequence[Row]:
-    """Return the runs of the base of every speedup: the fastest point on one thread with a barrier between phases, or
-    without such a point, the fastest on one thread; none if there is none.
-
-    On one thread a barrier between phases costs next to nothing, and phases have times of their own there.
-    """
-    alone = [(point.barrier != "phase", median(rows), rows) for point, rows in points.items() if point.threads == 1]
-    return min(alone, key=lambda candidate: candidate[:2])[2] if alone else ()
+    """Return the runs of the base of every speedup: the fastest point on one thread; none if there is none."""
+    return min((rows for point, rows in points.items() if point.threads == 1), key=median, default=())
 
 
 def table_of(points: Points) -> list[list[str]]:
     """Return a row of text for each point, below a head; the first columns are the most important ones."""
-    head = ["settings", "ms a step", "speedup", "efficiency", "runs", *TIMES.values(), *SHARES.values()]
-    table, base = [[*head, *OVERLAPS.values(), "cost of recording", "loss"]], median(sequential(points))
+    table = [["settings", "ms a step", "speedup", "efficiency", "runs", *NUMBERS.values()]]
+    table[0] += [*SHARES.values(), *OVERLAPS.values(), "loss"]
+    base = median(sequential(points))
     for point, rows in points.items():
         step, speedup = Spread.of(row["step_ms"] for row in rows), base / median(rows)
         numbers = [(speedup, ".2f"), (speedup / point.threads, ".0%"), (len(rows), "")]
-        numbers += [(median(rows, column), ".4g") for column in TIMES]
-        numbers += [(median(rows, column), ".1%") for column in (*SHARES, *OVERLAPS, "recording_cost")]
+        numbers += [(median(rows, column), ".4g") for column in NUMBERS]
+        numbers += [(median(rows, column), ".1%") for column in (*SHARES, *OVERLAPS)]
         cells = ["" if math.isnan(value) else format(value, form) for value, form in numbers]
         losses = " or ".join(sorted({repr(row["loss"]) for row in rows}))
         table.append([described(point), step.text(""), *cells, losses])
@@ -416,68 +334,43 @@ def write(results: Results) -> None:
 
 
 def figures(points: Points) -> dict[str, Any]:
-    """Return the figures by name: all points, and where several were run, times by number of threads and of chunks."""
-    made, base, phases = {"points": _bars(points)}, sequential(points), [f"{name}_ms" for name in PHASES]
-    lines, chunks = _lines(points, "threads", "threads"), _lines(points, "chunks", "batch_chunk", "sequence_chunk")
-    apart = {label: line for label, line in lines.items() if all(spread(rows, phases[0]) for rows in line.values())}
-    made |= {"threads": _against(lines, ["step_ms"], "threads", base)} if lines else {}
-    made |= {"phases": _against(apart, phases, "threads", base if spread(base, phases[0]) else ())} if apart else {}
-    return made | ({"chunks": _against(chunks, ["step_ms"], "chunks", ())} if chunks else {})
-
-
-def _lines(points: Points, number: str, *dials: str) -> dict[str, dict[int, Sequence[Row]]]:
-    """Return the runs by the number of threads or chunks, a line for the points that differ in these dials only."""
-    groups, lines = dict[DataflowConfig, list[Sequence[Row]]](), dict[str, dict[int, Sequence[Row]]]()
+    """Return the figures by name: all points, and times by the number of threads where several numbers were run."""
+    groups = dict[DataflowConfig, dict[int, Sequence[Row]]]()  # points that differ in their threads only
     for point, rows in points.items():
-        others: dict[str, Any] = dict.fromkeys(dials, 0)
-        groups.setdefault(replace(point, **others), []).append(rows)
+        groups.setdefault(replace(point, threads=0), {})[point.threads] = rows
     groups = {point: group for point, group in groups.items() if len(group) > 1}
-    for point, group in groups.items():
-        for rows in group:
-            texts = [f"{rows[0]['batch_chunk_used']} sequences a chunk"] * (number == "chunks")
-            label = ", ".join(filter(None, (*texts, described(point, groups)))) or "measured"
-            lines.setdefault(label, {})[rows[0][number]] = rows
-    return lines
+    lines = {described(point, groups) or "measured": group for point, group in groups.items()}
+    return {"points": _bars(points)} | ({"threads": _by_threads(lines, median(sequential(points)))} if lines else {})
 
 
-def _against(lines: Mapping[str, Line], columns: Sequence[str], what: str, base: Sequence[Row]) -> Any:
-    """Draw a row for each column of the results: times by the number of threads or chunks, predicted ones as thin
-    lines; with a base, speedup and efficiency beside them.
+def _by_threads(lines: Mapping[str, Mapping[int, Sequence[Row]]], base: float) -> Any:
+    """Draw time, speedup and efficiency by the number of threads, a line for each group.
+
+    base   ms of a step that speedups refer to; nan without one
     """
     from daskgpt.profiling.plots import Figure
 
     numbers = sorted({number for line in lines.values() for number in line})
-    figure = Figure(figsize=(12 if base else 6, 1.6 + 3 * len(columns) + len(lines) / 6))
-    for axes, column in zip(figure.subplots(len(columns), 3 if base else 1, squeeze=False), columns):
-        for index, (label, line) in enumerate(lines.items()):
-            look: dict[str, Any] = {"color": f"C{index}", "marker": "o^sDvP*X"[index % 8], "label": label}
-            _line(axes, numbers, line, column, base, **look)
-            if column == "step_ms":
-                look = {"color": f"C{index}", "lw": 0.7, "label": "predicted" * (index == 0)}
-                _line(axes, numbers, line, "predicted_ms", base, **look)
-        ideals = {f"{column[:-3]} (ms)": [], "speedup (dotted: ideal)": numbers, "efficiency (%)": [100] * len(numbers)}
-        for place, (label, ideal) in zip(axes, ideals.items()):
-            place.plot(range(len(ideal)), ideal, ":", color="#888888")
-            # Numbers are equally far apart, so that all are legible.
-            place.set(xlabel=what, ylabel=label, ylim=(0, 1.05 * place.get_ylim()[1]), xticks=range(len(numbers)))
-            place.set_xticklabels(numbers)
-    entries = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*entries, frameon=False, loc="outside lower center", ncols=2 if base else 1)
+    figure = Figure(figsize=(12, 4.6 + len(lines) / 6))
+    time, speedup, efficiency = figure.subplots(1, 3)
+    for index, (label, line) in enumerate(lines.items()):
+        look = {"color": f"C{index}", "marker": "o^sDvP*X"[index % 8], "label": label}
+        low, middle, high = np.array([Spread.of(r["step_ms"] for r in line[n]).quartiles for n in sorted(line)]).T
+        places = [numbers.index(number) for number in sorted(line)]  # equally far apart, so that all are legible
+        time.errorbar(places, middle, (middle - low, high - middle), **look)
+        speedup.plot(places, base / middle, **look)
+        efficiency.plot(places, 100 * base / middle / sorted(line), **look)
+    ideals = {"ms a step": [], "speedup (dotted: ideal)": numbers, "efficiency (%)": [100] * len(numbers)}
+    for axes, (label, ideal) in zip(figure.axes, ideals.items()):
+        axes.plot(range(len(ideal)), ideal, ":", color="#888888")
+        axes.set(xlabel="threads", ylabel=label, ylim=(0, 1.05 * axes.get_ylim()[1]), xticks=range(len(numbers)))
+        axes.set_xticklabels(map(str, numbers))
+    figure.legend(*time.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=2)
     return figure
 
 
-def _line(axes: Any, numbers: Sequence[int], line: Line, column: str, base: Sequence[Row], **look: Any) -> None:
-    """Draw medians and quartiles of a column, and speedup and efficiency where there are axes for them."""
-    if times := {number: values for number, rows in sorted(line.items()) if (values := spread(rows, column))}:
-        low, middle, high = np.array([values.quartiles for values in times.values()]).T
-        places, speedup = [*map(numbers.index, times)], median(base, column) / middle
-        axes[0].errorbar(places, middle, (middle - low, high - middle), **look)
-        for place, values in zip(axes[1:], (speedup, 100 * speedup / [*times])):
-            place.plot(places, values, **look)
-
-
 def _bars(points: Points) -> Any:
-    """Draw a bar for each point: the time of a step, by what the threads did in it, and the share of overlap."""
+    """Draw a bar for each point: the time of a step, by what the threads did in it."""
     from daskgpt.profiling.plots import Figure
 
     figure = Figure(figsize=(13, 2 + 0.3 * len(points)))
@@ -488,15 +381,9 @@ def _bars(points: Points) -> Any:
         axes.barh(places, widths, 0.7, left=ends, label=label, color=color)
         ends += widths
     axes.errorbar(middle, places, xerr=(middle - low, high - middle), fmt="none", color="#303030", capsize=2)
-    paths = [median(rows, "critical_path_ms") for rows in points.values()]
-    axes.plot(paths, places, "|", color="#d1495b", ms=11, mew=2, label="critical path")
-    for place, end, rows in zip(places, high, points.values()):
-        shares = {label: median(rows, column) for column, label in OVERLAPS.items()}
-        text = ", ".join(f"{share:.0%} {label}" for label, share in shares.items() if share >= 0.005)
-        axes.annotate(text, (end, place), (6, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set(xlabel="ms a step", xlim=(0, 1.35 * high.max()), yticks=places, ylim=(len(points) - 0.5, -0.5))
+    axes.set(xlabel="ms a step", xlim=(0, 1.02 * high.max()), yticks=places, ylim=(len(points) - 0.5, -0.5))
     axes.set_yticklabels([described(point, points) for point in points])
-    figure.legend(frameon=False, loc="outside lower center", ncols=5)
+    figure.legend(frameon=False, loc="outside lower center", ncols=4)
     return figure
 
 

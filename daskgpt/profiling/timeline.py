@@ -4,7 +4,7 @@ for notebooks."""
 from __future__ import annotations
 
 from collections import ChainMap, Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from graphlib import TopologicalSorter
 from html import escape
@@ -24,7 +24,6 @@ from daskgpt.graph.program import Span, calls_of
 
 K = TypeVar("K")
 Task = tuple[int, Key]
-Curve = list[tuple[float, int]]  # times, and the value from then on
 
 # By layer, or by layer and pass; the tasks of several kernels are named by `graph.fuse.title`.
 COLORS = {
@@ -198,7 +197,7 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """Return the same for notebooks, below the lanes as strips of color."""
-        drawing = f"{svg_legend(self)}<br>{svg_strips(self)}" if self.events else ""
+        drawing = f"{html_legend(self)}<br>{svg_strips(self)}" if self.events else ""
         return drawing + html_text(repr(self))
 
 
@@ -231,22 +230,17 @@ def events_of(runnable: CompiledGraph, spans: Iterable[tuple[int, Span]], start:
     return events
 
 
-def different_at_once(spans: Iterable[tuple[float, float, object]]) -> Curve:
-    """Return the number of different names that run at once, as a curve, from (start, end, name) of each span."""
+def seconds_at_once(spans: Iterable[tuple[float, float, object]], least: int) -> float:
+    """Return the seconds in which so many different names or more run at once, from (start, end, name) of each span."""
     changes = [change for start, end, name in spans for change in ((start, 1, name), (end, -1, name))]
-    running: Counter[object] = Counter()
-    curve = []
-    for time, together in groupby(sorted(changes, key=itemgetter(0)), key=itemgetter(0)):
-        for _, change, name in together:
-            running[name] += change
-        running = +running  # without names that have ended
-        curve.append((time, len(running)))
-    return curve
-
-
-def seconds_of(curve: Curve, least: int) -> float:
-    """Return the seconds in which a curve has at least this value."""
-    return sum(following - time for (time, count), (following, _) in pairwise(curve) if count >= least)
+    running, seconds, before = Counter[object](), 0.0, 0.0
+    for time, change, name in sorted(changes, key=itemgetter(0)):
+        seconds += time - before if len(running) >= least else 0.0
+        running[name] += change
+        before = time
+        if not running[name]:
+            del running[name]
+    return seconds
 
 
 # Numbers.
@@ -266,7 +260,6 @@ class Summary:
     critical_path      the longest chain of tasks that had to wait for one another, by their measured times
     critical           (layer, phase) -> seconds of it on the critical path
     kernels            (layer, phase) -> seconds and calls, all lanes
-    phases             seconds of each phase; empty if two phases ever ran at once
     """
 
     steps: int
@@ -280,7 +273,6 @@ class Summary:
     critical_path: float
     critical: dict[tuple[str, str], float]
     kernels: dict[tuple[str, str], tuple[float, int]]
-    phases: dict[str, float]
     tasks: int
 
     @property
@@ -298,7 +290,7 @@ def summarise(timeline: Timeline) -> Summary:
     rule, advice = "a timeline must have events", "Record at least one step."
     require(bool(events), "summarise", rule, {"events": len(events)}, advice)
     wall = sum(window.end - window.start for window in timeline.windows)
-    spans = _spans(events, lambda event: event.task)
+    spans = _spans(events)
     path = longest_chain(_needs(timeline), {task: end - start for task, (start, end) in spans.items()})
     on_path, critical = set(path), defaultdict[tuple[str, str], float](float)
     kernels: dict[tuple[str, str], tuple[float, int]] = {}
@@ -325,22 +317,21 @@ def summarise(timeline: Timeline) -> Summary:
         inside_share=max(in_tasks - sum(busy) - messages, 0.0) / all_time,
         scheduling_share=scheduling / all_time,
         waiting_share=max(all_time - in_tasks - scheduling + messages, 0.0) / all_time,
-        overlap=seconds_of(different_at_once(layers), 2) / wall,
-        steps_overlap=seconds_of(different_at_once((e.start, e.end, e.step) for e in events), 2) / wall,
+        overlap=seconds_at_once(layers, 2) / wall,
+        steps_overlap=seconds_at_once(((event.start, event.end, event.step) for event in events), 2) / wall,
         critical_path=sum(spans[task][1] - spans[task][0] for task in path if task in spans),
         critical=dict(sorted(critical.items(), key=lambda item: -item[1])),
         kernels=kernels,
-        phases=_phases(timeline),
         tasks=len(spans),
     )
 
 
-def _spans(events: Iterable[Event], of: Callable[[Event], K]) -> dict[K, tuple[float, float]]:
-    """Return the time from the first start to the last end of the events of each group."""
-    spans: dict[K, tuple[float, float]] = {}
+def _spans(events: Iterable[Event]) -> dict[Task, tuple[float, float]]:
+    """Return the time from the first start to the last end of the events of each task."""
+    spans: dict[Task, tuple[float, float]] = {}
     for event in events:
-        start, end = spans.get(of(event), (event.start, event.end))
-        spans[of(event)] = min(start, event.start), max(end, event.end)
+        start, end = spans.get(event.task, (event.start, event.end))
+        spans[event.task] = min(start, event.start), max(end, event.end)
     return spans
 
 
@@ -402,26 +393,12 @@ def _scheduling(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -
     return seconds
 
 
-def _phases(timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of each phase, from the end of the phase before; empty if two phases overlap."""
-    spans, seconds = _spans(timeline.events, lambda event: (event.step, event.phase)), dict.fromkeys(PHASES, 0.0)
-    for window in timeline.windows:
-        last = window.start
-        for step, phase in product(window.steps, PHASES):
-            start, end = spans.get((step, phase), (last, last))
-            if start < last:
-                return {}
-            seconds[phase] += end - last
-            last = end
-    return seconds
-
-
 def describe_summary(summary: Summary) -> str:
     """Return a summary as text, with means over the steps."""
     per_step, many = 1e3 / summary.steps, "s" * (summary.steps > 1)
     path = ", ".join(
         f"{layer}.{phase} {seconds / summary.critical_path:.0%}"
-        for (layer, phase), seconds in list(summary.critical.items())[:5]
+        for (layer, phase), seconds in list(summary.critical.items())[:3]
     )
     lines = [
         f"wall          {summary.wall * per_step:9.2f} ms a step, {summary.steps} step{many}",
@@ -479,20 +456,11 @@ def svg_strips(timeline: Timeline, *, end: float = 0.0, named: bool = True) -> s
     return svg(left + COLUMNS, len(timeline.lanes) * (LANE + GAP), parts)
 
 
-def svg_legend(*timelines: Timeline) -> str:
+def html_legend(*timelines: Timeline) -> str:
     """Return the colors of the layers of all timelines, as HTML."""
-    return html_legend(layers_of(*timelines))
-
-
-def html_legend(layers: Iterable[str]) -> str:
-    """Return the colors of layers, as HTML."""
+    layers = sorted({event.layer for timeline in timelines for event in timeline.events})
     square = '<span style="display: inline-block; width: 11px; height: 11px; background: {}"></span> {}'
     return " &nbsp; ".join(square.format(color_of(layer), escape(layer)) for layer in layers)
-
-
-def layers_of(*timelines: Timeline) -> list[str]:
-    """Return the names of the layers of all timelines."""
-    return sorted({event.layer for timeline in timelines for event in timeline.events})
 
 
 def _columns(timeline: Timeline, lane: int, end: float) -> list[str]:
@@ -508,13 +476,8 @@ def _columns(timeline: Timeline, lane: int, end: float) -> list[str]:
     return [max(colors, key=colors.__getitem__) if sum(colors.values()) > wide / 2 else "" for colors in taken]
 
 
-def with_endings(path: str | Path, *endings: str) -> tuple[Path, ...]:
-    """Return FILE with each of the endings, whether FILE is given with one of them or without."""
+def timeline_paths(path: str | Path) -> tuple[Path, Path]:
+    """Return FILE.json and FILE.html, whether FILE is given with one of these endings or without."""
     path = Path(path)
-    base = path.with_suffix("") if path.suffix in endings else path
-    return tuple(base.with_name(base.name + ending) for ending in endings)
-
-
-def timeline_paths(path: str | Path) -> tuple[Path, ...]:
-    """Return FILE.json and FILE.html."""
-    return with_endings(path, ".json", ".html")
+    base = path.with_suffix("") if path.suffix in (".json", ".html") else path
+    return base.with_name(f"{base.name}.json"), base.with_name(f"{base.name}.html")

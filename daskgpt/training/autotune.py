@@ -1,4 +1,4 @@
-"""Automatic choice of chunks and grain: from a cost model, from trials without data, and from measured kernel times.
+"""Automatic choice of chunks and grain: from the cost model, from trials without data, and from measured kernel times.
 
 No bit depends on the chunks where products sum in one order (`kernels.float32.blas.one_order`), so speed and memory
 decide.
@@ -21,62 +21,23 @@ import numpy as np
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import KernelCall, call_of
-from daskgpt.graph.compiled import KernelGraph, Submission
-from daskgpt.graph.fuse import FEW_THREADS, GRAINS, chunk_of
+from daskgpt.graph.compiled import Submission
+from daskgpt.graph.fuse import FEW_THREADS, GRAINS
 from daskgpt.graph.nodes import Key, is_leaf, task
 from daskgpt.graph.program import Call, Program, Span, Values
 from daskgpt.kernels.float32.blas import one_order
-from daskgpt.model.layers import ATTENTION
 from daskgpt.model.optimizer import optimizer_of
-from daskgpt.model.parameters import parameter_count, tensors
+from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import Precision
 from daskgpt.model.step import CompiledStep
 from daskgpt.schedulers.local import LocalScheduler
+from daskgpt.training.cost import Work
 
 Chunk = tuple[int, int]
 
-# The cost model, before anything is measured. Only ratios matter, which differ little between processors.
-RATE = 100e9  # operations a second of one thread's products
-ATTENTION_SLOWER = 6  # than products, by operation, forward and backward (tiny: 9 of 40 ms)
-# Kernels of few rows spend more of their time on weights and calls: an eighth more with 64 rows, all kernels together
-# (products alone: nothing at 3,072 x 768, a third at 512 x 128).
-FEW_ROWS = 8
-# Cut sequences cost gathering, and sums of few tokens (tiny: 5 % of a step with 32 tokens, 9 % with 16).
-FEW_TOKENS = 1.6
-TASK = 0.15e-3  # seconds that a task costs in addition to its kernels
 # One thread gets two chunks as well, so that the activations of half a batch stay in a cache; except of few tokens,
 # for which kernels are slower by half.
 LEAST_CHUNKS, FEW = 2, 512
-
-
-@dataclass(frozen=True)
-class Work:
-    """Seconds on one thread of those kernels of a step that chunks divide: not gradients of weights, nor updates.
-
-    tokens     of layers that work token by token, which any chunks divide
-    attention  of attention, which only chunks of sequences divide
-    """
-
-    tokens: float
-    attention: float
-
-    @classmethod
-    def expected(cls, config: ModelConfig, batch_shape: Chunk) -> Work:
-        """Return the work by the operations of the products, forward and backward with respect to activations."""
-        count, length = math.prod(batch_shape), batch_shape[1]
-        attention = 6 * config.blocks * config.heads * config.head_channels * (length + 1) * ATTENTION_SLOWER
-        return cls(4 * parameter_count(config, multiplied=True) * count / RATE, attention * count / RATE)
-
-    @classmethod
-    def measured(cls, kernels: KernelGraph, spans: Iterable[Span]) -> Work:
-        """Return the work by the kernel calls of one step."""
-        seconds: dict[str, float] = defaultdict(float)  # by layer
-        for span in spans:
-            if span.key in kernels.graph and chunk_of(kernels.graph, span.key, whole=False) is not None:
-                origin = kernels.origin(span.key)
-                seconds[origin.layer if origin else ""] += span.end - span.start
-        attention = seconds.pop(ATTENTION.name, 0.0)
-        return cls(sum(seconds.values()), attention)
 
 
 @dataclass(frozen=True, order=True)
@@ -108,23 +69,10 @@ def candidates(
     sizes_of_chunks = []
     for chunk in product(*sizes):
         sequences, tokens = (whole // part for whole, part in zip(batch_shape, chunk))
-        count = sequences * tokens
-        slower = 1 + FEW_ROWS / math.prod(chunk) + (FEW_TOKENS / chunk[1] if tokens > 1 else 0)
-        # Chunks of whole sequences can be a task each; others meet in every block, forward and backward.
-        tasks = count if tokens == 1 else count * 4 * config.blocks
-        seconds = work.tokens * slower * _longest(count, threads) + work.attention * _longest(sequences, threads)
-        sizes_of_chunks.append(Candidate(seconds + tasks * TASK / threads, count, (chunk[0], chunk[1])))
+        size = chunk[0], chunk[1]
+        seconds = work.seconds(size, sequences, tokens, config.blocks, threads)
+        sizes_of_chunks.append(Candidate(seconds, sequences * tokens, size))
     return sorted(sizes_of_chunks)
-
-
-def _longest(parts: int, threads: int) -> float:
-    """Return the share of work in equal parts that the busiest thread does.
-
-    Parts that are one task take whole rounds; those that are several tasks fill the last round with the work that is
-    left. A step lies between the two.
-    """
-    rounds, filled = math.ceil(parts / threads) / parts, max(1 / threads, 1 / parts)
-    return (rounds + filled) / 2
 
 
 # How much of a step, and how many seconds of a run, other chunks must save to be worth recording the step again.
@@ -302,6 +250,12 @@ class Message:
         return self
 
 
+def empty_submission(step: CompiledStep, packs: Sequence[Any], window: int = 1) -> Submission:
+    """Return what a scheduler gets for a step, or for several that overlap, whose inputs have a size but no data."""
+    values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.kernels.inputs.items()}
+    return step.window_submission([values] * window, packs) if window > 1 else step.submission(values, packs)
+
+
 class Trial(LocalScheduler):
     """A compiled step that is run without data: each kernel call returns arrays with only a size, stand-ins.
 
@@ -320,12 +274,8 @@ class Trial(LocalScheduler):
         self.moments = step.moments
         self.account = Account()
         self.results: dict[Key, int] = {}
-        values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.kernels.inputs.items()}
         packs = step.layout.pack({name: self._state(name) for name in step.kernels.state})
-        if window > 1:
-            self.run(step.window_submission([values] * window, packs))
-        else:
-            self.run(step.submission(values, packs))
+        self.run(empty_submission(step, packs, window))
 
     @property
     def peak(self) -> int:

@@ -10,14 +10,14 @@ from small_runs import MODEL, OPTIMIZER
 from test_timeline import recorded
 
 import daskgpt
-from daskgpt.profiling.dashboard import Collected, column, kind_of
+from daskgpt.profiling.dashboard import Collected, kind_of
 from daskgpt.profiling.pages import write_side_by_side
 
 READY = "!!(window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle)"
 BARS = """Bokeh.documents[0].roots()[0].children.filter((child) => child.type === "Figure")
     .flatMap((plot) => plot.renderers.filter((r) => "about" in r.data_source.data))
     .map((r) => r.data_source.get_length()).reduce((a, b) => a + b, 0)"""
-LONGEST = """["y", "lane", "share"].map((name) => Math.max(0, ...Bokeh.documents
+LONGEST = """["lane"].map((name) => Math.max(0, ...Bokeh.documents
     .flatMap((d) => [...d._all_models.values()]).filter((m) => m.type === "ColumnDataSource" && m.data[name])
     .map((m) => m.data[name].length)))"""
 needs_browser = pytest.mark.skipif(PATH is None, reason="no Chromium on the PATH")
@@ -59,12 +59,9 @@ def test_dashboard_page_shows_a_run(small_text, tmp_path):
                 assert kinds <= {str(own["key"]).partition("-")[0] for own in [*stream]}
 
         daskgpt.fit(MODEL, data, OPTIMIZER, run=run, client=client, on_step=look, quiet=True)
-        steps = [record["step"] for record in collected.steps]
-        assert steps == sorted(steps)
-        assert {0, 4, 9, 11} <= set(steps), "the first, the last, and those with a validation"
-        assert column(collected.steps, "validation_loss")[0] == [5, 10, 12]
+        assert collected.step["step"] == 11
+        assert "validation_loss" in collected.step
         if PATH:
             shown = visit(link, tmp_path / "profile", "!!(window.Bokeh && Bokeh.documents.length)", (LONGEST,))
             assert shown.messages == []
-            assert shown.values[0][0] == len(steps)
             assert min(shown.values[0]) > 1
