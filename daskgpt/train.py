@@ -25,23 +25,22 @@ from daskgpt.profiling.recorder import (
     DaskReportConfig,
     TimelineCallback,
     TimelineConfig,
-    require_shared_steps,
 )
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, pointed, step_of
 from daskgpt.training.engine import State, call_on_model
-from daskgpt.training.job import HORIZONS, Job, one_horizon, require_memory
+from daskgpt.training.job import LENGTHS, Job, require_memory, require_one_length
 from daskgpt.training.run_folder import new_folder
 from daskgpt.training.start import (
     SECTIONS,
-    Resumed,
     WarmStart,
     changeable,
     check_beginning,
     first_start,
     may_not_change,
     open_dataset,
+    resumed_run,
 )
 from daskgpt.training.trainer import Callback, Observers, Result, train
 
@@ -63,7 +62,7 @@ def parser() -> Parser:
         "--resume",
         metavar="RUN",
         help="continue a run in its folder from its newest good checkpoint; settings stay, except those that are given "
-        f"again: {', '.join(changeable())}; --data and --init may name another place of the same content",
+        f"again: {', '.join(changeable())}; --data may name another place of the same data",
     )
     add_plan_flags(flags)
     add_flags(flags, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
@@ -85,7 +84,7 @@ def parsed(arguments: list[str]) -> Namespace:
     shorten = not hasattr(values, "sequence_length")
     if not values.resume and (recipe := RECIPES.get(values.preset)):
         words, given = shlex.split(recipe), given_flags(RunConfig, values)
-        lengths = {f"--{name}" for name in HORIZONS} if given.keys() & set(HORIZONS) else set()
+        lengths = {f"--{name}" for name in LENGTHS} if given.keys() & set(LENGTHS) else set()
         defaults = [word for pair in zip(words[::2], words[1::2]) if pair[0] not in lengths for word in pair]
         size, got = parser().parse_args(defaults).preset, {"preset": values.preset, "init": given.get("init", "")}
         rule = "the recipe must have a model to start from"
@@ -110,16 +109,14 @@ def main(arguments: list[str]) -> int:
             raise may_not_change(values.resume, "preset", values.preset)
         if "scheduler" in given_flags(DataflowConfig, values) and not values.plan:
             require_scheduler(values.scheduler)
-        resumed = Resumed(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
-        job = resumed.job
+        changes = {name: given_flags(kind, values) for name, kind in SECTIONS.items()}
+        job, resumed = resumed_run(values.resume, changes)
     else:
-        one_horizon(given_flags(RunConfig, values))
+        require_one_length(given_flags(RunConfig, values))
         run = from_flags(RunConfig, values)
         run = replace(run, out=run.out or new_folder())
         start = WarmStart(run.init) if run.init else None
         job = job_of(values, run, start)
-    if shown.timeline:
-        require_shared_steps(job)
     callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
     callbacks += [DaskReportCallback(report_config, job)] if report_config.performance_report else []
     if not resumed:
@@ -129,7 +126,7 @@ def main(arguments: list[str]) -> int:
         print(predict(job, **asked, timed=True, explain=values.explain))
         return 0
     require_memory(job)
-    first = resumed.start if resumed else first_start(job, start)
+    first = resumed or first_start(job, start)
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
     result = train(job, first, Observers(callbacks=callbacks, sampler=sampler))
     report(job, result, time.perf_counter() - begin)

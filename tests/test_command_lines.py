@@ -89,7 +89,7 @@ def test_verify_finds_a_wrong_gradient(tmp_path, capsys, monkeypatch):
         (["--vocabulary", 100], ValueError, "encoding=bytes"),
         (["--steps", "many"], SystemExit, "2"),
         (["--steps", 0], ValueError, "steps=0"),
-        (["--steps", 10, "--minutes", 1], ValueError, "steps"),
+        (["--steps", 10, "--epochs", 1], ValueError, "steps"),
         (["--scheduler", "thread"], ValueError, "scheduler=thread"),
         (["--data", "nowhere.txt"], FileNotFoundError, "nowhere.txt"),
         (["--data", "empty.txt"], ValueError, "empty.txt"),

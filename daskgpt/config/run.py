@@ -157,12 +157,6 @@ class RunConfig(Checked):
     steps: int = setting(2000, "optimizer steps", least=1)
     epochs: float = setting(0.0, "length of the run in passes over the training part, in place of --steps", most=1e6)
     tokens: int = setting(0, "length of the run in tokens, such as 10M, in place of --steps", parse=count)
-    minutes: float = setting(
-        0.0,
-        "length of the run in minutes of training, including those before --resume; the number of steps, on which the "
-        "learning rate depends, is estimated repeatedly; 0 = by steps",
-        unit="minutes",
-    )
     seed: int = setting(0, "seed of initial values, batches and samples")
     init: str = setting(
         "",

@@ -544,7 +544,7 @@ def forecast(
         while engine.undecided:
             demands = call_demands(engine.step, costs)
             spans = [Span(key, 0, 0.0, demand.seconds[threads > 1]) for key, demand in demands.items()]
-            engine.tune(spans, job.horizon().steps)
+            engine.tune(spans, job.steps)
     processes = [
         Process.of_step(one.step, one.together(), call_demands(one.step, costs), threads, pooled) for one in engines
     ]

@@ -69,12 +69,6 @@ class Chain:
             self.file.write(self.file.encode({**entry, DIGEST: numbered[1]}))
         self.file.sync()
 
-    def move_to(self, path: Path) -> None:
-        """Continue in a copy of the file."""
-        self.file.copy_to(path)
-        self.file.close()
-        self.file = RecordFile(path, self.file.encode, new=False)
-
 
 def read_chain(path: Path) -> list[tuple[bytes, Entry | None]]:
     """Return the lines of a chain, each with its entry; None for a line that is not as it was written."""

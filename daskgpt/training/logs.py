@@ -55,10 +55,6 @@ class RecordFile:
             self.write()
             sync(self.file.fileno())
 
-    def copy_to(self, path: Path) -> None:
-        """Copy the records so far, even if the file was moved away or removed, while others are added."""
-        path.write_bytes(os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, 0))
-
     def close(self) -> None:
         with suppress(OSError):  # there is no room for those that wait
             self.file.close()

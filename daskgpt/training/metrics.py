@@ -25,7 +25,7 @@ from daskgpt.schedulers.protocol import ProcessSpans, Scheduler
 from daskgpt.schedulers.worker_metrics import WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints
 from daskgpt.training.engine import Engine, State, named_parameters, run_on_packs
-from daskgpt.training.job import Horizon, Job
+from daskgpt.training.job import Job
 from daskgpt.training.logs import METRICS
 
 PARTS = ("validation", "logs", "samples", "checkpoints", "recovery points")
@@ -48,9 +48,9 @@ class StepMetrics:
     timers          seconds that steps have waited for other work, by PARTS; work in the background does not count
     """
 
-    def __init__(self, job: Job, horizon: Horizon, worker_metrics: WorkerMetrics, seconds: Callable[[], float]) -> None:
+    def __init__(self, job: Job, worker_metrics: WorkerMetrics, seconds: Callable[[], float]) -> None:
         """seconds   returns how long the run has trained"""
-        self.job, self.horizon, self.tokens = job, horizon, job.data.sequences * job.data.sequence_length
+        self.job, self.tokens = job, math.prod(job.batch_shape)
         self.operations = step_operations(job.config, *job.batch_shape)
         self.worker_metrics, self.scheduler, self.seconds = worker_metrics, worker_metrics.scheduler, seconds
         self.timers = dict.fromkeys(PARTS, 0.0)
@@ -91,7 +91,7 @@ class StepMetrics:
             metrics = {"step": number, "loss": outcome.loss, "tokens": (number + 1) * self.tokens, **shared}
             metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
             metrics |= {} if outcome.made else {"skipped": True}
-            metrics["learning_rate"] = learning_rate(optimizer, number, self.horizon.at(number))
+            metrics["learning_rate"] = learning_rate(optimizer, number, self.job.steps)
             records.append(metrics)
         if self.kernels and self.recordings:
             records[-1] |= self._of_passes(self.kernels, len(outcomes), seconds)
@@ -175,11 +175,11 @@ class Diverged(RuntimeError):
 class Finite:
     """Checks that losses and parameters of a run stay finite, and explains where they do not."""
 
-    def __init__(self, job: Job, horizon: Horizon, losses: Sequence[float], wait: Callable[[], None]) -> None:
+    def __init__(self, job: Job, losses: Sequence[float], wait: Callable[[], None]) -> None:
         """losses   of all steps so far
         wait     waits for the checkpoint that is being written
         """
-        self.job, self.horizon, self.losses, self.wait = job, horizon, losses, wait
+        self.job, self.losses, self.wait = job, losses, wait
 
     def require(self, engine: Engine, metrics: Mapping[str, Any]) -> None:
         """Check the losses of a step, and with a validation loss every parameter.
@@ -204,7 +204,7 @@ class Finite:
     def _diverged(self, step: int, rule: str, got: str) -> Diverged:
         self.wait()
         job, out = self.job, Path(self.job.run.out)
-        rate = learning_rate(job.optimizer, step, self.horizon.at(step))
+        rate = learning_rate(job.optimizer, step, job.steps)
         before = [loss for loss in self.losses[:step] if math.isfinite(loss)]
         if not before:
             cause = "It began so: either the values that it starts from, or its first update"

@@ -20,7 +20,6 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import advice_on, locked, replacing, require_utf8, written
-from daskgpt.config.stopping import CanGoOn
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
@@ -54,10 +53,6 @@ def new_folder() -> str:
     return str(next(path for path in chain([name], numbered) if not path.exists()))
 
 
-class FolderLost(RuntimeError):
-    """The folder of a run was moved, removed or taken by another run while it trained."""
-
-
 class RunFolder:
     """Writes a run. A new run writes nothing before `begin`; the folder of a resumed run is locked from the start.
 
@@ -73,7 +68,6 @@ class RunFolder:
         self.logs = Logs()
         self.chain: Chain | None = None
         self.lock: BinaryIO | None = None
-        self.sections: Mapping[str, Any] = {}
         with written(path, "RunFolder"):  # its name may be too long
             present = [(self.path / name).exists() for name in (CONFIG, METRICS)]
         where, got = "RunFolder", {"out": self.path}
@@ -130,43 +124,25 @@ class RunFolder:
         with written(self.path / LOCK, "RunFolder"):
             self.lock = locked(self.path / LOCK, "RunFolder", "no other process must train this run")
 
-    def is_held(self) -> bool:
-        """Return whether the folder at this path still is this run's: its lock file is the one that is locked here."""
-        if self.lock is None:
-            return True
-        try:
-            return os.path.samestat(os.fstat(self.lock.fileno()), os.lstat(self.path / LOCK))
-        except OSError:
-            return False
-
     def require_held(self) -> None:
-        """Errors   FolderLost if the folder is no longer this run's"""
-        rule, advice = "the run's folder must stay where it is while it trains", "Start the run again."
-        require(self.is_held(), "RunFolder", rule, {"out": self.path}, advice, FolderLost)
+        """Check that the folder at this path still is this run's: its lock file is the one that is locked here.
 
-    def leave(self) -> tuple[Path, Path]:
-        """Continue in a new folder beside the lost one, which is not touched; return both."""
-        former, lock = self.path, self.lock
-        numbered = (former.with_name(f"{former.name}.kept-{number}") for number in count(1))
-        self.path = next(path for path in numbered if not path.exists())
-        self.path.mkdir(parents=True)
-        self._lock()
-        if lock is not None:
-            lock.close()
-        for file in self.logs.files:
-            file.copy_to(self.path / file.path.name)
-        if self.chain:
-            self.chain.move_to(self.path / CHAIN)
-        self.configure(self.sections)
-        return former, self.path
+        Errors   RuntimeError if it was moved, removed or taken by another run
+        """
+        try:
+            held = self.lock is None or os.path.samestat(os.fstat(self.lock.fileno()), os.lstat(self.path / LOCK))
+        except OSError:
+            held = False
+        rule, advice = "the run's folder must stay where it is while it trains", "Move it back."
+        require(held, "RunFolder", rule, {"out": self.path}, advice, RuntimeError)
 
     def configure(self, sections: Mapping[str, Any]) -> None:
         """Write the resolved configuration: a TOML table for each part.
 
-        Errors   FolderLost if the folder is no longer this run's
+        Errors   RuntimeError if the folder is no longer this run's
         """
         self.require_held()
-        self.sections, lines = sections, list[str]()
+        lines = list[str]()
         for title, values in sections.items():
             lines += [f"[{title}]", *(f"{name} = {_toml(value)}" for name, value in values.items()), ""]
         with replacing(self.path / CONFIG, "RunFolder") as file:
@@ -339,8 +315,6 @@ class Saver:
         if save is None or save.thread.is_alive():
             return
         self.current = None
-        if isinstance(save.error, CanGoOn):
-            raise save.error
         if save.error and save.written:
             what = "is saved, but latest, best or older ones are not updated"
             self.say(f"checkpoint step {save.step} {what}: {reason(save.error)}")
@@ -390,33 +364,17 @@ class Saver:
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
             shapes = {name: tensor.shape for name, tensor in job.moments.items()}
             checkpoint = Checkpoint(save.step, model, arrays, shapes, facts)
-            try:
-                folder.require_held()
-                folder.logs.sync()  # first: a run continues behind the metrics of its checkpoint
-                newest = write_checkpoint(folder.path, checkpoint, self.chain.add)
-                save.written, self.saved, former, self.best = True, save.step, self.best, save.best
-                point(folder.path / LATEST, newest.name)
-                if former != self.best:
-                    self.best.point(folder.path)
-                folder.require_held()
-                prune(folder.path, job.run.keep, job.run.keep_every, self.best.step)
-            except (FolderLost, FileNotFoundError):
-                if folder.is_held():
-                    raise
-                raise self._kept_elsewhere(checkpoint) from None
+            folder.require_held()
+            folder.logs.sync()  # first: a run continues behind the metrics of its checkpoint
+            newest = write_checkpoint(folder.path, checkpoint, self.chain.add)
+            save.written, self.saved, former, self.best = True, save.step, self.best, save.best
+            point(folder.path / LATEST, newest.name)
+            if former != self.best:
+                self.best.point(folder.path)
+            prune(folder.path, job.run.keep, job.run.keep_every, self.best.step)
         except Exception as error:  # of any kind: it must not end the run, and `_finish` reports it
             save.error = error
         save.seconds = time.perf_counter() - start
-
-    def _kept_elsewhere(self, checkpoint: Checkpoint) -> CanGoOn:
-        """Write a checkpoint of a run that lost its folder into a new one; return the error that ends the run."""
-        former, kept = self.folder.leave()
-        self.best = Best()
-        point(kept / LATEST, write_checkpoint(kept, checkpoint, self.chain.add).name)
-        rule = "the run's folder must stay where it is while it trains"
-        got = f"out={former} ({'another run is there' if former.exists() else 'it is gone'})"
-        advice = f"The model after {checkpoint.step} steps is kept in {kept}: continue with --resume {kept}."
-        return refusal(CanGoOn, "RunFolder", rule, got, advice)
 
 
 def cause_of(error: Exception) -> Exception:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -34,7 +34,7 @@ from daskgpt.training.logs import chosen_sinks
 from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.run_folder import Saver, reason
-from daskgpt.training.start import Resumed, Start, beginning, checkpoint_facts, new_run
+from daskgpt.training.start import Start, beginning, checkpoint_facts, new_run, resumed_run
 
 if TYPE_CHECKING:
     from daskgpt.training.recovery import Recovery
@@ -162,7 +162,7 @@ def fit(
 
     parameters   initial values, float32; None for those of `run.init`, or random ones
     resume       a run folder to continue from its newest good checkpoint. Its settings are kept but for those that are
-                 given: a mapping names what changes (`run={"steps": 4000}`), a configuration counts as a whole
+                 given: in a mapping (`run={"steps": 4000}`), or in a configuration by values other than the defaults
     client       a `distributed.Client` whose cluster runs the tasks, in place of `dataflow.scheduler`; it stays open,
                  and nothing of the run stays on its cluster. None for the active Client of this process, if it has one
                  and dataflow names no scheduler. In a task of a Dask worker a run has one thread, and no client
@@ -194,8 +194,7 @@ def fit(
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
         if client is None and "scheduler" in (changes := _changes(dataflow)):
             require_scheduler(changes["scheduler"])
-        resumed = Resumed(os.fspath(resume), {name: _changes(settings) for name, settings in sections.items()})
-        job, start = resumed.job, resumed.start
+        job, start = resumed_run(os.fspath(resume), {name: _changes(given) for name, given in sections.items()})
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
@@ -205,8 +204,10 @@ def fit(
 
 
 def _changes(settings: Any) -> Mapping[str, Any]:
-    """Return the settings that a configuration or a mapping gives."""
-    return {} if settings is None else settings if isinstance(settings, Mapping) else asdict(settings)
+    """Return the settings that a mapping gives, or those of a configuration that differ from their defaults."""
+    if settings is None or isinstance(settings, Mapping):
+        return settings or {}
+    return {f.name: value for f in fields(settings) if (value := getattr(settings, f.name)) != f.default}
 
 
 def train(job: Job, start: Start, observers: Observers = Observers(), client: Any = None) -> Result:
@@ -229,7 +230,7 @@ def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) 
     """
     scheduler.admit(job.precision.packed)
     require_memory(job, scheduler.memory_limits())
-    progress = Progress(start.horizon.steps, done=start.step, quiet=observers.quiet)
+    progress = Progress(job.steps, done=start.step, quiet=observers.quiet)
     with finishing_first(progress.say, "step") as stop_requested:
         trainer = _Trainer(job, scheduler, start, observers, progress, stop_requested)
         try:
@@ -282,15 +283,15 @@ class _Trainer:
 
     def __post_init__(self) -> None:
         job, scheduler, start, say = self.job, self.scheduler, self.start, self.progress.say
-        self.horizon, self.folder, self.losses = start.horizon, start.folder, list(start.losses)
+        self.folder, self.losses = start.folder, list(start.losses)
         self.validated: dict[int, float] = {}
         self.enough, self.began = False, time.perf_counter()
         self.engine = engine_of(job, scheduler, say)
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
         self.outliers = Outliers(job.optimizer.skip_outliers, start.outliers)
-        self.finite = Finite(job, self.horizon, self.losses, self.wait)
+        self.finite = Finite(job, self.losses, self.wait)
         self.worker_metrics, self.events = WorkerMetrics(scheduler), Events(scheduler)
-        self.metrics = StepMetrics(job, self.horizon, self.worker_metrics, lambda: self.seconds)
+        self.metrics = StepMetrics(job, self.worker_metrics, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
         self.result = Result(job.config, dict, self.losses, start.validation, 0.0, first=start.step, timers=timers)
         self.validation = Validation(job, self.engine, self.stop_requested)
@@ -335,12 +336,12 @@ class _Trainer:
         Steps run together, as a window, where nothing is due between them. Those that are made again after a loss are
         not recorded, validated or reported a second time.
         """
-        engine, horizon = self.engine, self.horizon
+        engine, length = self.engine, self.job.steps
         if self.job.run.init and not self.losses:
             self._sample()  # of the model to start from
-        while engine.made < horizon.steps:
+        while engine.made < length:
             steps = range(engine.made, engine.made + self._together())
-            batches, length = self.loader.take(steps), horizon.at(steps.start)
+            batches = self.loader.take(steps)
             undecided, begin = engine.undecided, time.perf_counter()
             with self._observed(steps):
                 outcomes = engine.run(batches, length, self.outliers.limits(steps.start))
@@ -349,12 +350,10 @@ class _Trainer:
                 self.folder.configure(self._resolved())
             for hook in self.after:
                 hook(window)
-            if engine.made == horizon.steps:
+            if engine.made == length:
                 return False
-            if window.first_time and not engine.undecided and horizon.passed(engine.made, self.seconds):
-                self.progress.steps = horizon.steps
             if self.enough or self.stop_requested():
-                self.progress.say(f"stopped after {engine.made} of {horizon.steps} steps")
+                self.progress.say(f"stopped after {engine.made} of {length} steps")
                 return True
             for hook in self.between:
                 hook(window)
@@ -373,7 +372,7 @@ class _Trainer:
         self.scheduler.attend(progress.say, self.stop_requested, run.worker_seconds, run.worker_minutes)
         if engine.described_tasks:  # otherwise it is printed when it is known
             progress.say(f"grain      {engine.described_tasks}")
-        self.callbacks = [(one.begin(job, engine, self.horizon.steps), one) for one in self.observers.callbacks]
+        self.callbacks = [(one.begin(job, engine, job.steps), one) for one in self.observers.callbacks]
         self.worker_metrics.begin(products=bool(self.folder or self.observers.on_step))
         self.began = time.perf_counter()
         progress.begin()
@@ -391,13 +390,12 @@ class _Trainer:
         every = (run.save_every, run.keep_every) if self.saver else ()
         ends: list[int] = [(made // count + 1) * count for count in (*every, run.sample_every) if count]
         ends += [first for first, _ in self.callbacks if made < first]
-        ends += [end] if (end := self.horizon.next_change(made)) else []
         return min(self.engine.together(), min([*ends, self._next_validation(made)]) - made)
 
     def _next_validation(self, step: int) -> int:
         """Return how many steps will have been made at the first validation after a step."""
-        every = self.job.run.validate_every or self.horizon.steps
-        return min((step // every + 1) * every, self.horizon.steps)
+        every = self.job.run.validate_every or self.job.steps
+        return min((step // every + 1) * every, self.job.steps)
 
     @contextmanager
     def _observed(self, steps: range) -> Iterator[None]:
@@ -486,12 +484,12 @@ class _Trainer:
                 self.saver.save(self.engine.state(), self._facts(made), loss)
 
     def _resolved(self) -> dict[str, Any]:
-        return self.job.resolved(self.scheduler, self.engine.chunk, self.engine.grain, self.horizon.steps)
+        return self.job.resolved(self.scheduler, self.engine.chunk, self.engine.grain)
 
     def _facts(self, step: int) -> dict[str, Any]:
         """Return the entries of a checkpoint's state.json."""
         facts = checkpoint_facts(self.job, self._resolved(), step)
-        return facts | {"horizon": self.horizon.facts(self.seconds), "outliers": self.outliers.facts(step)}
+        return facts | {"seconds": round(self.seconds, 3), "outliers": self.outliers.facts(step)}
 
     def _save_what_is_left(self) -> None:
         """Save the newest recovery point of a run whose cluster is lost, where it can be had without its workers."""
@@ -517,8 +515,6 @@ class _Trainer:
         del self.losses[engine.made :]  # of steps that a loss has taken back
         if self.saver:
             self.saver.save(engine.state(), self._facts(engine.made), self.validated.get(engine.made), last=True)
-            if self.job.run.minutes:  # the number of steps is known now
-                self.saver.folder.configure(self._resolved())
             self.saver.folder.logs.sync()
         return result
 
