@@ -28,7 +28,7 @@ from daskgpt.profiling.recorder import (
 )
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.checkpoint import BEST, pointed, step_of
+from daskgpt.training.checkpoint import BEST, step_of
 from daskgpt.training.engine import State, call_on_model
 from daskgpt.training.job import LENGTHS, Job, require_memory, require_one_length
 from daskgpt.training.run_folder import new_folder
@@ -182,7 +182,7 @@ def report(job: Job, result: Result, seconds: float) -> None:
         folder = str(result.checkpoint.parent)
         print(f"run written to {folder}")
         best = result.checkpoint.parent / BEST
-        if (lowest := pointed(best)) and (step := step_of(lowest)) != step_of(result.checkpoint):
+        if best.is_symlink() and (step := step_of(best.resolve())) != step_of(result.checkpoint):
             print(f"the lowest validation loss was after {step:,} steps: {best}")
         if result.stopped:
             print(f"continue with: {called('train')} --resume {shlex.quote(folder)}")

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import daskgpt
 from daskgpt.model.parameters import step_operations
-from daskgpt.training.logs import SINKS, Logs, chosen_sinks, metrics_lines, tagged
+from daskgpt.training.logs import SINKS, Logs, check_log, metrics_lines, open_metrics, tagged
 from daskgpt.training.metrics import PARTS
 
 TOKENS = 4 * 16  # of a step of the smallest run
@@ -67,7 +67,7 @@ def test_tensorboard_events_match_the_metrics(logged):
     for record in metrics_of(logged):
         for tag, value in tagged(record):
             expected.setdefault(tag, []).append((record["step"] + 1, pytest.approx(float(value), rel=1e-6)))
-    assert {"loss/loss", "loss/validation_loss", "speed/tokens_per_s", "phases/forward_s"} <= expected.keys()
+    assert {"run/loss", "run/validation_loss", "run/tokens_per_s", "run/forward_s"} <= expected.keys()
     assert len(list(logged.glob("events.out.tfevents.*"))) == 2, "one file a process of the run"
     assert events(logged) == expected
 
@@ -77,10 +77,10 @@ def test_worker_metrics_have_names():
     assert dict(tagged(record)) == {"workers/0/idle": 0.5, "workers/1/idle": 0.25, "run/imbalance": 0.1}
 
 
-@pytest.mark.parametrize("name", SINKS)
-def test_records_wait_for_disk_space(name, tmp_path):
+@pytest.mark.parametrize("opened", [open_metrics, *SINKS.values()])
+def test_records_wait_for_disk_space(opened, tmp_path):
     logs = Logs()
-    logs.open(name, tmp_path, None)
+    logs.files.append(opened(tmp_path, None))
     errors = []
     with full_disk(1500):
         for step in range(50):
@@ -92,12 +92,12 @@ def test_records_wait_for_disk_space(name, tmp_path):
     assert path.stat().st_size <= 1500
     logs.log({"step": 50, "loss": 75.0})
     logs.close()
-    if name == "metrics":
+    if opened is open_metrics:
         records = metrics_of(tmp_path)
         assert [record["loss"] for record in records] == [1.5 * step for step in range(51)]
         assert records[0]["tokens_per_s"] is None
     else:
-        assert events(tmp_path)["loss/loss"] == [(step + 1, 1.5 * step) for step in range(51)]
+        assert events(tmp_path)["run/loss"] == [(step + 1, 1.5 * step) for step in range(51)]
 
 
 def test_impossible_logs_are_refused_at_once(small_text, tmp_path, monkeypatch):
@@ -108,10 +108,7 @@ def test_impossible_logs_are_refused_at_once(small_text, tmp_path, monkeypatch):
         fit(small_text, "", log="tensorboard")
     monkeypatch.setattr("daskgpt.config.errors.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="tensorboard must be installed"):
-        chosen_sinks("tensorboard", "out")
-    assert chosen_sinks("", "") == ("metrics",)
-    monkeypatch.undo()
-    assert chosen_sinks("metrics, tensorboard,", "out") == ("metrics", "tensorboard")
+        check_log("tensorboard", "out")
 
 
 def test_invalid_metric_lines_are_skipped(tmp_path):

@@ -92,7 +92,7 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             sync(file.fileno())
-        rename(temporary, Path(path))
+        os.replace(temporary, Path(path))
 
 
 @contextmanager
@@ -115,11 +115,11 @@ def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
             target.rmdir()  # it is empty; not every file system renames over it
         if target.is_dir():  # a link to a folder, or the place where another file system is mounted
             for path in temporary.iterdir():
-                rename(path, target / path.name)
+                os.replace(path, target / path.name)
             sync_folder(target)
             remove(temporary)
         else:
-            rename(temporary, target)
+            os.replace(temporary, target)
         sync_folder(target.parent)
 
 
@@ -241,48 +241,7 @@ def set_aside(path: Path, what: str) -> None:
         number += 1
         aside = path.with_name(f"{path.name}.{what}-{number}")
         if not aside.exists():
-            rename(path, aside)
-
-
-def rename(source: Path, target: Path) -> None:
-    """Give a file, a link or a folder another name; a file or link of that name is replaced.
-
-    A source that the file system cannot rename (a folder across the layers of a container, a file that is mounted
-    alone, a target that exists) is copied, flushed to the disk, and removed.
-
-    Errors   OSError; the source stays then
-    """
-    try:
-        os.replace(source, target)
-    except OSError as error:
-        is_folder = target.is_dir() and not target.is_symlink()
-        if error.errno in (*NO_ROOM, errno.EIO, errno.ESTALE) or is_folder or not os.path.lexists(source):
-            raise
-        remove(target)
-        try:
-            os.replace(source, target)
-        except OSError:
-            _copy(source, target)
-            remove(source)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file, a link or a folder, and flush it to the disk; after an error, the copy is removed."""
-    try:
-        if source.is_symlink():
-            os.symlink(os.readlink(source), target)
-        elif source.is_dir():
-            target.mkdir()
-            for path in sorted(source.iterdir()):
-                _copy(path, target / path.name)
-            sync_folder(target)
-        else:
-            shutil.copyfile(source, target)
-            with open(target, "rb+") as file:
-                sync(file.fileno())
-    except BaseException:
-        remove(target)
-        raise
+            os.replace(path, aside)
 
 
 def remove(path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from daskgpt.config.errors import refusal, require, require_known, require_named
 from daskgpt.config.files import require_utf8
-from daskgpt.config.rich import html_table
 from daskgpt.config.rows import is_from_outside
 
 DOC_WIDTH = 67  # 80 columns with the indentation and the prefix of `help`
@@ -85,12 +84,6 @@ class Checked:
             elif not isinstance(value, str):
                 _check_bounds(where, f, value)
 
-    def _repr_html_(self) -> str:
-        """Return a table for notebooks, with a row per field; fields that differ from their default come first."""
-        ordered = sorted(fields(self), key=lambda f: getattr(self, f.name) == f.default)
-        rows = [[f.name, _shown(f, getattr(self, f.name)), help_of(f)] for f in ordered]
-        return html_table(type(self).__name__, rows)
-
 
 def _of_type(where: str, f: Field[Any], value: Any) -> Any:
     """Return the value as the type of the field: NumPy integers and words become numbers, a path becomes a text."""
@@ -129,11 +122,6 @@ def _word(f: Field[Any], value: object) -> str:
     """Return the word for a number, or the value itself."""
     words: dict[str, int] = f.metadata["words"]
     return next((word for word, number in words.items() if number == value), str(value)) or "none"
-
-
-def _shown(f: Field[Any], value: object) -> str:
-    """Return a value as it would be given, with a star if it is not the default."""
-    return _word(f, value) + ("" if value == f.default else " *")
 
 
 def help_of(f: Field[Any], default: str = "") -> str:

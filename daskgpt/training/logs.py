@@ -99,15 +99,7 @@ def metrics_lines(path: Path, steps: int) -> list[tuple[dict[str, Any], bytes]]:
 
 
 FORMAT = "brain.Event:2"  # the version that TensorBoard's files begin with
-# Training and validation share a chart, and related charts a heading; the other numbers are under "run".
-GROUPS = {
-    "loss": ("loss", "validation_loss"),
-    "optimizer": ("learning_rate", "norm"),
-    "speed": ("tokens_per_s", "gflop_per_s", "product_share"),
-    "phases": ("forward_s", "backward_s", "update_s", "idle", "validation_s", "checkpoint_s", "checkpoint_waited_s"),
-}
 LEFT_OUT = ("step", "tokens", "seconds")  # an event has step and time, and each number costs some microseconds
-GROUP = {name: group for group, names in GROUPS.items() for name in names}
 
 
 def open_tensorboard(folder: Path, done: int | None) -> RecordFile:
@@ -135,47 +127,29 @@ def open_tensorboard(folder: Path, done: int | None) -> RecordFile:
     return RecordFile(folder / name, encode, new=True, header=header)
 
 
-def tagged(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield a record's numbers by TensorBoard's names for them, such as loss/validation_loss or workers/0/idle."""
-    for name, number in _numbers(record):
-        if "/" in name:
-            yield name, number
-        elif name not in LEFT_OUT:
-            yield f"{GROUP.get(name, 'run')}/{name}", number
-
-
-def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
+def tagged(record: Mapping[str, Any], prefix: str = "run/") -> Iterator[tuple[str, float]]:
+    """Yield a record's numbers by TensorBoard's names for them, such as run/loss or workers/0/idle."""
+    for name, value in record.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
+            yield from tagged(value, f"{name}/" if prefix == "run/" else f"{prefix}{name}/")
+        elif isinstance(value, int | float) and name not in LEFT_OUT:
             yield f"{prefix}{name}", value
 
 
-# The forms in which metrics are written. A function opens the file of a run, for (folder, steps that a resumed run has
-# made or None). All but the first need the package, and have the extra, of their name.
-SINKS: dict[str, Callable[[Path, int | None], RecordFile]] = {
-    "metrics": open_metrics,  # always written: a resumed run reads its losses
-    "tensorboard": open_tensorboard,
-}
-ALWAYS = "metrics"
+# What `--log` names: a function that opens a further file of metrics, for (folder, steps that a resumed run has made or
+# None). It needs the package, and has the extra, of its name.
+SINKS: dict[str, Callable[[Path, int | None], RecordFile]] = {"tensorboard": open_tensorboard}
 
 
-def chosen_sinks(log: str, out: str) -> tuple[str, ...]:
-    """Return the names of the sinks that a run writes to.
-
-    log      the setting, names separated by commas
-    out      the run folder
+def check_log(log: str, out: str) -> None:
+    """Check the setting `log` of a run with a folder.
 
     Errors   ValueError for an unknown name or without a folder, RuntimeError if a package is missing
     """
-    names = [part.strip() for part in log.split(",") if part.strip()]
-    for name in names:
-        require_known(name, SINKS, "train", "log")
-        require(bool(out), "train", "a log must have a folder", {"log": name}, "Give RunConfig(out=...).")
-        if name != ALWAYS:
-            require_package(name, name, "train")
-    return tuple(dict.fromkeys([ALWAYS, *names]))
+    if log:
+        require_known(log, SINKS, "train", "log")
+        require(bool(out), "train", "a log must have a folder", {"log": log}, "Give RunConfig(out=...).")
+        require_package(log, log, "train")
 
 
 class Logs:
@@ -183,9 +157,6 @@ class Logs:
 
     def __init__(self) -> None:
         self.files: list[RecordFile] = []
-
-    def open(self, name: str, folder: Path, done: int | None) -> None:
-        self.files.append(SINKS[name](folder, done))
 
     def log(self, record: Mapping[str, Any]) -> list[tuple[Path, OSError]]:
         """Append the metrics of a step to each file; numbers that are not finite, which JSON does not have, as null.

@@ -165,9 +165,6 @@ class Outliers:
         return limit if limit < inf else inf
 
 
-RISEN = 0.5  # nats above the least loss, from which on a run is said to have been diverging
-
-
 class Diverged(RuntimeError):
     """A loss or a parameter of a run is not finite."""
 
@@ -186,7 +183,7 @@ class Finite:
 
         A validation reads nearly all parameters, but not positions beyond its sequences.
 
-        Errors   Diverged with step, learning rate, likely cause, and the checkpoint to resume from
+        Errors   Diverged with step, learning rate, the loss before, and the checkpoint to resume from
         """
         step = metrics["step"]
         for name, rule in {"loss": "the loss", "validation_loss": "the validation loss"}.items():
@@ -205,21 +202,14 @@ class Finite:
         self.wait()
         job, out = self.job, Path(self.job.run.out)
         rate = learning_rate(job.optimizer, step, job.steps)
-        before = [loss for loss in self.losses[:step] if math.isfinite(loss)]
-        if not before:
-            cause = "It began so: either the values that it starts from, or its first update"
-        elif before[-1] > min(before) + RISEN:
-            rise = f"from {min(before):.3f} to {before[-1]:.3f}"
-            cause = f"The loss had risen {rise} before: the learning rate is likely too high"
-        else:
-            cause = f"It came at once, from {before[-1]:.3f}: likely one update that was too large"
+        before = f"the loss before was {self.losses[step - 1]:.3f}" if 0 < step <= len(self.losses) else "it began so"
         clip = "" if job.optimizer.clip else " or --clip 1"
         losses = f"; the losses are in {out / METRICS}" if job.run.out else ""
         good = "There is no checkpoint to resume from."
         if job.run.out and (good_ones := checkpoints(out)):
             good = f"The last good checkpoint is {good_ones[-1]}: --resume {job.run.out} continues from there."
-        advice = f"{cause}: lower --learning-rate, give more --warmup{clip}. No such model is written{losses}. {good}"
-        got = f"step={step + 1}, {got}, learning_rate={rate:g}"
+        advice = f"Lower --learning-rate, give more --warmup{clip}. No such model is written{losses}. {good}"
+        got = f"step={step + 1}, {got}, learning_rate={rate:g} ({before})"
         return refusal(Diverged, "train", f"{rule} must stay finite", got, advice)
 
 

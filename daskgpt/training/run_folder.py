@@ -40,7 +40,7 @@ from daskgpt.training.checkpoint import (
 )
 from daskgpt.training.engine import State
 from daskgpt.training.job import Job, Say
-from daskgpt.training.logs import ALWAYS, METRICS, Logs
+from daskgpt.training.logs import METRICS, SINKS, Logs, open_metrics
 
 CONFIG, LOCK = "config.toml", ".lock"
 OWN = (CONFIG, CHAIN, LOCK)
@@ -84,14 +84,12 @@ class RunFolder:
         advice = f"Nothing can be written in {parent}: give another --out."
         require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
 
-    def begin(
-        self, sections: Mapping[str, Any], entry: Mapping[str, Any] | None = None, logs: Sequence[str] = (ALWAYS,)
-    ) -> None:
+    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any] | None = None, log: str = "") -> None:
         """Write the configuration and open the logs.
 
         entry    the state of the checkpoint that a resumed run continues from, or the beginning of a new one; None for
                  a folder without checkpoints
-        logs     rows of `logs.SINKS`; the first one is always there
+        log      a row of `logs.SINKS`, for a log beside metrics.jsonl
 
         Errors   FileExistsError if another run has begun here in the meantime
         """
@@ -102,14 +100,14 @@ class RunFolder:
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
                 with written(self.path, "RunFolder"):
                     self.path.mkdir(parents=True, exist_ok=True)
-                    self.logs.open(ALWAYS, self.path, None)
+                    self.logs.files.append(open_metrics(self.path, None))
             except FileExistsError:
                 raise self._taken() from None
             self._lock()
         try:
             self.configure(sections)
-            for name in logs if self.resumed else logs[1:]:
-                self.logs.open(name, self.path, done)
+            openers = [open_metrics] * self.resumed + ([SINKS[log]] if log else [])
+            self.logs.files += [opened(self.path, done) for opened in openers]
             if entry:
                 self.chain = Chain(self.path / CHAIN, entry)
         except BaseException:

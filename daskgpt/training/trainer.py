@@ -16,7 +16,6 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require, require_working_folder
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rich import html_table, svg_curve
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
@@ -30,7 +29,6 @@ from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.engine import Engine, LocalEngine, State, TaskEngine
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, Say, compile_kernels, describe, require_memory
-from daskgpt.training.logs import chosen_sinks
 from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.run_folder import Saver, reason
@@ -38,8 +36,6 @@ from daskgpt.training.start import Start, beginning, checkpoint_facts, new_run, 
 
 if TYPE_CHECKING:
     from daskgpt.training.recovery import Recovery
-
-LABEL = 12  # columns of `model       ` and the like
 
 
 @dataclass(repr=False)
@@ -86,12 +82,6 @@ class Result:
     def parameters(self) -> dict[str, np.ndarray]:
         """The parameters. Errors   as of `daskgpt.load` where they are read"""
         return self.read()
-
-    def _repr_html_(self) -> str:
-        """Return the same for notebooks, with the losses as a curve."""
-        title, *lines = repr(self).splitlines()
-        rows = [[line[:LABEL].strip(), line[LABEL:]] for line in lines]
-        return html_table(title, rows) + svg_curve(self.losses, "loss of each step")
 
     def __repr__(self) -> str:
         """Return a few lines without any array."""
@@ -365,7 +355,7 @@ class _Trainer:
         if self.saver:
             resolved = self._resolved()
             entry = start.entry or beginning(job, resolved, start.parameters)
-            self.saver.folder.begin(resolved, entry, chosen_sinks(job.run.log, job.run.out))
+            self.saver.folder.begin(resolved, entry, job.run.log)
             self.saver.begin()
         progress.say("\n".join([describe(job, self.scheduler, engine.described_chunks), *start.messages]))
         run = job.run
@@ -463,13 +453,13 @@ class _Trainer:
         """Print a sample, if there is to be one."""
         if sampler := self.observers.sampler:
             with self.timed("samples"):
-                self.progress.show(sampler(self.scheduler, self.engine.weights()))
+                self.progress.say(sampler(self.scheduler, self.engine.weights()))
 
     def _sample_last(self) -> None:
         """Print a sample of the trained model, which is saved by now."""
         try:
             if self.observers.sampler:
-                self.progress.show(f"\n{self.observers.sampler(self.scheduler, self.engine.weights())}")
+                self.progress.say(f"\n{self.observers.sampler(self.scheduler, self.engine.weights())}")
         except WorkerLost as error:
             self.progress.say(f"sample     there is none: {error.rule}; got {error.got}")
 
