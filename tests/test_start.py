@@ -10,7 +10,7 @@ from command_lines import refused, run
 from small_runs import config_of, losses_of
 
 import daskgpt
-from daskgpt import audit, bench, generate, prepare, study, train, verify
+from daskgpt import audit, bench, generate, prepare, study, train
 from daskgpt.formats.llmc import write_model
 from daskgpt.schedulers import connect
 
@@ -207,7 +207,6 @@ def test_fit_says_what_is_wrong_before_data_are_read(first, small_text, tmp_path
         (prepare, ["missing.txt", "--out", "tokens"]),
         (bench, []),
         (audit, ["missing"]),
-        (verify, ["missing.bin", "missing.state"]),
         (study, ["--quick", "--out", "study"]),
     ],
 )

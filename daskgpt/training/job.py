@@ -73,9 +73,6 @@ class Job:
         rule = "a sequence must not be longer than the model's positions"
         advice = "Shorten the sequence." if self.run.init else "Shorten the sequence or give more --positions."
         require(got["sequence_length"] <= got["positions"], "train", rule, got, advice)
-        rule, precision = "a run must compute in float32 or bfloat16", self.dataflow.precision
-        advice = "float64 is for daskgpt.verify."
-        require(precision != "float64", "train", rule, {"precision": precision}, advice)
         if self.dataset is not None:
             encoding = self.dataset.encoding_name, self.dataset.vocabulary
             require_ids(*encoding, self.config.vocabulary, from_model=bool(self.run.init))

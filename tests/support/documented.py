@@ -53,7 +53,7 @@ SHORTER = {
     r"daskgpt\.bench": BENCH,
     r"daskgpt\.study": "--quick --window 1 --threads 1 --barrier layer,step",
     r"daskgpt\.prepare": "--learn-vocabulary 300",
-    r"daskgpt\.(evaluate|convert|plot|verify|audit)": "",
+    r"daskgpt\.(evaluate|convert|plot|audit)": "",
 }
 
 
