@@ -12,7 +12,6 @@ from records import append_records, read_records
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
-from daskgpt.config import files
 from daskgpt.config.files import advice_on, appearing, check_writable, locked, replacing, sync_folder
 from daskgpt.formats import safetensors
 from daskgpt.formats.llmc import TOKENS, header_of, read_tokens
@@ -158,31 +157,14 @@ def test_a_failing_disk_is_an_error(number, tmp_path, refusing):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["mounted", "link"])
-def test_an_empty_folder_that_stays_is_filled(place, tmp_path, refusing):
-    if place == "link":
-        (tmp_path / "there").mkdir()
-        (tmp_path / "folder").symlink_to("there")
-    else:
-        (tmp_path / "folder").mkdir()
-        refusing("rmdir", errno.EBUSY, lambda path, *others: Path(path) == tmp_path / "folder")
-    with appearing(tmp_path / "folder", "test") as folder:
-        (folder / "file").touch()
-    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["file"]
-    assert not list(tmp_path.glob(".*"))
-
-
 def test_folders_that_cannot_be_opened_are_not_flushed(tmp_path, refusing):
     refusing("open", errno.EACCES)
     sync_folder(tmp_path)
 
 
-def test_lock_files_are_empty_also_those_of_older_versions(tmp_path):
-    (tmp_path / ".lock").write_text("12345\n")
-    with locked(tmp_path / ".lock", "test", "nobody else"):
-        assert (tmp_path / ".lock").read_bytes() == b""
-        with pytest.raises(RuntimeError, match=f"process={os.getpid() if files.LOCKS.exists() else 'unknown'}"):
-            locked(tmp_path / ".lock", "test", "nobody else")
+def test_a_locked_file_is_not_locked_twice(tmp_path):
+    with locked(tmp_path / ".lock", "test", "nobody else"), pytest.raises(RuntimeError, match="nobody else"):
+        locked(tmp_path / ".lock", "test", "nobody else")
     locked(tmp_path / ".lock", "test", "nobody else").close()
 
 

@@ -309,7 +309,7 @@ def test_run_folder_is_locked(small_text, tmp_path):
     refusals = []
 
     def on_step(step, metrics):
-        with pytest.raises(RuntimeError, match=f"no other process .*process={os.getpid()}") as refusal:
+        with pytest.raises(RuntimeError, match="no other process") as refusal:
             RunFolder(str(tmp_path / "run"), resumed=True)
         refusals.append(refusal)
 

@@ -1,12 +1,10 @@
 """Tests of the start of a run: settings that --init takes from a run or a model file, and the encoding of a model."""
 
-import os
 import shutil
 from collections import namedtuple
 
 import numpy as np
 import pytest
-from command_lines import refused, run
 from small_runs import config_of, losses_of
 
 import daskgpt
@@ -218,16 +216,3 @@ def test_every_command_checks_its_scheduler_first(command, arguments, tmp_path, 
     with pytest.raises(ValueError, match=r"must be known; got scheduler=thread\. Did you mean threads\?"):
         command.main([*arguments, flag, "thread"])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_deleted_working_folder_is_named(small_text, tmp_path, monkeypatch):
-    (gone := tmp_path / "gone").mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    for command in ("train", "prepare", "convert"):
-        line = refused(run(command, small_text))
-        assert line == "daskgpt: the working folder must exist; got one that was deleted. Change to another one (cd)."
-    with pytest.raises(FileNotFoundError, match="the working folder must exist"):
-        daskgpt.fit(daskgpt.preset("tiny"), {"data": str(small_text)})
-    monkeypatch.undo()
-    assert os.getcwd()

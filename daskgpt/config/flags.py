@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
-from daskgpt.config.errors import UNSET, refusal, require_working_folder
+from daskgpt.config.errors import UNSET, refusal
 from daskgpt.config.files import NO_ROOM
 from daskgpt.config.model import PRESETS, ModelConfig
 from daskgpt.config.settings import count, duration, help_of
@@ -152,7 +152,6 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
     code: int | str | None = 0
     try:
         try:
-            require_working_folder("daskgpt")
             code = main(sys.argv[1:])
         except SystemExit as ended:  # from --help and wrong flags
             code = ended.code

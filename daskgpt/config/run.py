@@ -20,12 +20,10 @@ class DataConfig(Checked):
         "stdlib",
         "stdlib (this Python's library source), a text file, folder, glob or pipe, token files (.bin), prepared "
         "tokens, or pairs: records with prompt and response, in which only responses are learned",
-        path=True,
     )
     validation_data: str = setting(
         "",
         "source of the validation, as for --data; of prepared tokens, the held-out part; empty = a part of --data",
-        path=True,
     )
     encoding: str = setting(
         "auto",
@@ -161,11 +159,8 @@ class RunConfig(Checked):
     init: str = setting(
         "",
         "run folder, or any model that daskgpt.convert reads, to start from; without it, random values",
-        path=True,
     )
-    out: str = setting(
-        "", "folder for the run; without it, runs/DATE-TIME on the command line, none from Python", path=True
-    )
+    out: str = setting("", "folder for the run; without it, runs/DATE-TIME on the command line, none from Python")
     validate_every: int = setting(500, "steps between validations; 0 = only at the end", unit="steps")
     validation_batches: int = setting(16, "batches per validation", least=1, most=2**16)
     save_every: int = setting(0, "steps between checkpoints; 0 = only by time", unit="steps")

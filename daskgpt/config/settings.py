@@ -14,7 +14,6 @@ from textwrap import indent, wrap
 from typing import Any, TypeVar
 
 from daskgpt.config.errors import refusal, require, require_known, require_named
-from daskgpt.config.files import require_utf8
 from daskgpt.config.rows import is_from_outside
 
 DOC_WIDTH = 67  # 80 columns with the indentation and the prefix of `help`
@@ -45,7 +44,6 @@ def setting(
     blank: bool = False,
     rows: bool = False,
     parse: Callable[[str], Any] | None = None,
-    path: bool = False,
     **bounds: float,
 ) -> Any:
     """Return a dataclass field that can be a flag, with help, unit and allowed values. Its default decides its type.
@@ -55,7 +53,6 @@ def setting(
     blank     whether white space is a valid value; it is not for names, which most texts are
     rows      whether the choices are rows of a table; a row of another module may then be given: package.module:ROW
     parse     function that converts a text to the number, such as `count` or `count_or_share`
-    path      whether the text is a path that a run writes down
     bounds    bounds of a number: `least` (default 0) and `most` are inclusive, `above` and `below` exclusive
     """
     if not isinstance(default, float):
@@ -64,7 +61,7 @@ def setting(
         bounds = {"least": 0} | bounds
     metadata: dict[str, object] = {"help": help, "unit": unit, "choices": choices, "words": words or {}}
     metadata |= {"blank": blank, "rows": rows}
-    return field(default=default, metadata=metadata | {"bounds": bounds, "parse": parse, "path": path})
+    return field(default=default, metadata=metadata | {"bounds": bounds, "parse": parse})
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,6 @@ def _of_type(where: str, f: Field[Any], value: Any) -> Any:
         text = os.fspath(value)
         if text != f.default and not f.metadata["blank"]:
             require_named(text, where, f.name)
-        if text != f.default and f.metadata["path"]:
-            require_utf8(text, where, f.name)
         return text
     if isinstance(value, str) and value in f.metadata["words"]:
         return f.metadata["words"][value]

@@ -11,6 +11,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 from tqdm.std import EMA
 
+from daskgpt.config.files import printable
+
 SMOOTHING = 0.1  # share of the newest step in the numbers that are shown: a mean of about ten steps
 PLAIN_EVERY = 30  # seconds between the lines in a file
 LIVE = "{n_fmt}/{total_fmt} |{bar}| {desc}"  # tqdm's line
@@ -90,7 +92,7 @@ class Progress:
         if self.quiet or stream is None or stream in self.closed:
             return
         try:
-            tqdm.write(text, file=stream)
+            tqdm.write(printable(text), file=stream)
             stream.flush()
         except OSError:  # its reader has ended, or its disk is full: the run continues without it
             self.closed.add(stream)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import advice_on, locked, replacing, require_utf8, written
+from daskgpt.config.files import advice_on, locked, replacing, written
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
@@ -63,7 +63,6 @@ class RunFolder:
     """
 
     def __init__(self, path: str, *, resumed: bool = False) -> None:
-        require_utf8(path, "RunFolder", "resume" if resumed else "out")
         self.path, self.resumed = Path(path), resumed
         self.logs = Logs()
         self.chain: Chain | None = None
@@ -144,7 +143,7 @@ class RunFolder:
         for title, values in sections.items():
             lines += [f"[{title}]", *(f"{name} = {_toml(value)}" for name, value in values.items()), ""]
         with replacing(self.path / CONFIG, "RunFolder") as file:
-            file.write("\n".join(lines).encode())
+            file.write("\n".join(lines).encode(errors="backslashreplace"))  # names of files may have any bytes
 
     def close(self) -> None:
         """Close the logs and unlock the folder."""

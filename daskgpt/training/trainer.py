@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require, require_working_folder
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
@@ -173,7 +173,6 @@ def fit(
     >>> len(result.losses), result.losses[-1] < result.losses[0]
     (20, True)
     """
-    require_working_folder("fit")
     if client is not None:
         from daskgpt.schedulers.connect import client_address
 
