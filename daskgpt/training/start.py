@@ -33,7 +33,7 @@ from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters, digest
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import versions
-from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, require_scheduler
+from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, require_scheduler
 from daskgpt.training.checkpoint import (
     VERSION,
     Best,
@@ -442,7 +442,8 @@ def _changed_configuration(
         if section == "dataflow":
             # As they were given, so that this machine resolves them; but for those that change bits.
             values |= {dial: value for dial, value in state["asked"].items() if dial not in fixed_dials()}
-            values["scheduler"] = _scheduler(path, str(values["scheduler"]), given)
+            # Never an address from the folder: another person's could name theirs, whose data would be unpickled.
+            values["scheduler"] = values["scheduler"] if values["scheduler"] in LOCAL_SCHEDULERS else "auto"
         if section == "run":
             values["out"] = from_root(path)
         may_change = (*MAY_CHANGE.get(section, ()), *(PLACES if section == "data" else ()))
@@ -465,20 +466,6 @@ def _resolved(setting: str, value: Any) -> Any:
     if setting in ("out", "init"):
         return from_root(str(value))
     return _named(str(value)) if setting == "encoding" else value
-
-
-def _scheduler(path: str, former: str, given: Mapping[str, Any]) -> str:
-    """Return the scheduler to use where none is given: never an address from the folder.
-
-    A run folder from another person could name their scheduler, and data from a scheduler are unpickled.
-
-    Errors   ValueError for an address that neither a flag nor the environment gives
-    """
-    if "scheduler" in given or former in LOCAL_SCHEDULERS or chosen_address("auto") != "threads":
-        return former if former in LOCAL_SCHEDULERS else "auto"
-    rule, got = "the address of a scheduler must be given again", {"resume": path, "scheduler": former}
-    advice = f"Add --scheduler {former} where you trust it, or --scheduler threads."
-    raise refusal(ValueError, "train", rule, got, advice)
 
 
 def may_not_change(path: str, setting: str, value: Any, kept: Any = None) -> ValueError:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -68,7 +68,7 @@ class Result:
     """
 
     config: ModelConfig
-    read: Callable[[], dict[str, np.ndarray]]  # returns the parameters
+    held: dict[str, np.ndarray] | None  # parameters in this process; None for those of the checkpoint
     losses: list[float]
     validation_loss: float
     seconds: float
@@ -81,7 +81,7 @@ class Result:
     @cached_property
     def parameters(self) -> dict[str, np.ndarray]:
         """The parameters. Errors   as of `daskgpt.load` where they are read"""
-        return self.read()
+        return self.held if self.held is not None else load(self.checkpoint or "")[1]
 
     def __repr__(self) -> str:
         """Return a few lines without any array."""
@@ -282,7 +282,7 @@ class _Trainer:
         self.worker_metrics, self.events = WorkerMetrics(scheduler), Events(scheduler)
         self.metrics = StepMetrics(job, self.worker_metrics, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
-        self.result = Result(job.config, dict, self.losses, start.validation, 0.0, first=start.step, timers=timers)
+        self.result = Result(job.config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
         self.validation = Validation(job, self.engine, self.stop_requested)
         self.saver: Saver | None = None
         if self.folder:
@@ -292,9 +292,6 @@ class _Trainer:
             from daskgpt.training.recovery import Recovery
 
             self.recovery = Recovery(cast(Any, self.engine), start, say)
-        # What happens after each window, and what happens between two.
-        self.after: list[Callable[[Window], None]] = [self._validate, self._report]
-        self.between: list[Callable[[Window], None]] = [self._keep_recoverable, self._sample_if_due, self._save_if_due]
 
     def run(self) -> Result:
         """Train, save the model, and let the instruments write what they observed."""
@@ -303,10 +300,7 @@ class _Trainer:
         while result is None:
             try:
                 self._start_engine(lost)
-                stopped = self._train()
-                result = self._finished(stopped)
-                if not stopped:  # whoever stops a run does not want to wait
-                    self._sample_last()
+                result = self._finished(stopped=self._train())
             except ClusterLost:
                 self._save_what_is_left()
                 raise
@@ -315,6 +309,9 @@ class _Trainer:
                     raise
                 lost = error.with_traceback(None)  # its frames hold what is lost
                 self.wait()
+        if not result.stopped:  # whoever stops a run does not want to wait
+            with suppress(WorkerLost):  # the model is saved by now
+                self._sample()
         for callback in self.observers.callbacks:  # their files may not get written: the model is saved by now
             callback.end()
         return result
@@ -337,15 +334,19 @@ class _Trainer:
             window = self._window(steps, outcomes, time.perf_counter() - begin)
             if self.folder and undecided:  # chunks and grain may have been chosen with this step
                 self.folder.configure(self._resolved())
-            for hook in self.after:
-                hook(window)
+            self._validate(window)
+            self._report(window)
             if engine.made == length:
                 return False
             if self.enough or self.stop_requested():
                 self.progress.say(f"stopped after {engine.made} of {length} steps")
                 return True
-            for hook in self.between:
-                hook(window)
+            if self.recovery:
+                with self.timed("recovery points"):
+                    self.recovery.after_window()
+            if window.first_time and self.job.run.sample_every and engine.made % self.job.run.sample_every == 0:
+                self._sample()
+            self._save_if_due(window)
         return False
 
     def _begin(self) -> None:
@@ -437,30 +438,11 @@ class _Trainer:
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
 
-    def _keep_recoverable(self, window: Window) -> None:
-        """Make recovery points, and look at the workers."""
-        if self.recovery:
-            with self.timed("recovery points"):
-                self.recovery.after_window()
-
-    def _sample_if_due(self, window: Window) -> None:
-        every = self.job.run.sample_every
-        if window.first_time and every and self.engine.made % every == 0:
-            self._sample()
-
     def _sample(self) -> None:
         """Print a sample, if there is to be one."""
         if sampler := self.observers.sampler:
             with self.timed("samples"):
                 self.progress.say(sampler(self.scheduler, self.engine.weights()))
-
-    def _sample_last(self) -> None:
-        """Print a sample of the trained model, which is saved by now."""
-        try:
-            if self.observers.sampler:
-                self.progress.say(f"\n{self.observers.sampler(self.scheduler, self.engine.weights())}")
-        except WorkerLost as error:
-            self.progress.say(f"sample     there is none: {error.rule}; got {error.got}")
 
     def _save_if_due(self, window: Window) -> None:
         """Begin to write a checkpoint if one is due."""
@@ -487,17 +469,15 @@ class _Trainer:
             if self.saver and state and state.step > self.saver.saved:
                 self.saver.save(state, self._facts(state.step), self.validated.get(state.step), last=True)
 
-    def _finished(self, stopped: bool) -> Result:
+    def _finished(self, *, stopped: bool) -> Result:
         """Save the last state and return the result of the run."""
         self.events.flush()
         result, engine = self.result, self.engine
         result.seconds, result.stopped = time.perf_counter() - self.began, stopped
         self.finite.require_weights(engine, max(engine.made - 1, 0))
         result.checkpoint = step_folder(self.folder.path, engine.made) if self.folder else None
-        if result.checkpoint and not self.scheduler.in_place:
-            result.read = partial(_parameters_in, result.checkpoint)
-        else:
-            result.read = partial(dict, engine.weights().parameters(self.scheduler))
+        if self.scheduler.in_place or not result.checkpoint:
+            result.held = engine.weights().parameters(self.scheduler)
         self.progress.close()
         for line in self.worker_metrics.lines():
             self.progress.say(line)
@@ -532,7 +512,3 @@ class _Trainer:
         if self.folder and checkpoints(self.folder.path):
             kind, advice = CanGoOn, f"Continue with --resume {self.folder.path}."
         return refusal(kind, loss.where, loss.rule, loss.got, advice)
-
-
-def _parameters_in(checkpoint: Path) -> dict[str, np.ndarray]:
-    return load(checkpoint)[1]
