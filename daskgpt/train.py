@@ -73,7 +73,7 @@ def parser() -> Parser:
 
 
 def parsed(arguments: list[str]) -> Namespace:
-    """Return the values of a command line, with the flags of the recipe that it names.
+    """Return the values of a command line, with the settings of the recipe that it names.
 
     The recipe decides the length of the run only if no flag does. `shorten` says whether it decides the length of
     sequences, which may then be shortened to the positions of a model.
@@ -81,17 +81,18 @@ def parsed(arguments: list[str]) -> Namespace:
     Errors   ValueError if a recipe without a size has no model to start from
     """
     values = parser().parse_args(arguments)
-    shorten = not hasattr(values, "sequence_length")
-    if not values.resume and (recipe := RECIPES.get(values.preset)):
-        words, given = shlex.split(recipe), given_flags(RunConfig, values)
-        lengths = {f"--{name}" for name in LENGTHS} if given.keys() & set(LENGTHS) else set()
-        defaults = [word for pair in zip(words[::2], words[1::2]) if pair[0] not in lengths for word in pair]
-        size, got = parser().parse_args(defaults).preset, {"preset": values.preset, "init": given.get("init", "")}
-        rule = "the recipe must have a model to start from"
-        require(bool(size or got["init"]), "train", rule, got, "Add --init with a folder or file of one.")
-        values = parser().parse_args([*defaults, *arguments])
-        values.preset = size
-    values.shorten = shorten
+    values.shorten = not hasattr(values, "sequence_length")
+    recipe = RECIPES.get("" if values.resume else values.preset)
+    if recipe is None:
+        return values
+    got = {"preset": values.preset, "init": getattr(values, "init", "")}
+    values.preset = recipe.get("preset")
+    rule = "the recipe must have a model to start from"
+    require(bool(values.preset or got["init"]), "train", rule, got, "Add --init with a folder or file of one.")
+    left_out = LENGTHS if any(hasattr(values, name) for name in LENGTHS) else ()
+    for name, value in recipe.items():
+        if not hasattr(values, name) and name not in left_out:
+            setattr(values, name, value)
     return values
 
 

@@ -51,11 +51,11 @@ def test_honest_run_agrees_under_other_dials(whole, audited):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_fault_is_found(kind, small_text, whole, tmp_path):
-    found = inject(kind, small_text, whole, tmp_path, random.Random(3))
-    assert found.trace
-    assert found.found
-    assert found.right is not False
-    assert found.lag is None or found.lag >= 0
+    fault = inject(kind, small_text, whole, tmp_path, random.Random(3))
+    assert fault.trace
+    assert fault.found
+    assert fault.right is not False
+    assert fault.lag is None or fault.lag >= 0
 
 
 @pytest.mark.parametrize("step", [12, 3, "x", -1])

@@ -189,9 +189,9 @@ def test_fit_says_what_is_wrong_before_data_are_read(first, small_text, tmp_path
         ({"parameters": {}}, "names must be the table's"),
         ({"data": data | {"batch_size": 4}, "dataflow": {"batch_chunk": 3}}, "must divide batch_size"),
     ]
-    for own, said in wrong:
+    for settings, said in wrong:
         with pytest.raises((ValueError, OSError, RuntimeError), match=said):
-            daskgpt.fit(config, **{"data": data} | own)
+            daskgpt.fit(config, **{"data": data} | settings)
     with pytest.raises(RuntimeError, match="scheduler must answer"):
         daskgpt.fit(resume=first, dataflow={"scheduler": "127.0.0.1:1"})
     with pytest.raises(RuntimeError, match="scheduler must answer"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from daskgpt.config.errors import nearest_divisor, refusal
 from daskgpt.config.groups import check_groups, groups_setting
@@ -209,16 +210,21 @@ def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig
             raise refusal(ValueError, "DataflowConfig", rule, {name: part, whole_name: whole}, advice)
 
 
-# Recipes: flags of a run that belong together, under one name of `daskgpt.train --preset`; further flags override them.
-RECIPES: dict[str, str] = {
+# Recipes: settings of a run that belong together, under one name of `daskgpt.train --preset`; flags override them.
+RECIPES: dict[str, dict[str, Any]] = {
     # The fastest recipe we know that reaches 1.88 nats per character on the last tenth of tinyshakespeare: the blocks
     # of nanoGPT's recipe for laptops, another optimizer, and tokens of several characters. 51 batches cover that tenth.
-    "speedrun": "--preset tiny --encoding learn:4096 --held-out end --validation-batches 51 --validate-every 0"
-    " --batch-size 12 --sequence-length 64 --optimizer muon --learning-rate 0.01 --schedule linear --warmup 20"
-    " --final-learning-rate 0 --steps 100",
+    "speedrun": {
+        **{"preset": "tiny", "encoding": "learn:4096", "held_out": "end", "batch_size": 12, "sequence_length": 64},
+        **{"optimizer": "muon", "learning_rate": 0.01, "schedule": "linear", "warmup": 20, "final_learning_rate": 0.0},
+        **{"steps": 100, "validate_every": 0, "validation_batches": 51},
+    },
     # Further training of a model from --init. To keep what the model has learned, the rates are small, and rise slowly
     # at the start, while AdamW's moments are unknown. Validations are frequent, since a model soon learns few examples
     # by heart; RUN/best is the model before that.
-    "finetune": "--learning-rate 5e-5 --schedule linear --warmup 10% --final-learning-rate 0 --clip 1 --beta2 0.999"
-    " --weight-decay 0.01 --batch-size 8 --sequence-length 256 --epochs 3 --validate-every 50",
+    "finetune": {
+        **{"learning_rate": 5e-5, "schedule": "linear", "warmup": "10%", "final_learning_rate": 0.0, "clip": 1.0},
+        **{"beta2": 0.999, "weight_decay": 0.01, "batch_size": 8, "sequence_length": 256},
+        **{"epochs": 3.0, "validate_every": 50},
+    },
 }

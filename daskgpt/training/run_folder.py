@@ -83,16 +83,15 @@ class RunFolder:
         advice = f"Nothing can be written in {parent}: give another --out."
         require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
 
-    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any] | None = None, log: str = "") -> None:
+    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any], log: str = "") -> None:
         """Write the configuration and open the logs.
 
-        entry    the state of the checkpoint that a resumed run continues from, or the beginning of a new one; None for
-                 a folder without checkpoints
+        entry    the state of the checkpoint that a resumed run continues from, or the beginning of a new one
         log      a row of `logs.SINKS`, for a log beside metrics.jsonl
 
         Errors   FileExistsError if another run has begun here in the meantime
         """
-        done = entry["step"] if self.resumed and entry else None
+        done = entry["step"] if self.resumed else None
         if done is not None:
             tidy(self.path, done)
         else:
@@ -107,8 +106,7 @@ class RunFolder:
             self.configure(sections)
             openers = [open_metrics] * self.resumed + ([SINKS[log]] if log else [])
             self.logs.files += [opened(self.path, done) for opened in openers]
-            if entry:
-                self.chain = Chain(self.path / CHAIN, entry)
+            self.chain = Chain(self.path / CHAIN, entry)
         except BaseException:
             self.close()
             if not self.resumed:  # without a configuration there is no run, and the folder is free
