@@ -72,7 +72,7 @@ def test_two_runs_into_one_folder(tmp_path):
     first.begin({"run": {"seed": 1}}, {"step": 0})
     with pytest.raises(FileExistsError, match="must not hold a run already"):
         second.begin({"run": {"seed": 2}}, {"step": 0})
-    first.logs.log({"step": 0})
+    first.log({"step": 0}, print)
     first.close()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0}\n'
     assert config_of(tmp_path / "run") == {"run": {"seed": 1}}

@@ -127,7 +127,6 @@ WRONG = [
     ("--out RUN", "must not hold a run already"),
     ("--batch-chunk 3", "must divide batch_size"),
     ("--optimizer adamm", "Did you mean adamw"),
-    ("--log tensorbord", "Did you mean tensorboard"),
     ("--sequence-length 64 --positions 32", "must not be longer than the model's positions"),
     ("--blocks 4096 --channels 65536 --heads 64", "must fit into"),
     ("--performance-report report.html --scheduler threads", "Dask reports on clusters only"),

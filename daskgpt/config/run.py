@@ -187,7 +187,6 @@ class RunConfig(Checked):
         "on a cluster, how long a worker may be silent before the run continues without it; 0 = Dask's own limit",
         unit="seconds",
     )
-    log: str = setting("", "where metrics are written in addition to RUN/metrics.jsonl: tensorboard (needs its extra)")
     sample_tokens: int = setting(200, "length of a text sample; 0 = none", unit="tokens", most=2**20)
     sample_every: int = setting(
         0, "on the command line, steps between text samples; 0 = at the end, and with --init at the start", unit="steps"

@@ -41,7 +41,7 @@ class Chain:
             with replacing(path, "RunFolder") as file:
                 file.write(b"".join(line for line, _ in lines[:length]))
         self.numbered = [(earlier["step"], digest) for (_, earlier), digest in zip(lines[:length], digests) if earlier]
-        self.file = RecordFile(path, lambda record: f"{json.dumps(record)}\n".encode(), new=False)
+        self.file = RecordFile(path)
         if not length:
             self.add(entry)
 
@@ -61,7 +61,7 @@ class Chain:
         numbered = entry["step"], digest_of(entry)
         if numbered not in self.numbered[-1:]:  # otherwise its checkpoint could not be written at first
             self.numbered.append(numbered)
-            self.file.write(self.file.encode({**entry, DIGEST: numbered[1]}))
+            self.file.write({**entry, DIGEST: numbered[1]})
         self.file.sync()
 
 

@@ -34,7 +34,6 @@ from daskgpt.model.precision import FLOAT32, Precision, resolve
 from daskgpt.schedulers.machine import memory_limit, usable_cores
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, resolved_address
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.logs import check_log
 
 Say = Callable[[str], None]  # prints a line
 LENGTHS = ("steps", "epochs", "tokens")  # settings that decide the number of steps
@@ -81,7 +80,6 @@ class Job:
             chosen(self.config, name)
         object.__setattr__(self, "modules", self.modules_here())
         chosen_address(self.dataflow.scheduler)
-        check_log(self.run.log, self.run.out)
 
     def modules_here(self) -> dict[str, str]:
         """Return `modules` as they are in this process."""

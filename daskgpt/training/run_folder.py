@@ -1,4 +1,4 @@
-"""The folder of a run: its configuration, its logs, and the checkpoints that are written while it trains."""
+"""The folder of a run: its configuration, its metrics, and the checkpoints that are written while it trains."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from daskgpt.training.checkpoint import (
 )
 from daskgpt.training.engine import State
 from daskgpt.training.job import Job, Say
-from daskgpt.training.logs import METRICS, SINKS, Logs, open_metrics
+from daskgpt.training.logs import METRICS, RecordFile, open_metrics
 
 CONFIG, LOCK = "config.toml", ".lock"
-OWN = (CONFIG, CHAIN, LOCK)
+FILES = (CONFIG, METRICS, CHAIN, LOCK)
 
 
 def new_folder() -> str:
@@ -64,7 +64,7 @@ class RunFolder:
 
     def __init__(self, path: str, *, resumed: bool = False) -> None:
         self.path, self.resumed = Path(path), resumed
-        self.logs = Logs()
+        self.metrics: RecordFile | None = None
         self.chain: Chain | None = None
         self.lock: BinaryIO | None = None
         with written(path, "RunFolder"):  # its name may be too long
@@ -83,11 +83,10 @@ class RunFolder:
         advice = f"Nothing can be written in {parent}: give another --out."
         require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
 
-    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any], log: str = "") -> None:
-        """Write the configuration and open the logs.
+    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
+        """Write the configuration, and open the metrics and the chain.
 
         entry    the state of the checkpoint that a resumed run continues from, or the beginning of a new one
-        log      a row of `logs.SINKS`, for a log beside metrics.jsonl
 
         Errors   FileExistsError if another run has begun here in the meantime
         """
@@ -98,20 +97,19 @@ class RunFolder:
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
                 with written(self.path, "RunFolder"):
                     self.path.mkdir(parents=True, exist_ok=True)
-                    self.logs.files.append(open_metrics(self.path, None))
+                    self.metrics = open_metrics(self.path, None)
             except FileExistsError:
                 raise self._taken() from None
             self._lock()
         try:
             self.configure(sections)
-            openers = [open_metrics] * self.resumed + ([SINKS[log]] if log else [])
-            self.logs.files += [opened(self.path, done) for opened in openers]
+            self.metrics = self.metrics or open_metrics(self.path, done)
             self.chain = Chain(self.path / CHAIN, entry)
         except BaseException:
             self.close()
             if not self.resumed:  # without a configuration there is no run, and the folder is free
-                for path in (*(file.path for file in self.logs.files), *(self.path / name for name in OWN)):
-                    path.unlink(missing_ok=True)
+                for name in FILES:
+                    (self.path / name).unlink(missing_ok=True)
             raise
 
     def _lock(self) -> None:
@@ -143,13 +141,26 @@ class RunFolder:
         with replacing(self.path / CONFIG, "RunFolder") as file:
             file.write("\n".join(lines).encode(errors="backslashreplace"))  # names of files may have any bytes
 
+    def log(self, record: Mapping[str, Any], say: Say) -> None:
+        """Append the metrics of a step. Without room they wait and are written later, and a line says so once."""
+        assert self.metrics
+        waited = self.metrics.waits
+        try:
+            self.metrics.write(record)
+        except OSError as error:
+            if not waited:
+                say(f"metrics    {METRICS} is to be written later: {reason(error)}; training goes on")
+
+    def sync(self) -> None:
+        """Flush the metrics to the disk. Errors   OSError if there is no room"""
+        assert self.metrics
+        self.metrics.sync()
+
     def close(self) -> None:
-        """Close the logs and unlock the folder."""
-        self.logs.close()
-        if self.chain:
-            self.chain.file.close()
-        if self.lock is not None:
-            self.lock.close()
+        """Close the files and unlock the folder."""
+        for file in (self.metrics, self.chain.file if self.chain else None, self.lock):
+            if file is not None:
+                file.close()
 
     def _taken(self) -> FileExistsError:
         rule, got = "the folder must not hold a run already", {"out": self.path}
@@ -360,7 +371,7 @@ class Saver:
             shapes = {name: tensor.shape for name, tensor in job.moments.items()}
             checkpoint = Checkpoint(save.step, model, arrays, shapes, facts)
             folder.require_held()
-            folder.logs.sync()  # first: a run continues behind the metrics of its checkpoint
+            folder.sync()  # first: a run continues behind the metrics of its checkpoint
             newest = write_checkpoint(folder.path, checkpoint, self.chain.add)
             save.written, self.saved, former, self.best = True, save.step, self.best, save.best
             point(folder.path / LATEST, newest.name)

@@ -61,7 +61,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
     "run": (
         *("steps", "epochs", "tokens", "validate_every", "validation_batches", "sample_tokens", "sample_every"),
         *("save_every", "save_minutes", "keep", "keep_best", "keep_every", "snapshot_every"),
-        *("worker_minutes", "worker_seconds", "log"),
+        *("worker_minutes", "worker_seconds"),
     ),
 }
 # Settings that say where the data are. Their content decides bits, and a digest tells whether it is the same: they may

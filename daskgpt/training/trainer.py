@@ -31,7 +31,7 @@ from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, Say, compile_kernels, describe, require_memory
 from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
-from daskgpt.training.run_folder import Saver, reason
+from daskgpt.training.run_folder import Saver
 from daskgpt.training.start import Start, beginning, checkpoint_facts, new_run, resumed_run
 
 if TYPE_CHECKING:
@@ -355,7 +355,7 @@ class _Trainer:
         if self.saver:
             resolved = self._resolved()
             entry = start.entry or beginning(job, resolved, start.parameters)
-            self.saver.folder.begin(resolved, entry, job.run.log)
+            self.saver.folder.begin(resolved, entry)
             self.saver.begin()
         progress.say("\n".join([describe(job, self.scheduler, engine.described_chunks), *start.messages]))
         run = job.run
@@ -432,9 +432,7 @@ class _Trainer:
                 metrics |= self.recovery.news()
             self.events.note(metrics)
             if self.saver:
-                written = metrics | self.saver.news() | self.worker_metrics.news()
-                for path, error in self.saver.folder.logs.log(written):
-                    self.progress.say(f"metrics    {path} is to be written later: {reason(error)}; training goes on")
+                self.saver.folder.log(metrics | self.saver.news() | self.worker_metrics.news(), self.progress.say)
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
 
@@ -484,7 +482,7 @@ class _Trainer:
         del self.losses[engine.made :]  # of steps that a loss has taken back
         if self.saver:
             self.saver.save(engine.state(), self._facts(engine.made), self.validated.get(engine.made), last=True)
-            self.saver.folder.logs.sync()
+            self.saver.folder.sync()
         return result
 
     @property

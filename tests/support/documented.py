@@ -13,7 +13,7 @@ from measurements import PLACE, ROOT, pages
 
 FENCE = re.compile(r"^ *```(?:bash|sh)?\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 PROGRAMS = re.compile(
-    r"(?:python|pip|dask|cluster/\S+|tail|jupyter|sbatch|mpirun|export|kill|sphinx-build|tensorboard|scancel|\.)(?: |$)"
+    r"(?:python|pip|dask|cluster/\S+|tail|jupyter|sbatch|mpirun|export|kill|sphinx-build|scancel|\.)(?: |$)"
 )
 MODULE = re.compile(r"python -m daskgpt\.(\w+)\b")
 
