@@ -170,15 +170,10 @@ def config_of(values: Namespace, data: DataConfig, vocabulary: int = 0) -> Model
 
 def report(job: Job, result: Result, seconds: float) -> None:
     """Print the losses, the time and where the run was written."""
-    first, last = result.losses[0], result.losses[-1]
-    validation = "" if math.isnan(result.validation_loss) else f", {result.validation_loss:.3f} on held-out text"
-    print(f"loss {first:.3f} nats a token in the first step, {last:.3f} in the last{validation}")
+    print(f"{result}, {seconds:.1f} s in all")
     bits = result.bits_a_byte
     if job.tokens.encoding_name != "bytes" and not math.isnan(bits):
         print(f"validation by the text: {bits * math.log(2):.3f} nats a byte, {bits:.3f} bits")
-    steps = len(result.losses) - result.first
-    of = f" of {len(result.losses)}" if result.first else ""
-    print(f"{steps}{of} steps in {result.seconds:.1f} s, {seconds:.1f} s in all")
     if result.checkpoint:
         folder = str(result.checkpoint.parent)
         print(f"run written to {folder}")

@@ -74,7 +74,7 @@ def test_resume_with_other_dials_changes_no_bit(small_text, tmp_path, whole, fir
     assert losses_of(whole) == result.losses
     assert (result.first, result.stopped, result.checkpoint) == (6, False, out / f"step-{STEPS:08}")
     assert math.isfinite(result.validation_loss)
-    assert f"({STEPS - 6} of them now)" in repr(result)
+    assert f"\n{STEPS - 6} of {STEPS} steps in" in repr(result)
     assert config_of(out)["dataflow"]["scheduler"] == then["scheduler"]
 
 

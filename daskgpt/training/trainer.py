@@ -20,7 +20,7 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
-from daskgpt.model.parameters import check_config, parameter_count, parameter_shapes
+from daskgpt.model.parameters import check_config
 from daskgpt.model.step import Arrays, Outcome
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import ClusterLost, Scheduler, WorkerLost
@@ -84,18 +84,14 @@ class Result:
         return self.held if self.held is not None else load(self.checkpoint or "")[1]
 
     def __repr__(self) -> str:
-        """Return a few lines without any array."""
-        steps = len(self.losses)
-        now = f" ({steps - self.first:,} of them now)" if self.first else ""
-        lines = [f"Result of {steps:,} step{'s' * (steps != 1)}{now} in {self.seconds:.1f} s"]
-        arrays = len(parameter_shapes(self.config))
-        lines.append(f"model       {parameter_count(self.config):,} parameters in {arrays} arrays")
-        if self.losses:
-            last = f"{self.losses[-1]:.3f} in the last"
-            lines.append(f"loss        {self.losses[0]:.3f} nats a token in the first step, {last}")
-        if self.validation_loss == self.validation_loss:
-            lines.append(f"validation  {self.validation_loss:.3f} nats a token")
-        return "\n".join([*lines, f"written to  {self.checkpoint or 'nowhere'}"])
+        """Return two lines without any array."""
+        steps, validation, loss = len(self.losses), "", ""
+        if not math.isnan(self.validation_loss):
+            validation = f", {self.validation_loss:.3f} on held-out text"
+        if steps:
+            loss = f"loss {self.losses[0]:.3f} nats a token in the first step, {self.losses[-1]:.3f} in the last"
+        of = f" of {steps}" if self.first else ""
+        return f"{loss}{validation}\n{steps - self.first}{of} steps in {self.seconds:.1f} s".lstrip()
 
 
 Sampler = Callable[[Scheduler, State], str]  # text that a state writes
