@@ -42,17 +42,6 @@ def test_metrics_of_a_step(logged):
     assert [record["step"] for record in records if "validation_s" in record] == [3, 7, 11]
 
 
-def test_pass_times_are_logged_periodically(logged):
-    """Of a step that chooses neither chunks nor grain."""
-    told = [record for record in metrics_of(logged) if "forward_s" in record]
-    assert told
-    for record in told:
-        assert min(record["forward_s"], record["backward_s"], record["update_s"]) > 0
-        busy = record["forward_s"] + record["backward_s"] + record["update_s"]
-        assert 0 <= record["idle"] < 1
-        assert busy < TOKENS / record["tokens_per_s"]
-
-
 def test_records_wait_for_disk_space(tmp_path):
     folder, said = RunFolder(str(tmp_path)), []
     folder.begin({}, {"step": 0})

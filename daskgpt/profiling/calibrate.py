@@ -299,7 +299,7 @@ def sample(jobs: Sequence[Job], cores: int, turns: int) -> dict[str, Samples]:
         for _, (name, steps) in product(range(turns), runs):
             with steps.scheduler.record() as processes:
                 steps.run(1)
-            graph, precision = steps.engine.kernels.graph, steps.job.precision.name
+            graph, precision = steps.engine.step.kernels.graph, steps.job.precision.name
             for span in (span for process in processes for span in process.spans):
                 if work := work_of(graph, span.key):
                     kind, sizes = f"{precision} {work[0]}", tuple(sorted(work[1].items()))

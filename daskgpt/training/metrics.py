@@ -16,12 +16,10 @@ import numpy as np
 import psutil
 
 from daskgpt.config.errors import refusal
-from daskgpt.graph.calls import PHASES
-from daskgpt.graph.compiled import KernelGraph
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import step_operations
 from daskgpt.model.step import NO_LIMITS, Limits, Outcome
-from daskgpt.schedulers.protocol import ProcessSpans, Scheduler
+from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.schedulers.worker_metrics import WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints
 from daskgpt.training.engine import Engine, State, named_parameters, run_on_packs
@@ -29,7 +27,6 @@ from daskgpt.training.job import Job
 from daskgpt.training.logs import METRICS
 
 PARTS = ("validation", "logs", "samples", "checkpoints", "recovery points")
-RECORD_EVERY = 10.0  # seconds between two recorded steps: recording a small step costs about 1 % of it
 
 
 class StepMetrics:
@@ -41,9 +38,6 @@ class StepMetrics:
     gflop_per_s     of its matrix products, without what is computed twice
     product_share   the same as a share of the float32 rate that this machine, or the cluster, reaches
     memory_bytes    of this process; the workers of a cluster report theirs
-    forward_s, backward_s, update_s, idle
-                    kernel seconds of each pass in a recorded step, divided by the threads, and the share of the
-                    threads' time in which no kernel ran; only under the schedulers of this process, now and then
 
     timers          seconds that steps have waited for other work, by PARTS; work in the background does not count
     """
@@ -55,9 +49,6 @@ class StepMetrics:
         self.worker_metrics, self.scheduler, self.seconds = worker_metrics, worker_metrics.scheduler, seconds
         self.timers = dict.fromkeys(PARTS, 0.0)
         self.process = psutil.Process()
-        self.recorded_at = -float("inf")
-        self.kernels: KernelGraph | None = None
-        self.recordings: list[ProcessSpans] = []
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -67,21 +58,6 @@ class StepMetrics:
             yield
         finally:
             self.timers[part] += time.perf_counter() - start
-
-    @contextmanager
-    def record(self, kernels: KernelGraph | None) -> Iterator[None]:
-        """Record the kernel calls of the steps inside the `with` statement if a recording is due.
-
-        kernels   of a step; None if they run elsewhere, and nothing is recorded
-        """
-        self.kernels, self.recordings = kernels, []
-        due = time.perf_counter() - self.recorded_at >= RECORD_EVERY
-        if kernels is None or not self.scheduler.in_place or not due:
-            yield
-            return
-        self.recorded_at = time.perf_counter()
-        with self.scheduler.record() as self.recordings:
-            yield
 
     def of_window(self, window: range, outcomes: Sequence[Outcome], seconds: float) -> list[dict[str, Any]]:
         """Return the metrics of each of some steps; seconds: that all of them took."""
@@ -93,8 +69,6 @@ class StepMetrics:
             metrics |= {} if outcome.made else {"skipped": True}
             metrics["learning_rate"] = learning_rate(optimizer, number, self.job.steps)
             records.append(metrics)
-        if self.kernels and self.recordings:
-            records[-1] |= self._of_passes(self.kernels, len(outcomes), seconds)
         return records
 
     def _shared(self, seconds: float) -> dict[str, Any]:
@@ -110,16 +84,6 @@ class StepMetrics:
         if self.scheduler.in_place:
             metrics["memory_bytes"] = self.process.memory_info().rss
         return metrics
-
-    def _of_passes(self, kernels: KernelGraph, steps: int, seconds: float) -> dict[str, float]:
-        """Return the metrics of recorded steps by pass; seconds: of all steps."""
-        busy, threads = dict.fromkeys(PHASES, 0.0), self.scheduler.threads
-        for span in (span for process in self.recordings for span in process.spans):
-            origin = kernels.origin(span.key)
-            if origin is not None:
-                busy[origin.phase] += span.end - span.start
-        shares = {f"{name}_s": round(total / threads / steps, 6) for name, total in busy.items()}
-        return {**shares, "idle": round(max(0.0, 1 - sum(busy.values()) / (threads * seconds)), 4)}
 
 
 WINDOW = 128  # steps that limits depend on

@@ -391,8 +391,6 @@ class _Trainer:
                 for first, callback in self.callbacks:
                     if steps.start >= max(first, len(self.losses)):
                         stack.enter_context(callback.watch(steps))
-                if not self.callbacks:
-                    stack.enter_context(self.metrics.record(self.engine.kernels))
             yield
 
     def _window(self, steps: range, outcomes: Sequence[Outcome], seconds: float) -> Window:
