@@ -19,7 +19,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import tee
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command, text
 from daskgpt.config.settings import documented, setting
@@ -113,17 +112,15 @@ def unescaped(text: str) -> str:
 
 
 def write_all(writer: Writer, prompts: list[tuple[str, list[int]]]) -> Texts:
-    """Print each prompt and its continuation: the first while it is generated, the others when all are complete."""
+    """Print each prompt and its continuation: of a single one as it is generated, of several when all are complete."""
     texts = writer.texts([ids for _, ids in prompts], max(len(ids) for _, ids in prompts) + writer.options.tokens)
-    coming, kept = tee(writer.write(texts))
-    rows: list[list[int | None]] = []
+    written = writer.write(texts)
+    rows = written if len(prompts) == 1 else list(written)
     for number, (prompt, _) in enumerate(prompts):
         if len(prompts) > 1:
             print(f"--- {number + 1} of {len(prompts)}")
         print(prompt, end="", flush=True)
-        writer.print(tokens[number] for tokens in (rows if number else coming))
-        if len(prompts) > 1 and not number:
-            rows = list(kept)  # the others may be longer than the first one
+        writer.print(tokens[number] for tokens in rows)
         print(flush=True)
     return texts
 
