@@ -26,7 +26,7 @@ class DataConfig(Checked):
     )
     encoding: str = setting(
         "auto",
-        "bytes, gpt2, a vocabulary's file, or learn:1024 to learn so many ids; auto = the data's, the model's, or bytes",
+        "bytes, gpt2, a vocabulary's file, or learn:1024 to learn so many ids; auto = the data's, model's, or bytes",
     )
     order: str = setting(
         "auto",
