@@ -36,10 +36,17 @@ def test_commands_need_numba():
         assert "NUMBA_NUM_THREADS" in line
 
 
-def test_python_needs_numba():
-    result = python("import daskgpt; daskgpt.fit", NUMBA_NUM_THREADS="0")
+@pytest.mark.parametrize(
+    ("code", "threads", "said"),
+    [
+        ("import daskgpt; daskgpt.fit", "0", "Numba must compile kernels; got "),
+        (f"{WINDOWS}import daskgpt", "1", "the system must be Linux"),
+    ],
+)
+def test_python_raises_what_commands_print(code, threads, said):
+    result = python(code, NUMBA_NUM_THREADS=threads)
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("RuntimeError: daskgpt: Numba must compile kernels; got ")
+    assert result.stderr.splitlines()[-1].startswith(f"RuntimeError: daskgpt: {said}")
 
 
 def test_what_computes_needs_a_compiler(tmp_path):
@@ -64,12 +71,6 @@ def test_commands_on_other_systems(system, command):
     line = refused(python(system + command))
     assert "the system must be Linux" in line
     assert "WSL" in line
-
-
-def test_python_on_other_systems():
-    result = python(WINDOWS + "import daskgpt")
-    assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("RuntimeError: daskgpt: the system must be Linux")
 
 
 NAME = os.fsdecode(b"caf\xe9")  # not UTF-8
