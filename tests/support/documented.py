@@ -46,7 +46,7 @@ SHORTER = {
     r"--help": "",
     r"daskgpt\.train .*--resume": "--steps 8 --validation-batches 1 --sample-tokens 4",
     r"daskgpt\.train .*--init": f"{SHORT} --sequence-length 16 --steps 3 --warmup 1",
-    r"daskgpt\.train .*--minutes": f"{TEXT} {MODEL} {BATCH} {SHORT} --minutes 0.02",
+    r"daskgpt\.train .*--tokens": f"{TEXT} {MODEL} {BATCH} {SHORT} --tokens 200",
     r"daskgpt\.train .*--data tokens": f"{BATCH} {SHORT} --blocks 1 --heads 2 --channels 16 --steps 3 --warmup 1",
     r"daskgpt\.train": f"{TEXT} {MODEL} {BATCH} {SHORT} --steps 3 --warmup 1",
     r"daskgpt\.generate": "--tokens 4",
