@@ -72,9 +72,6 @@ class Job:
         rule = "a sequence must not be longer than the model's positions"
         advice = "Shorten the sequence." if self.run.init else "Shorten the sequence or give more --positions."
         require(got["sequence_length"] <= got["positions"], "train", rule, got, advice)
-        if self.dataset is not None:
-            encoding = self.dataset.encoding_name, self.dataset.vocabulary
-            require_ids(*encoding, self.config.vocabulary, from_model=bool(self.run.init))
         optimizer_of(self.optimizer.optimizer)
         for name in CHOICES:
             chosen(self.config, name)
@@ -162,18 +159,6 @@ class Job:
     def state(self) -> dict[str, Tensor]:
         """The arrays of the state: "weight.NAME" and "MOMENT.NAME" -> tensor of the model."""
         return {f"weight.{name}": tensor for name, tensor in tensors(self.config).items()} | self.moments
-
-
-def require_ids(encoding: str, ids: int, vocabulary: int, *, from_model: bool) -> None:
-    """Check that a model has an embedding for each id of an encoding.
-
-    from_model   whether the vocabulary is that of a model to start from
-
-    Errors       ValueError
-    """
-    rule, got = "the model must know every token id of the encoding", {"encoding": encoding, "ids": ids}
-    advice = "Start from another model." if from_model else "Leave --vocabulary to the encoding."
-    require(ids <= vocabulary, "train", rule, got | {"vocabulary": vocabulary}, advice)
 
 
 def require_memory(job: Job, workers: Sequence[int] = ()) -> None:

@@ -43,7 +43,7 @@ from daskgpt.training.checkpoint import (
     open_with_state,
     read_checkpoint,
 )
-from daskgpt.training.job import LENGTHS, Job, from_root, require_ids, require_memory, require_one_length, require_room
+from daskgpt.training.job import LENGTHS, Job, from_root, require_memory, require_one_length, require_room
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.run_folder import RunFolder
 
@@ -67,6 +67,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
 # Settings that say where the data are. Their content decides bits, and a digest tells whether it is the same: they may
 # be moved.
 PLACES = ("data", "validation_data")
+PARTS = ("validation_data", "validation_fraction", "held_out")  # settings that divide text
 DIALS = MAY_CHANGE["dataflow"]
 CHUNKS = ("batch_chunk", "sequence_chunk")
 SEEDED = "random, by the seed"  # the parameters of the beginning
@@ -154,7 +155,7 @@ class WarmStart:
         Errors   ValueError if the given encoding is not the model's
         """
         length = self.model.sequence_length or min(DataConfig().sequence_length, self.config.positions)
-        names = {"data", "validation_data", "validation_fraction", "held_out"} & self.data.keys()
+        names = {"data", *PARTS} & self.data.keys()
         chosen = DataConfig(**{"sequence_length": length, **{name: self.data[name] for name in names}, **given})
         return replace(chosen, encoding=self.encoding(chosen.encoding))
 
@@ -163,13 +164,12 @@ class WarmStart:
 
         Errors   ValueError if another one is wanted
         """
-        rule, got = "the encoding must be that of the model to start from", {"encoding": wanted, "init": self.init}
-        require(not is_to_be_learned(wanted), "train", rule, got, "Leave --encoding out.")
-        encoding, wanted = self.model.encoding, _named(wanted)
-        if not encoding:
+        encoding, wanted, learned = self.model.encoding, _named(wanted), is_to_be_learned(wanted)
+        if not (encoding or learned):
             return encoding_of_model(self.config.vocabulary) if wanted == "auto" else wanted
-        fits = wanted == "auto" or mean_the_same(wanted, encoding)
-        got = {"encoding": wanted, "init": f"{self.init} ({encoding})"}
+        fits = wanted == "auto" or (not learned and mean_the_same(wanted, encoding))
+        rule = "the encoding must be that of the model to start from"
+        got = {"encoding": wanted, "init": f"{self.init} ({encoding or 'of its vocabulary'})"}
         require(fits, "train", rule, got, "Leave --encoding out.")
         return encoding
 
@@ -195,15 +195,11 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     encoding = encoding_for(source, None if wanted == "auto" else wanted, default)
     if most:
         ids = size_to_learn(encoding) if is_to_be_learned(encoding) else vocabulary_size(encoding)
-        require_ids(encoding, ids, most, from_model=bool(start))
-    dataset = load_dataset(
-        source,
-        encoding,
-        validation_data=data.validation_data,
-        validation_fraction=data.validation_fraction,
-        held_out=data.held_out,
-        sequence_length=data.sequence_length,
-    )
+        rule, got = "the model must know every token id of the encoding", {"encoding": encoding, "ids": ids}
+        advice = "Start from another model." if start else "Leave --vocabulary to the encoding."
+        require(ids <= most, "train", rule, got | {"vocabulary": most}, advice)
+    parts = {name: getattr(data, name) for name in PARTS}
+    dataset = load_dataset(source, encoding, sequence_length=data.sequence_length, **parts)
     if source.kind == PREPARED:
         dataset.checked("load_dataset", data.sequences, data.sequence_length)
     return dataset
