@@ -89,15 +89,11 @@ class Verdict:
     def __str__(self) -> str:
         if not self.differs:
             return f"not computed: {self.unknown}" if self.unknown else "agree: losses, model and moments"
-        told = [f"{name} after step {steps[0]:,}{_others(steps)}" for name, steps in self.states.items()]
+        faults = [f"{name} after step {steps[0]:,}" for name, steps in self.states.items()]
         if self.losses:
             step, written, computed = self.losses[0]
-            told.insert(0, f"loss of step {step + 1:,} is {written} instead of {computed}{_others(self.losses)}")
-        return f"DIFFER: {'; '.join(told)}"
-
-
-def _others(faults: Sequence[Any]) -> str:
-    return f" (the first of {len(faults):,})" if len(faults) > 1 else ""
+            faults.insert(0, f"{len(self.losses):,} losses, that of step {step + 1:,} {written} instead of {computed}")
+        return f"DIFFER: {'; '.join(faults)}"
 
 
 class Audit:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
 from daskgpt.model.parameters import check_config
-from daskgpt.model.step import Arrays, Outcome
+from daskgpt.model.step import Arrays
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import ClusterLost, Scheduler, WorkerLost
 from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
@@ -240,17 +240,6 @@ def engine_of(job: Job, scheduler: Scheduler, say: Say = print) -> Engine:
     return RankEngine(job, cast(Any, scheduler), say)
 
 
-class Window(NamedTuple):
-    """Steps that ran together, and their metrics.
-
-    first_time   whether the last of them was made for the first time, and not again after a loss
-    """
-
-    steps: range
-    records: list[dict[str, Any]]
-    first_time: bool
-
-
 @dataclass(eq=False, repr=False)
 class _Trainer:
     """One run, from what it starts with to its result.
@@ -327,11 +316,19 @@ class _Trainer:
             undecided, begin = engine.undecided, time.perf_counter()
             with self._observed(steps):
                 outcomes = engine.run(batches, length, self.outliers.limits(steps.start))
-            window = self._window(steps, outcomes, time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+            first_time = steps[-1] >= len(self.losses)  # else all of them are made again after a loss
+            with self.timed("logs"):
+                for number, outcome in zip(steps, outcomes):
+                    self.outliers.note(number, outcome)
+                records = self.metrics.of_window(steps, outcomes, seconds)
             if self.folder and undecided:  # chunks and grain may have been chosen with this step
                 self.folder.configure(self._resolved())
-            self._validate(window)
-            self._report(window)
+            if first_time and engine.made == self._next_validation(steps[-1]):
+                with self.timed("validation"):
+                    records[-1].update(self.validation.measure())
+            for record in records[max(len(self.losses) - steps.start, 0) :]:
+                self._report(record)
             if engine.made == length:
                 return False
             if self.enough or self.stop_requested():
@@ -340,9 +337,9 @@ class _Trainer:
             if self.recovery:
                 with self.timed("recovery points"):
                     self.recovery.after_window()
-            if window.first_time and self.job.run.sample_every and engine.made % self.job.run.sample_every == 0:
+            if first_time and self.job.run.sample_every and engine.made % self.job.run.sample_every == 0:
                 self._sample()
-            self._save_if_due(window)
+            self._save_if_due(checked="validation_loss" in records[-1])
         return False
 
     def _begin(self) -> None:
@@ -393,27 +390,8 @@ class _Trainer:
                         stack.enter_context(callback.watch(steps))
             yield
 
-    def _window(self, steps: range, outcomes: Sequence[Outcome], seconds: float) -> Window:
-        """Return steps with their metrics; seconds: that all of them took."""
-        with self.timed("logs"):
-            for number, outcome in zip(steps, outcomes):
-                self.outliers.note(number, outcome)
-            return Window(steps, self.metrics.of_window(steps, outcomes, seconds), steps[-1] >= len(self.losses))
-
-    def _validate(self, window: Window) -> None:
-        """Add the validation loss to the metrics of the last step, if one is due."""
-        if window.first_time and self.engine.made == self._next_validation(window.steps[-1]):
-            with self.timed("validation"):
-                window.records[-1].update(self.validation.measure())
-
-    def _report(self, window: Window) -> None:
-        """Show, log and publish the metrics of the steps that are new, and end the run if a number is not finite."""
-        for record in window.records[max(len(self.losses) - window.steps.start, 0) :]:
-            self._report_step(record)
-            with self.timed("validation" if "validation_loss" in record else "logs"):
-                self.finite.require(self.engine, record)
-
-    def _report_step(self, metrics: dict[str, Any]) -> None:
+    def _report(self, metrics: dict[str, Any]) -> None:
+        """Show, log and publish the metrics of a step, and end the run if a number is not finite."""
         with self.timed("logs"):
             self.losses.append(metrics["loss"])
             if "validation_loss" in metrics:
@@ -429,6 +407,8 @@ class _Trainer:
                 self.saver.folder.log(metrics | self.saver.news() | self.worker_metrics.news(), self.progress.say)
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
+        with self.timed("validation" if "validation_loss" in metrics else "logs"):
+            self.finite.require(self.engine, metrics)
 
     def _sample(self) -> None:
         """Print a sample, if there is to be one."""
@@ -436,13 +416,13 @@ class _Trainer:
             with self.timed("samples"):
                 self.progress.say(sampler(self.scheduler, self.engine.weights()))
 
-    def _save_if_due(self, window: Window) -> None:
-        """Begin to write a checkpoint if one is due."""
+    def _save_if_due(self, *, checked: bool) -> None:
+        """Begin to write a checkpoint if one is due; checked: whether the parameters are known to be finite."""
         made = self.engine.made
         loss = self.validated.get(made)
         if self.saver and self.saver.due(made, loss):
             with self.timed("checkpoints"):
-                if "validation_loss" not in window.records[-1]:  # with which the parameters were checked
+                if not checked:
                     self.finite.require_weights(self.engine, made - 1)
                 self.saver.save(self.engine.state(), self._facts(made), loss)
 
