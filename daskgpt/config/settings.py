@@ -27,9 +27,6 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 }
 KINDS = {int: ("a whole number", "an int", Integral), float: ("a number", "a float", Real)}
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
-_COUNT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:e(\d{1,2}))? ?([kmgb]?)", re.IGNORECASE)
-_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?(us|ms|s)")
-_SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?%")
 
 Config = TypeVar("Config", bound=type)
 
@@ -137,15 +134,20 @@ def documented(config: Config) -> Config:
     return config
 
 
+def _matched(text: str, rest: str) -> re.Match[str]:
+    """Return the match of a number and of what follows it. Errors   ValueError for another text"""
+    match = re.fullmatch(rf"(\d+(?:\.\d*)?|\.\d+){rest}", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(text)
+    return match
+
+
 def count(text: str) -> int:
     """Return the whole number of a text such as 1000, 10M, 1.5G or 1e6.
 
     Errors   ValueError for another text
     """
-    match = _COUNT.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(text)
-    number, exponent, suffix = match.groups()
+    number, exponent, suffix = _matched(text, r"(?:e(\d{1,2}))? ?([kmgb]?)").groups()
     return round(float(f"{number}e{exponent or 0}") * SUFFIXES[suffix.lower()])
 
 
@@ -154,10 +156,8 @@ def duration(text: str) -> float:
 
     Errors   ValueError for another text
     """
-    match = _DURATION.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(text)
-    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+    number, unit = _matched(text, " ?(us|ms|s)").groups()
+    return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit.lower()]
 
 
 def count_or_share(text: str) -> int | str:
@@ -165,10 +165,12 @@ def count_or_share(text: str) -> int | str:
 
     Errors   ValueError for another text, or a share above 100%
     """
-    match = _SHARE.fullmatch(text.strip())
-    if match and float(match[1]) > 100:
+    if not text.endswith("%"):
+        return int(text)
+    share = float(_matched(text, " ?%")[1])
+    if share > 100:
         raise ValueError(text)
-    return f"{float(match[1]):g}%" if match else int(text)
+    return f"{share:g}%"
 
 
 def part_of(amount: int | str, whole: int) -> int:

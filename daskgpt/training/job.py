@@ -147,7 +147,7 @@ class Job:
 
     @property
     def micro_shape(self) -> tuple[int, int]:
-        """The shape of a micro-batch; the batch's where there is one."""
+        """Shape of a micro-batch (of the batch, without accumulation)."""
         return self.data.batch_size, self.data.sequence_length
 
     @property
@@ -218,8 +218,8 @@ def compile_kernels(precision: Precision = FLOAT32, uses: Container[str] | None 
         print(f"compiling kernels ({when}10 to 30 seconds) ...", file=sys.stderr, flush=True)
     with COMPILING, heeding_interrupts() as check:
         precision.compile(uses, after_each=check, processes=usable_cores())
-    if told := PLACE.told(time.perf_counter() - start):
-        print(told, file=sys.stderr, flush=True)
+    if message := PLACE.told(time.perf_counter() - start):
+        print(message, file=sys.stderr, flush=True)
 
 
 def facts(job: Job) -> dict[str, str]:
