@@ -104,14 +104,14 @@ def main(arguments: list[str]) -> int:
     report_config: DaskReportConfig = from_flags(DaskReportConfig, values)
     asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
     check_plan(asked | {"explain": values.explain}, plan=values.plan)
-    start, resumed = None, None
+    folder, start, first = None, None, None
     if values.resume:
         if values.preset:
             raise may_not_change(values.resume, "preset", values.preset)
         if "scheduler" in given_flags(DataflowConfig, values) and not values.plan:
             require_scheduler(values.scheduler)
         changes = {name: given_flags(kind, values) for name, kind in SECTIONS.items()}
-        job, resumed = resumed_run(values.resume, changes)
+        job, first = resumed_run(values.resume, changes)
     else:
         require_one_length(given_flags(RunConfig, values))
         run = from_flags(RunConfig, values)
@@ -120,14 +120,14 @@ def main(arguments: list[str]) -> int:
         job = job_of(values, run, start)
     callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
     callbacks += [DaskReportCallback(report_config, job)] if report_config.performance_report else []
-    if not resumed:
-        check_beginning(job, connects=not values.plan)
+    if first is None:
+        folder = check_beginning(job, connects=not values.plan)
         job = with_data(job, values, start)
     if values.plan:
         print(predict(job, **asked, timed=True, explain=values.explain))
         return 0
     require_memory(job)
-    first = resumed or first_start(job, start)
+    first = first or first_start(job, folder, start)
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
     result = train(job, first, Observers(callbacks=callbacks, sampler=sampler))
     report(job, result, time.perf_counter() - begin)

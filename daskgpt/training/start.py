@@ -72,7 +72,6 @@ DIALS = MAY_CHANGE["dataflow"]
 CHUNKS = ("batch_chunk", "sequence_chunk")
 SEEDED = "random, by the seed"  # the parameters of the beginning
 PACKAGES = ("numpy", "numba", "dask")
-FINGERPRINT = ("training_tokens", "validation_tokens", "sha256")
 
 
 def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,12 +204,13 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     return dataset
 
 
-def first_start(job: Job, origin: WarmStart | None = None, parameters: Arrays | None = None) -> Start:
+def first_start(
+    job: Job, folder: RunFolder | None, origin: WarmStart | None = None, parameters: Arrays | None = None
+) -> Start:
     """Return what a new run starts with: the given parameters, those of a model, or random ones.
 
+    folder       see `check_beginning`
     parameters   checked
-
-    Errors       as of RunFolder
     """
     if parameters is not None:
         parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
@@ -218,12 +218,11 @@ def first_start(job: Job, origin: WarmStart | None = None, parameters: Arrays | 
         parameters = origin.model.loaded().parameters
     else:
         parameters = RandomParameters(job.config, job.run.seed)
-    return Start(RunFolder(job.run.out) if job.run.out else None, parameters)
+    return Start(folder, parameters)
 
 
-def check_beginning(job: Job, *, connects: bool = True) -> None:
-    """Check what a new run needs, before its data are read (`open_dataset` looks at their kind first) or anything is
-    computed.
+def check_beginning(job: Job, *, connects: bool = True) -> RunFolder | None:
+    """Check what a new run needs, before its data are read or anything is computed; return its folder, if it has one.
 
     job        without data
     connects   whether a scheduler must answer
@@ -232,11 +231,12 @@ def check_beginning(job: Job, *, connects: bool = True) -> None:
     """
     require_compiler()
     require_memory(job)
-    if job.run.out:
-        RunFolder(job.run.out)
+    folder = RunFolder(job.run.out) if job.run.out else None
+    if folder:
         require_room(job)
     if connects:
         require_scheduler(job.dataflow.scheduler)
+    return folder
 
 
 def new_run(sections: Mapping[str, Any], parameters: Arrays | None, *, connects: bool = True) -> tuple[Job, Start]:
@@ -255,9 +255,9 @@ def new_run(sections: Mapping[str, Any], parameters: Arrays | None, *, connects:
     if parameters is not None:
         check_parameters(config, parameters)
         check_dtypes("fit", parameters, np.float32)
-    check_beginning(job, connects=connects)
+    folder = check_beginning(job, connects=connects)
     job = replace(job, dataset=open_dataset(c["data"], config.vocabulary, origin, most=config.vocabulary))
-    return job, first_start(job, origin, parameters)
+    return job, first_start(job, folder, origin, parameters)
 
 
 def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -339,20 +339,17 @@ def data_of_run(
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error} If the data have moved, name their place by --data.") from None
     then, now = state["data"], fingerprint(dataset)
-    same, place = all(value == then.get(name) for name, value in now.items()), short(configuration["data"]["data"], 200)
-    rule, got = "the data must be those that the run was trained on", f"data={data.data} ({_shown(now)})"
-    require(same, where, rule, f"{got}, the run's={place} ({_shown(then)})", "Name their place by --data.")
+    place, digest_then = short(configuration["data"]["data"], 200), short(then.get("sha256"))[:16]
+    rule = "the data must be those that the run was trained on"
+    got = f"data={data.data} (sha256={now['sha256'][:16]}), the run's={place} (sha256={digest_then})"
+    require(now.items() <= then.items(), where, rule, got, "Name their place by --data.")
     return dataset
-
-
-def _shown(numbers: Mapping[str, Any]) -> str:
-    training, validation, sha256 = (short(numbers.get(name)) for name in FINGERPRINT)
-    return f"{training} + {validation} tokens, sha256={sha256[:16]}"
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
     """Return numbers that identify these tokens: their counts, and a digest of all of them."""
-    return dict(zip(FINGERPRINT, (int(dataset.training.size), int(dataset.validation.size), dataset.digest)))
+    sizes = {"training_tokens": int(dataset.training.size), "validation_tokens": int(dataset.validation.size)}
+    return {**sizes, "sha256": dataset.digest}
 
 
 def resumed_run(path: str, changes: Mapping[str, Mapping[str, Any]]) -> tuple[Job, Start]:
