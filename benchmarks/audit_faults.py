@@ -30,13 +30,14 @@ import numpy as np
 
 from daskgpt.config.files import digest_of
 from daskgpt.data.dataset import BatchLoader
-from daskgpt.formats.safetensors import TensorFiles
+from daskgpt.formats.huggingface import MODEL, open_run_model
+from daskgpt.formats.safetensors import TensorFiles, tensor_path
 from daskgpt.model import step
 from daskgpt.schedulers import worker_metrics
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.audit import Audit, Verdict, differing_tensors
+from daskgpt.training.audit import Audit, Verdict
 from daskgpt.training.chain import CHAIN, LINK
-from daskgpt.training.checkpoint import DIGEST, STATE, checkpoints, step_folder
+from daskgpt.training.checkpoint import DIGEST, OPTIMIZER, STATE, checkpoints, step_folder
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.logs import METRICS
 
@@ -266,12 +267,23 @@ def inject(kind: str, text: Path, whole: Path, folder: Path, draw: random.Random
     elif tensor:  # the stretch that begins there differs as well
         right = all(at in span for span in spans) and spans[0][1] == at
         first = next(verdict for verdict in verdicts if verdict.differs)
-        named = [name for name, _, _ in differing_tensors(first.folder, step_folder(run, at))] if first.folder else []
+        named = differing_tensors(first.folder, step_folder(run, at)) if first.folder else []
         right = right and named[0] in (tensor, f"transformer.{tensor}")
     else:
         right = all(first <= at < last for first, last in spans)
     steps = [number for verdict in verdicts for number, _, _ in verdict.losses]
     return Found(trace, audit.faults, verdicts, right, min(steps) - at if steps and training else None)
+
+
+def differing_tensors(one: Path, other: Path) -> list[str]:
+    """Return the names of the tensors in which two checkpoints differ: the model's, weights before moments."""
+
+    def values(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+        yield from open_run_model(folder / MODEL).parameters.items()
+        files = TensorFiles(tensor_path(folder, OPTIMIZER), "audit")
+        yield from ((name, files[name].read()) for name in files)
+
+    return [name for (name, x), (_, y) in zip(values(one), values(other)) if x.tobytes() != y.tobytes()]
 
 
 def random_dials(draw: random.Random) -> dict[str, Any]:

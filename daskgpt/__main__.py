@@ -24,7 +24,6 @@ COMMANDS = {
     "plot": "draw the curves of runs",
     "bench": "time training steps, or measure what plans predict from",
     "study": "compare ways to run a step",
-    "verify": "compare logits, loss and gradients with an llm.c debug state",
 }
 
 

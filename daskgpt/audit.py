@@ -17,8 +17,7 @@ from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
-from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.audit import Audit, Stretch, Verdict, differing_tensors
+from daskgpt.training.audit import Audit
 from daskgpt.training.job import compile_kernels
 
 EPILOG = (
@@ -41,8 +40,6 @@ def main(arguments: list[str]) -> int:
     """Print a line for each fault of the chain and for each stretch, and a verdict."""
     flags = Parser(prog="daskgpt.audit", description=__doc__, epilog=EPILOG)
     flags.add_argument("run", metavar="RUN", type=Path, help="run folder")
-    text = "for a stretch that differs, name the tensors, and say whether the run continued from the stored checkpoint"
-    flags.add_argument("--find", action="store_true", help=text)
     add_flags(flags, AuditConfig)
     add_flags(flags, DataflowConfig)
     values = flags.parse_args(arguments)
@@ -66,8 +63,6 @@ def main(arguments: list[str]) -> int:
                     verdict = audit.compute(stretch, scheduler, Path(folder))
                     print(f"{stretch} {verdict}", flush=True)
                     differ, computed = differ + verdict.differs, computed + (not verdict.unknown)
-                    if values.find and verdict.folder and verdict.differs:
-                        find(audit, stretch, verdict, scheduler, Path(folder))
     rule, advice = "there must be a stretch that can be computed again", "Keep checkpoints: --keep, --keep-every."
     got = {"run": values.run, "checkpoints": len(audit.folders)}
     require(bool(computed or audit.faults or not options.share), "audit", rule, got, advice)
@@ -77,20 +72,6 @@ def main(arguments: list[str]) -> int:
     whole = "NOT AS WRITTEN" if failed else "as written"
     print(f"{whole}: {what}; the chain has {len(audit.faults)} faults{uncovered}")
     return int(failed)
-
-
-def find(audit: Audit, stretch: Stretch, verdict: Verdict, scheduler: Scheduler, folder: Path) -> None:
-    """Print the tensors that differ at the end of a stretch, and whether computed ones lead to the next stretch."""
-    assert verdict.folder
-    tensors = differing_tensors(verdict.folder, stretch.end)
-    if tensors:
-        name, count, size = tensors[0]
-        print(f"  {len(tensors)} tensors differ; the first is {name}, in {count:,} of {size:,} values")
-    following = audit.after(stretch)
-    if following and tensors:
-        again = audit.compute(following, scheduler, folder, verdict.folder)
-        meaning = "differ as well" if again.differs else f"agree: {stretch.end.name} was changed after it was written"
-        print(f"  from what was computed here, {following} {meaning}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 Keys and values of the tokens so far are cached, so a new token reads every weight once. When a text outgrows the
 model's context, the model rereads the newer half. The last line, on standard error, reports the rate of tokens and the
-rate at which weights, keys and values were read, also as a share of the rate at which the same threads copy memory
-(bytes read and written). The share exceeds 100 % if the model stays in the processor's caches.
+rate at which weights, keys and values were read.
 
 -i chats: a typed line is added to the text, and the model continues the text until end-of-text, --until, or --tokens.
 An empty line lets it continue. Ctrl-C ends its reply, Ctrl-D the chat. A model that was not trained on questions and
@@ -20,7 +19,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import tee
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command, text
 from daskgpt.config.settings import documented, setting
@@ -29,7 +27,6 @@ from daskgpt.data.tokenizer import Encoding, encode, get_encoding
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, DecodingConfig, Rate, Texts, prompt_ids
 from daskgpt.generation.sanitize import readable, shown
-from daskgpt.schedulers.machine import copy_rate
 from daskgpt.training.checkpoint import encoding_and_length, open_with_state
 from daskgpt.training.job import compile_kernels
 
@@ -115,17 +112,15 @@ def unescaped(text: str) -> str:
 
 
 def write_all(writer: Writer, prompts: list[tuple[str, list[int]]]) -> Texts:
-    """Print each prompt and its continuation: the first while it is generated, the others when all are complete."""
+    """Print each prompt and its continuation: of a single one as it is generated, of several when all are complete."""
     texts = writer.texts([ids for _, ids in prompts], max(len(ids) for _, ids in prompts) + writer.options.tokens)
-    coming, kept = tee(writer.write(texts))
-    rows: list[list[int | None]] = []
+    written = writer.write(texts)
+    rows = written if len(prompts) == 1 else list(written)
     for number, (prompt, _) in enumerate(prompts):
         if len(prompts) > 1:
             print(f"--- {number + 1} of {len(prompts)}")
         print(prompt, end="", flush=True)
-        writer.print(tokens[number] for tokens in (rows if number else coming))
-        if len(prompts) > 1 and not number:
-            rows = list(kept)  # the others may be longer than the first one
+        writer.print(tokens[number] for tokens in rows)
         print(flush=True)
     return texts
 
@@ -162,12 +157,9 @@ def chat(writer: Writer, form: PromptForm) -> Texts | None:
 
 def describe_rate(rate: Rate, threads: int, precision: str) -> str:
     """Return a line on the rate of tokens."""
-    copied, read = copy_rate(threads), rate.read / rate.seconds
-    per = f"{threads} thread{'s' * (threads != 1)}"
-    return (
-        f"{rate.tokens / rate.seconds:,.1f} tokens/s ({rate.tokens:,} in {rate.seconds:.1f} s; {precision}, {per}); "
-        f"{read / 1e9:.1f} GB/s read, {read / copied:.0%} of a copy's {copied / 1e9:.1f}"
-    )
+    per = f"{precision}, {threads} thread{'s' * (threads != 1)}"
+    speed = f"{rate.tokens / rate.seconds:,.1f} tokens/s ({rate.tokens:,} in {rate.seconds:.1f} s; {per})"
+    return f"{speed}; {rate.read / rate.seconds / 1e9:.1f} GB/s of weights, keys and values read"
 
 
 if __name__ == "__main__":

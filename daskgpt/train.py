@@ -20,22 +20,22 @@ from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.generation.sampler import sampled
 from daskgpt.generation.sanitize import readable, shown
 from daskgpt.profiling.plan import check_plan, predict
-from daskgpt.profiling.recorder import TimelineCallback, TimelineConfig, require_shared_steps
+from daskgpt.profiling.recorder import TimelineCallback, TimelineConfig
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.checkpoint import BEST, pointed, step_of
+from daskgpt.training.checkpoint import BEST, step_of
 from daskgpt.training.engine import State, call_on_model
-from daskgpt.training.job import HORIZONS, Job, one_horizon, require_memory
+from daskgpt.training.job import LENGTHS, Job, require_memory, require_one_length
 from daskgpt.training.run_folder import new_folder
 from daskgpt.training.start import (
     SECTIONS,
-    Resumed,
     WarmStart,
     changeable,
     check_beginning,
     first_start,
     may_not_change,
     open_dataset,
+    resumed_run,
 )
 from daskgpt.training.trainer import Callback, Observers, Result, train
 
@@ -57,7 +57,7 @@ def parser() -> Parser:
         "--resume",
         metavar="RUN",
         help="continue a run in its folder from its newest good checkpoint; settings stay, except those that are given "
-        f"again: {', '.join(changeable())}; --data and --init may name another place of the same content",
+        f"again: {', '.join(changeable())}; --data may name another place of the same data",
     )
     add_plan_flags(flags)
     add_flags(flags, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
@@ -68,7 +68,7 @@ def parser() -> Parser:
 
 
 def parsed(arguments: list[str]) -> Namespace:
-    """Return the values of a command line, with the flags of the recipe that it names.
+    """Return the values of a command line, with the settings of the recipe that it names.
 
     The recipe decides the length of the run only if no flag does. `shorten` says whether it decides the length of
     sequences, which may then be shortened to the positions of a model.
@@ -76,17 +76,18 @@ def parsed(arguments: list[str]) -> Namespace:
     Errors   ValueError if a recipe without a size has no model to start from
     """
     values = parser().parse_args(arguments)
-    shorten = not hasattr(values, "sequence_length")
-    if not values.resume and (recipe := RECIPES.get(values.preset)):
-        words, given = shlex.split(recipe), given_flags(RunConfig, values)
-        lengths = {f"--{name}" for name in HORIZONS} if given.keys() & set(HORIZONS) else set()
-        defaults = [word for pair in zip(words[::2], words[1::2]) if pair[0] not in lengths for word in pair]
-        size, got = parser().parse_args(defaults).preset, {"preset": values.preset, "init": given.get("init", "")}
-        rule = "the recipe must have a model to start from"
-        require(bool(size or got["init"]), "train", rule, got, "Add --init with a folder or file of one.")
-        values = parser().parse_args([*defaults, *arguments])
-        values.preset = size
-    values.shorten = shorten
+    values.shorten = not hasattr(values, "sequence_length")
+    recipe = RECIPES.get("" if values.resume else values.preset)
+    if recipe is None:
+        return values
+    got = {"preset": values.preset, "init": getattr(values, "init", "")}
+    values.preset = recipe.get("preset")
+    rule = "the recipe must have a model to start from"
+    require(bool(values.preset or got["init"]), "train", rule, got, "Add --init with a folder or file of one.")
+    left_out = LENGTHS if any(hasattr(values, name) for name in LENGTHS) else ()
+    for name, value in recipe.items():
+        if not hasattr(values, name) and name not in left_out:
+            setattr(values, name, value)
     return values
 
 
@@ -97,31 +98,29 @@ def main(arguments: list[str]) -> int:
     shown: TimelineConfig = from_flags(TimelineConfig, values)
     asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
     check_plan(asked, plan=values.plan)
-    start, resumed = None, None
+    folder, start, first = None, None, None
     if values.resume:
         if values.preset:
             raise may_not_change(values.resume, "preset", values.preset)
         if "scheduler" in given_flags(DataflowConfig, values) and not values.plan:
             require_scheduler(values.scheduler)
-        resumed = Resumed(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
-        job = resumed.job
+        changes = {name: given_flags(kind, values) for name, kind in SECTIONS.items()}
+        job, first = resumed_run(values.resume, changes)
     else:
-        one_horizon(given_flags(RunConfig, values))
+        require_one_length(given_flags(RunConfig, values))
         run = from_flags(RunConfig, values)
         run = replace(run, out=run.out or new_folder())
         start = WarmStart(run.init) if run.init else None
         job = job_of(values, run, start)
-    if shown.timeline:
-        require_shared_steps(job)
     callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
-    if not resumed:
-        check_beginning(job, connects=not values.plan)
+    if first is None:
+        folder = check_beginning(job, connects=not values.plan)
         job = with_data(job, values, start)
     if values.plan:
         print(predict(job, **asked, timed=True))
         return 0
     require_memory(job)
-    first = resumed.start if resumed else first_start(job, start)
+    first = first or first_start(job, folder, start)
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
     result = train(job, first, Observers(callbacks=callbacks, sampler=sampler))
     report(job, result, time.perf_counter() - begin)
@@ -164,20 +163,15 @@ def config_of(values: Namespace, data: DataConfig, vocabulary: int = 0) -> Model
 
 def report(job: Job, result: Result, seconds: float) -> None:
     """Print the losses, the time and where the run was written."""
-    first, last = result.losses[0], result.losses[-1]
-    validation = "" if math.isnan(result.validation_loss) else f", {result.validation_loss:.3f} on held-out text"
-    print(f"loss {first:.3f} nats a token in the first step, {last:.3f} in the last{validation}")
+    print(f"{result}, {seconds:.1f} s in all")
     bits = result.bits_a_byte
     if job.tokens.encoding_name != "bytes" and not math.isnan(bits):
         print(f"validation by the text: {bits * math.log(2):.3f} nats a byte, {bits:.3f} bits")
-    steps = len(result.losses) - result.first
-    of = f" of {len(result.losses)}" if result.first else ""
-    print(f"{steps}{of} steps in {result.seconds:.1f} s, {seconds:.1f} s in all")
     if result.checkpoint:
         folder = str(result.checkpoint.parent)
         print(f"run written to {folder}")
         best = result.checkpoint.parent / BEST
-        if (lowest := pointed(best)) and (step := step_of(lowest)) != step_of(result.checkpoint):
+        if best.is_symlink() and (step := step_of(best.resolve())) != step_of(result.checkpoint):
             print(f"the lowest validation loss was after {step:,} steps: {best}")
         if result.stopped:
             print(f"continue with: {called('train')} --resume {shlex.quote(folder)}")

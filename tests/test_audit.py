@@ -51,11 +51,11 @@ def test_honest_run_agrees_under_other_dials(whole, audited):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_fault_is_found(kind, small_text, whole, tmp_path):
-    found = inject(kind, small_text, whole, tmp_path, random.Random(3))
-    assert found.trace
-    assert found.found
-    assert found.right is not False
-    assert found.lag is None or found.lag >= 0
+    fault = inject(kind, small_text, whole, tmp_path, random.Random(3))
+    assert fault.trace
+    assert fault.found
+    assert fault.right is not False
+    assert fault.lag is None or fault.lag >= 0
 
 
 @pytest.mark.parametrize("step", [12, 3, "x", -1])
@@ -76,13 +76,12 @@ def test_losses_of_a_killed_run_after_its_last_checkpoint_are_told(small_text, t
     assert "losses of steps 9 to 9 follow the last checkpoint, and nothing vouches for them" in told
 
 
-def test_find_tells_a_change_after_writing_from_a_fault_before(whole, tmp_path, audited):
+def test_edited_checkpoints_are_told(whole, tmp_path, audited):
     run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
-    step, tensor = edit_file(run, random.Random(2), "optimizer.safetensors", forged=True)
-    code, told = audited(run, "--find")
+    step, _ = edit_file(run, random.Random(2), "optimizer.safetensors", forged=True)
+    code, told = audited(run)
     assert code == 1
-    assert f"the first is {tensor}, in 1 of" in told
-    assert (f"agree: step-{step:08} was changed after it was written" in told) == (step < STEPS)
+    assert f"DIFFER: optimizer after step {step}" in told
     flip_in_file(run / f"step-{step:08}", "model.safetensors", random.Random(4))
     code, told = audited(run)
     assert code == 1
@@ -120,7 +119,6 @@ def test_chain_is_cut_behind_a_damaged_checkpoint(small_text, tmp_path, audited)
     [
         ({"optimizer": {"skip_outliers": 3.0, "warmup": 2}}, {"steps": 50, "save_every": 40}),
         ({"dataflow": {"precision": "bfloat16"}}, {}),
-        ({}, {"steps": 2000, "minutes": 0.01}),
         ({}, {"steps": 2000, "tokens": 640}),
     ],
 )

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from command_lines import SMALL as FLAGS
-from conftest import GOLDEN, SMALL, random_parameters
+from conftest import SMALL, random_parameters
 from full_disk import full_disk
-from llmc_samples import MODEL, peak_bytes, read_model, write_debug_state
+from llmc_samples import MODEL, peak_bytes
 
 import daskgpt
-from daskgpt import convert, generate, train, verify
+from daskgpt import convert, generate, train
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.llmc import read_debug_state, write_model
+from daskgpt.formats.llmc import write_model
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import initial_parameters
 
@@ -82,15 +82,6 @@ def test_trained_run_converts_to_every_format(small_text, tmp_path, capsys):
     for path in (tmp_path / "hf", tmp_path / "m.bin"):
         more = ("--steps", 1, "--sample-tokens", 0, "--batch-size", 2, "--sequence-length", 16)
         called(train, "--init", path, "--data", small_text, *more, "--out", tmp_path / f"again-{path.name}")
-
-
-def test_verify_reads_a_hugging_face_folder(tmp_path):
-    called(convert, MODEL, tmp_path / "hf")
-    config, _ = daskgpt.load(tmp_path / "hf")
-    state = read_debug_state(GOLDEN / "gpt2_small_debug_state.bin", read_model(MODEL)[0])
-    gradients = state.gradients | {"wte.weight": state.gradients["wte.weight"][: config.vocabulary]}
-    write_debug_state(tmp_path / "state.bin", config, replace(state, gradients=gradients))
-    called(verify, tmp_path / "hf", tmp_path / "state.bin")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from daskgpt.profiling.plan import predict
 from daskgpt.profiling.timeline import summarise
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.engine import LocalEngine
-from daskgpt.training.start import Resumed
+from daskgpt.training.start import resumed_run
 
 RMS = replace(SMALL, norm="rmsnorm")
 
@@ -138,7 +138,7 @@ def test_a_run_does_not_decide_what_is_imported(small_text, tmp_path, monkeypatc
     data, run = {"data": str(small_text), "batch_size": 4, "sequence_length": 12}, {"steps": 1, "out": str(tmp_path)}
     daskgpt.fit(daskgpt.preset("tiny"), data, {"optimizer": SIGN}, run=run, quiet=True)
     monkeypatch.delitem(sys.modules, "custom_layers")
-    for again in (lambda: Resumed(str(tmp_path), {"run": {"steps": 2}}), lambda: audit.main([str(tmp_path)])):
+    for again in (lambda: resumed_run(str(tmp_path), {"run": {"steps": 2}}), lambda: audit.main([str(tmp_path)])):
         with pytest.raises(ValueError, match="module=custom_layers"):
             again()
     assert "custom_layers" not in sys.modules

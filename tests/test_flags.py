@@ -1,4 +1,4 @@
-"""Tests of the advice for flags of other programs, and of errors and exit codes."""
+"""Tests of the advice for wrong flags, and of errors and exit codes."""
 
 import os
 import re
@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from daskgpt.__main__ import COMMANDS
-from daskgpt.bench import parser as bench_parser
-from daskgpt.config.flags import MISSING, SYNONYMS, Parser, run_command, text
+from daskgpt.config.flags import Parser, run_command, text
 from daskgpt.config.stopping import STOPPED, CanGoOn
-from daskgpt.study import parser as study_parser
 from daskgpt.train import parser as train_parser
 
 
@@ -29,22 +27,16 @@ def answer(parser, capsys, *words):
 @pytest.mark.parametrize(
     ("words", "flag", "said"),
     [
-        (["--lr", "0.1"], "--lr", "--learning-rate"),
-        (["--lr=0.1"], "--lr", "--learning-rate"),
-        (["-b", "4"], "-b", "--batch-size"),
-        (["--n_layer", "4"], "--n_layer", "--blocks"),
         (["--learning_rate", "1"], "--learning_rate", "Did you mean --learning-rate"),
-        (["--attn_pdrop", "0.1"], "--attn_pdrop", "--dropout"),
         (["--batchsize", "3"], "--batchsize", "Did you mean --batch-size"),
         (["--batch-siz", "3"], "--batch-siz", "Did you mean --batch-size"),  # no flag may be shortened
-        (["--num-train-epochs", "3"], "--num-train-epochs", "--epochs"),
-        (["--device", "cuda"], "--device", "CPUs"),
+        (["--lr=4"], "--lr", "--help"),
         (["--steps", "2", "text.txt"], "text.txt", "--data"),
         (["--steps", "2", ""], "''", "variable"),
         (["--steps", "many"], "--steps", "invalid int"),
     ],
 )
-def test_flags_of_other_programs_get_advice(words, flag, said, capsys):
+def test_wrong_flags_get_advice(words, flag, said, capsys):
     line = answer(train_parser(), capsys, *words)
     assert line.startswith("python -m daskgpt.train: ")
     assert flag in line
@@ -58,24 +50,6 @@ def test_help_names_one_default_of_each_flag(command, capsys):
     flags = re.split(r"\n  (?=-)", capsys.readouterr().out)
     assert len(flags) > 2
     assert [flag for flag in flags if flag.count("(default") > 1] == []
-
-
-def test_advice_for_synonyms_names_existing_flags():
-    flags = set(train_parser()._option_string_actions)
-    for name, flag in SYNONYMS.items():
-        assert f"--{flag}" in flags, name
-        assert f"--{name}" not in flags or name == "workers", name  # of a plan; other commands have --threads only
-    for name, said in MISSING.items():
-        assert f"--{name}" not in flags
-        for word in said.replace(",", "").replace(".", "").replace(":", "").split():
-            assert not word.startswith("--") or word in flags, (name, word)
-    assert not SYNONYMS.keys() & MISSING.keys()
-
-
-def test_a_command_only_names_flags_that_it_has(capsys):
-    assert answer(bench_parser(), capsys, "--dtype", "bf16").endswith("It is called --precision here.")
-    assert "--learning-rate" not in answer(bench_parser(), capsys, "--lr", "0.1")
-    assert "--threads" in answer(study_parser(), capsys, "--workers", "2")
 
 
 def parser_of(command, monkeypatch):

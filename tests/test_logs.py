@@ -1,4 +1,4 @@
-"""Tests of a run's metrics, as lines of JSON and as equal TensorBoard events."""
+"""Tests of a run's metrics, as lines of JSON."""
 
 import json
 import shutil
@@ -6,12 +6,12 @@ import shutil
 import pytest
 from full_disk import full_disk
 from small_runs import MODEL, STEPS, fit, metrics_of
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import daskgpt
 from daskgpt.model.parameters import step_operations
-from daskgpt.training.logs import SINKS, Logs, chosen_sinks, metrics_lines, tagged
+from daskgpt.training.logs import metrics_lines
 from daskgpt.training.metrics import PARTS
+from daskgpt.training.run_folder import RunFolder
 
 TOKENS = 4 * 16  # of a step of the smallest run
 
@@ -20,19 +20,10 @@ TOKENS = 4 * 16  # of a step of the smallest run
 def logged(tmp_path_factory, small_text):
     """A run that continued from its step 6, what it had done until step 9 once more."""
     out = tmp_path_factory.mktemp("run") / "run"
-    fit(small_text, out, save_every=3, keep=9, validate_every=4, log="tensorboard", steps=9)
+    fit(small_text, out, save_every=3, keep=9, validate_every=4, steps=9)
     shutil.rmtree(out / "step-00000009")
     daskgpt.fit(resume=out, run={"steps": STEPS}, quiet=True)
     return out
-
-
-def events(out):
-    """The scalars that TensorBoard itself reads: (step, value) by tag."""
-    accumulator = EventAccumulator(str(out), size_guidance={"scalars": 0}).Reload()
-    scalars = {
-        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
-    }
-    return {tag: values for tag, values in scalars.items() if values}  # some steps were dropped as duplicates
 
 
 def test_metrics_of_a_step(logged):
@@ -51,67 +42,21 @@ def test_metrics_of_a_step(logged):
     assert [record["step"] for record in records if "validation_s" in record] == [3, 7, 11]
 
 
-def test_pass_times_are_logged_periodically(logged):
-    """Of a step that chooses neither chunks nor grain."""
-    told = [record for record in metrics_of(logged) if "forward_s" in record]
-    assert told
-    for record in told:
-        assert min(record["forward_s"], record["backward_s"], record["update_s"]) > 0
-        busy = record["forward_s"] + record["backward_s"] + record["update_s"]
-        assert 0 <= record["idle"] < 1
-        assert busy < TOKENS / record["tokens_per_s"]
-
-
-def test_tensorboard_events_match_the_metrics(logged):
-    expected = {}
-    for record in metrics_of(logged):
-        for tag, value in tagged(record):
-            expected.setdefault(tag, []).append((record["step"] + 1, pytest.approx(float(value), rel=1e-6)))
-    assert {"loss/loss", "loss/validation_loss", "speed/tokens_per_s", "phases/forward_s"} <= expected.keys()
-    assert len(list(logged.glob("events.out.tfevents.*"))) == 2, "one file a process of the run"
-    assert events(logged) == expected
-
-
-def test_worker_metrics_have_names():
-    record = {"step": 3, "workers": {"0": {"idle": 0.5}, "1": {"idle": 0.25}}, "loss": None, "imbalance": 0.1}
-    assert dict(tagged(record)) == {"workers/0/idle": 0.5, "workers/1/idle": 0.25, "run/imbalance": 0.1}
-
-
-@pytest.mark.parametrize("name", SINKS)
-def test_records_wait_for_disk_space(name, tmp_path):
-    logs = Logs()
-    logs.open(name, tmp_path, None)
-    errors = []
+def test_records_wait_for_disk_space(tmp_path):
+    folder, said = RunFolder(str(tmp_path)), []
+    folder.begin({}, {"step": 0})
     with full_disk(1500):
         for step in range(50):
-            errors += logs.log({"step": step, "loss": 1.5 * step, "tokens_per_s": float("nan")})
+            folder.log({"step": step, "loss": 1.5 * step, "tokens_per_s": float("nan")}, said.append)
         with pytest.raises(OSError, match="all of the file must be written; got path="):
-            logs.sync()
-    ((path, error),) = errors
-    assert str(path) in str(error), "said once"
-    assert path.stat().st_size <= 1500
-    logs.log({"step": 50, "loss": 75.0})
-    logs.close()
-    if name == "metrics":
-        records = metrics_of(tmp_path)
-        assert [record["loss"] for record in records] == [1.5 * step for step in range(51)]
-        assert records[0]["tokens_per_s"] is None
-    else:
-        assert events(tmp_path)["loss/loss"] == [(step + 1, 1.5 * step) for step in range(51)]
-
-
-def test_impossible_logs_are_refused_at_once(small_text, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="log=tensorbord. Did you mean tensorboard"):
-        fit(small_text, tmp_path / "out", log="tensorbord")
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="a log must have a folder"):
-        fit(small_text, "", log="tensorboard")
-    monkeypatch.setattr("daskgpt.config.errors.find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match="tensorboard must be installed"):
-        chosen_sinks("tensorboard", "out")
-    assert chosen_sinks("", "") == ("metrics",)
-    monkeypatch.undo()
-    assert chosen_sinks("metrics, tensorboard,", "out") == ("metrics", "tensorboard")
+            folder.sync()
+    assert len(said) == 1
+    assert (tmp_path / "metrics.jsonl").stat().st_size <= 1500
+    folder.log({"step": 50, "loss": 75.0}, said.append)
+    folder.close()
+    records = metrics_of(tmp_path)
+    assert [record["loss"] for record in records] == [1.5 * step for step in range(51)]
+    assert records[0]["tokens_per_s"] is None
 
 
 def test_invalid_metric_lines_are_skipped(tmp_path):

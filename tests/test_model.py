@@ -7,6 +7,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from conftest import GOLDEN, SMALL, random_batch, random_parameters
+from debug_states import TOLERANCE, differences
 from one_number import MODELS, Dials, outcomes_of_steps
 from steps import run_step, state_of, step_of
 from tolerances import TOLERANCES
@@ -16,7 +17,6 @@ from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.model.precision import FLOAT32, FLOAT64
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
-from daskgpt.verify import TOLERANCE, compare
 
 
 def lazy_batch(batch, chunk):
@@ -27,10 +27,10 @@ def lazy_batch(batch, chunk):
 def test_golden_logits_loss_and_gradients(chunk, scheduler):
     for precision, tolerance in TOLERANCE.items():
         cut = {"batch_chunk": chunk[0], "sequence_chunk": chunk[1], "scheduler": scheduler, "threads": 2}
-        dataflow = DataflowConfig(precision=precision, **cut)
-        comparisons = compare(GOLDEN / "gpt2_small.bin", GOLDEN / "gpt2_small_debug_state.bin", dataflow)
-        assert len(comparisons) == 18
-        assert {c.name: c.difference for c in comparisons if c.difference > tolerance} == {}, precision
+        files = GOLDEN / "gpt2_small.bin", GOLDEN / "gpt2_small_debug_state.bin"
+        shares = differences(*files, precision, DataflowConfig(**cut))
+        assert len(shares) == 18
+        assert {name: share for name, share in shares.items() if share > tolerance} == {}, precision
 
 
 EXPECTED = json.loads((GOLDEN / "gpt2_small.json").read_text())

@@ -49,7 +49,7 @@ def test_run_reports_loss_per_byte_and_keeps_its_vocabulary(text, tmp_path, caps
     assert name.startswith("learned-")
     bits = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["validation_bits_a_byte"]
     assert f"{bits * math.log(2):.3f} nats a byte, {bits:.3f} bits\n" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="its own encoding"):
+    with pytest.raises(ValueError, match="must be that of the model"):
         train.main(["--init", str(out), "--encoding", "learn:300", "--data", str(text)])
     assert train.main(["--resume", str(out), "--steps", "8"]) == 0
     assert generate.main([str(out), "--tokens", "4"]) == 0

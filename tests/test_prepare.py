@@ -21,7 +21,6 @@ from prepared_texts import BYTES, files_of, prepared, text_of, tokens_of, write_
 from daskgpt import generate, prepare, train
 from daskgpt.config.run import DataConfig
 from daskgpt.data import corpus as corpora
-from daskgpt.data import token_folder
 from daskgpt.data.dataset import load_dataset
 from daskgpt.data.preparation import Preparation, Stop
 from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, PARTIAL, VOCABULARY_FILE, ShardWriter, read_manifest
@@ -361,7 +360,7 @@ def test_an_unfinished_folder_begins_again_with_corrected_inputs(flags, corpus, 
 
 def move_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise an error after some files were moved to their places."""
-    rename, moved = token_folder.rename, []
+    rename, moved = Path.replace, []
 
     def killed(source, target):
         if source.name.startswith("val"):
@@ -369,7 +368,7 @@ def move_some(monkeypatch: pytest.MonkeyPatch) -> None:
         moved.append(target)
         rename(source, target)
 
-    monkeypatch.setattr(token_folder, "rename", killed)
+    monkeypatch.setattr(Path, "replace", killed)
 
 
 def test_a_preparation_continues_that_was_killed_while_it_moved_files(corpus, expected, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from command_lines import write_text
 from terminals import left_lines, shown_lines
 
 import daskgpt
-from daskgpt.training.progress import Progress, wrapped
+from daskgpt.training.progress import Progress
 
 CONFIG = daskgpt.ModelConfig(blocks=2, heads=2, channels=32, vocabulary=257, positions=32)
 HEADER = ["scheduler", "model", "data", "batch", "chunks", "precision", "grain"]
@@ -42,11 +42,10 @@ def shown_in_terminal(columns, steps):
     thread = threading.Thread(target=reader)
     thread.start()
     with os.fdopen(theirs, "w") as stream:
-        progress = Progress(2 * steps, stream=stream)
+        progress = Progress(steps, stream=stream)
         progress.begin()
-        progress.steps = steps  # as a run by minutes does
         for step in range(1, steps + 1):
-            validated = {"validation_loss": 11.25, "best": step == 20} if step % 20 == 0 else {}
+            validated = {"validation_loss": 11.25, **({"best": True} if step == 20 else {})} if step % 20 == 0 else {}
             progress.line.mininterval = 0
             progress.step({"loss": 10.9, "tokens_per_s": 1_234_567.0, **validated})
         progress.close()
@@ -55,19 +54,17 @@ def shown_in_terminal(columns, steps):
     return b"".join(read).decode()
 
 
-@pytest.mark.parametrize("columns", [200, 80, 60, 40])
+@pytest.mark.parametrize("columns", [200, 80, 40])
 def test_progress_in_a_terminal(columns):
     written = shown_in_terminal(columns, 60)
-    shown, left = shown_lines(written), left_lines(written)
-    assert max(map(len, shown)) < min(columns, 121)
-    live = [line for line in shown if re.match(r" *\d+/60 ", line)]
+    live = [line for line in shown_lines(written) if re.match(r" *\d+/60 ", line)]
+    assert max(map(len, live)) <= columns
     assert len(live) > 30
-    assert any("validation 11.250, 1.23M tokens/s" in line for line in live) == (columns >= 80)
-    bars = [bar[1] for line in live if (bar := re.search(r"\|(.+)\|", line))]
-    assert columns < 200 or " " not in bars[-1], "it is full in the end"
+    assert any("validation 11.250, 1,234,567 tokens/s" in line for line in live) == (columns >= 80)
+    left = left_lines(written)
     kept = [line for line in left if line.startswith("step")]
     assert [line.split("/")[0] for line in kept] == ["step 20", "step 40", "step 60"]
-    assert ["(best)" in line for line in kept] == [columns > 40, False, False]
+    assert [line.count("(best)") for line in left if "(best)" in line] == [1]
     assert all("/60  mean loss 10.900" in line for line in kept)
     assert not any(re.match(r" *\d+/60 ", line) for line in left), "the line that is written over is gone in the end"
 
@@ -89,15 +86,6 @@ def test_progress_in_a_file(monkeypatch):
     assert len(losses) == 4
     assert losses[0] == 8
     assert 4 < losses[3] < losses[2] < losses[1] < 8
-
-
-@pytest.mark.parametrize(("width", "lines"), [(0, 1), (22, 1), (39, 1), (38, 2), (23, 3)])
-def test_header_lines_wrap_at_words(width, lines):
-    line = "scheduler  Dask's threaded, two threads"
-    parts = wrapped(line, width).splitlines()
-    assert len(parts) == lines
-    assert all(part.startswith(" " * 11) for part in parts[1:])
-    assert " ".join(part.strip() for part in parts) == line
 
 
 def test_fit_prints_the_header_unless_quiet(fitted, capfd):

@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 from small_runs import (
@@ -26,7 +25,6 @@ from daskgpt.data.dataset import load_dataset
 from daskgpt.data.tokenizer import vocabulary_of
 from daskgpt.formats.vocabulary import tokenizer_files
 from daskgpt.training.run_folder import RunFolder
-from daskgpt.training.start import configurations
 
 THREADS = {"scheduler": "threads", "threads": 2, "batch_chunk": 2, "sequence_chunk": 16}
 SYNC = {"scheduler": "sync", "batch_chunk": 4, "sequence_chunk": 4, "grain": "kernel"}
@@ -75,7 +73,7 @@ def test_resume_with_other_dials_changes_no_bit(small_text, tmp_path, whole, fir
     assert losses_of(whole) == result.losses
     assert (result.first, result.stopped, result.checkpoint) == (6, False, out / f"step-{STEPS:08}")
     assert math.isfinite(result.validation_loss)
-    assert f"({STEPS - 6} of them now)" in repr(result)
+    assert f"\n{STEPS - 6} of {STEPS} steps in" in repr(result)
     assert config_of(out)["dataflow"]["scheduler"] == then["scheduler"]
 
 
@@ -181,10 +179,13 @@ def test_a_run_without_a_good_checkpoint_is_refused(copy, tmp_path, whole):
         ("--blocks", 2, r"blocks=2 \(its own: 1\)"),
         ("--preset", "gpt2", "preset=gpt2"),
         ("--out", "elsewhere", "out=elsewhere"),
+        ("--init", "elsewhere", "init=elsewhere"),
     ],
 )
 def test_refused_changes_list_what_may_change(copy, flag, value, got):
-    with pytest.raises(ValueError, match=f"keeps .*{got}.* May change: --learning-rate, .*--window, --steps, .*--log"):
+    with pytest.raises(
+        ValueError, match=f"keeps .*{got}.* May change: --learning-rate, .*--window, --steps, .*--worker-seconds"
+    ):
         resume(copy, flag, value)
 
 
@@ -241,61 +242,28 @@ def moved(stopped, small_text, tmp_path):
     return [tmp_path / "second" / name for name in ("run", "text.txt", "init")]
 
 
-def resume_naming(way, run, setting, place):
-    """Resume a run whose data or model to start from are in another place, which a flag or an argument of `fit` names,
-    or the edited configuration.
-    """
-    section = {"data": "data", "init": "run"}[setting]
-    if way == "flag":
-        resume(run, f"--{setting}", place)
-    elif way == "argument":
-        daskgpt.fit(resume=run, **{section: {setting: place}}, quiet=True)
-    else:
-        edit_config(run, f'{setting} = "{config_of(run)[section][setting]}"', f'{setting} = "{place}"')
-        resume(run)
-
-
-def edit_config(run, old, new):
-    written = (run / "config.toml").read_text()
-    assert old in written
-    (run / "config.toml").write_text(written.replace(old, new))
-
-
-WAYS = ("flag", "argument", "file")
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["flag", "argument"])
 def test_moved_data_are_named_or_refused(moved, tmp_path, way, capsys):
+    def naming(place):
+        if way == "flag":
+            resume(run, "--data", place)
+        else:
+            daskgpt.fit(resume=run, data={"data": place}, quiet=True)
+
     run, text, init = moved
     with pytest.raises(FileNotFoundError, match=r"first/text.txt.* --data"):
         resume(run)
     other = tmp_path / "other.txt"
     other.write_text("L" + text.read_text()[1:])
     with pytest.raises(ValueError, match=r"the data must be .*other.txt .*sha256=.*first/text.txt .*sha256="):
-        resume_naming(way, run, "data", other)
-    resume_naming(way, run, "data", text)
+        naming(other)
+    naming(text)
     assert config_of(run)["data"]["data"] == str(text)
     assert len(losses_of(run)) == 4
     assert audit.main([str(run)]) == 0  # of the steps before that, too
     assert "1 of 2 stretches" in capsys.readouterr().out
     assert audit.main([str(run), "--init", str(init)]) == 0
     assert "2 of 2 stretches" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_moved_model_to_start_from_is_named_or_refused(moved, whole, way):
-    run, _, init = moved
-    edit_config(run, "first/text", "second/text")
-    with pytest.raises(ValueError, match=r"--init must name .*run \(\w{64}\), .*first/init \(\w{64}\)"):
-        resume_naming(way, run, "init", whole)
-    resume_naming(way, run, "init", init)
-    assert config_of(run)["run"]["init"] == str(init)
-    assert audit.main([str(run)]) == 0
-
-
-def test_model_to_start_from_of_a_run_without_one(copy, whole):
-    with pytest.raises(ValueError, match=r"--init must name .*'s=none \(random, by the seed\)"):
-        resume(copy, "--init", whole)
 
 
 def test_moved_vocabulary_is_named_or_refused(small_text, tmp_path):
@@ -326,23 +294,11 @@ def test_metrics_are_cut_back_and_gaps_reported(copy, whole, capfd):
     assert [(record["step"], record["loss"]) for record in records[2:]] == list(enumerate(losses_of(whole)))[4:]
 
 
-def test_changed_data_are_refused(small_text, tmp_path):
-    other = shutil.copy(small_text, tmp_path / "text.txt")
-    fit(other, tmp_path / "run", on_step=stopping_at(3))
-    text = small_text.read_text()
-    middle = len(text) // 2
-    Path(other).write_text(text[:middle] + text[middle : middle + 10].upper() + text[middle + 10 :])
-    with pytest.raises(ValueError, match=r"the data must be those .*sha256="):
-        daskgpt.fit(resume=tmp_path / "run", quiet=True)
-    shutil.copy(small_text, other)
-    daskgpt.fit(resume=tmp_path / "run", quiet=True)
-
-
 def test_run_folder_is_locked(small_text, tmp_path):
     refusals = []
 
     def on_step(step, metrics):
-        with pytest.raises(RuntimeError, match=f"no other process .*process={os.getpid()}") as refusal:
+        with pytest.raises(RuntimeError, match="no other process") as refusal:
             RunFolder(str(tmp_path / "run"), resumed=True)
         refusals.append(refusal)
 
@@ -360,9 +316,3 @@ def test_leftovers_of_killed_processes_are_removed(copy, whole):
     daskgpt.fit(resume=copy, quiet=True)
     assert not list(copy.glob(".*.tmp"))
     assert tensors_of(copy) == tensors_of(whole)
-
-
-def test_settings_of_replicas_are_refused():
-    """Earlier versions made local steps; a run of them can neither go on as one model nor be audited."""
-    with pytest.raises(ValueError, match="one model; got local_steps=3"):
-        configurations("audit", {"local": {"local_steps": 3, "replicas": 2}})

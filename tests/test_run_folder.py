@@ -62,17 +62,17 @@ def test_the_configuration_of_a_run_on_a_cluster(small_text, tmp_path, cluster):
 def test_toml_escapes_round_trip(tmp_path):
     folder = RunFolder(str(tmp_path / "run"))
     names = {"a": 'quote " backslash \\ tab \t', "b": "\x7f delete, \u2028 line, 😀 beyond the first plane", "c": "ü"}
-    folder.begin({"data": names})
+    folder.begin({"data": names}, {"step": 0})
     folder.close()
     assert config_of(tmp_path / "run")["data"] == names
 
 
 def test_two_runs_into_one_folder(tmp_path):
     first, second = RunFolder(str(tmp_path / "run")), RunFolder(str(tmp_path / "run"))  # neither is written yet
-    first.begin({"run": {"seed": 1}})
+    first.begin({"run": {"seed": 1}}, {"step": 0})
     with pytest.raises(FileExistsError, match="must not hold a run already"):
-        second.begin({"run": {"seed": 2}})
-    first.logs.log({"step": 0})
+        second.begin({"run": {"seed": 2}}, {"step": 0})
+    first.log({"step": 0}, print)
     first.close()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0}\n'
     assert config_of(tmp_path / "run") == {"run": {"seed": 1}}

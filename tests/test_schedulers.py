@@ -281,7 +281,7 @@ def test_worker_changes_are_reported():
         recovery._look()
     assert said == ["workers    new: b", "workers    gone: b, which sent no heartbeat; new: c"]
     assert told == [1, 2, 2, 2]
-    assert (recovery.gone, recovery.known) == (["b"], {"a", "c"})
+    assert (recovery.gone, recovery.workers) == (["b"], {"a", "c"})
 
 
 def test_a_lost_cluster_is_reported_although_ranks_cannot_be_ended():

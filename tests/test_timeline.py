@@ -394,5 +394,3 @@ def test_training_writes_the_timeline_of_its_last_steps(small_text, tmp_path, ca
     assert f"timeline written to {run / 'last.html'} and {run / 'last.json'}" in out
     trained("--steps 1 --timeline x", "short")
     assert "no step was recorded" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="minutes"):
-        trained("--minutes 1 --timeline x", "refused")

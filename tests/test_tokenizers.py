@@ -108,7 +108,7 @@ def test_every_command_uses_a_folders_own_tokenizer(folder, tmp_path, capsys):
     assert convert.main([str(run), str(out)]) == 0
     assert Tokenizer.from_file(str(out / "tokenizer.json")).encode(TEXT).ids == trained().encode(TEXT).ids
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 0
-    with pytest.raises(ValueError, match="own encoding"):
+    with pytest.raises(ValueError, match="must be that of the model"):
         train.main(["--init", str(folder), "--data", str(text), "--encoding", "learn:300", *SHORT.split()])
 
 

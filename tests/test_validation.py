@@ -14,7 +14,7 @@ from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.inference import TOGETHER, Inference, Validation
 from daskgpt.training.job import Job
-from daskgpt.training.start import Resumed, open_dataset
+from daskgpt.training.start import open_dataset, resumed_run
 
 
 def test_bits_per_byte_count_predicted_bytes(small_text, tmp_path):
@@ -22,9 +22,9 @@ def test_bits_per_byte_count_predicted_bytes(small_text, tmp_path):
     fit(small_text, out, validate_every=4, save_every=4)
     validated = [record for record in metrics_of(out) if "validation_loss" in record]
     assert [record["step"] for record in validated] == [3, 7, 11]
-    resumed = Resumed(str(out), {"run": {"steps": 20}})
-    (tokens,) = validation_batches(resumed.job.tokens.validation, batch_size=4, sequence_length=16, count=1)
-    resumed.folder.close()
+    job, start = resumed_run(str(out), {"run": {"steps": 20}})
+    (tokens,) = validation_batches(job.tokens.validation, batch_size=4, sequence_length=16, count=1)
+    start.folder.close()
     size = int(np.sum(tokens[1] < 256))  # end-of-text has no bytes
     for record in validated:
         expected = record["validation_loss"] * tokens[1].size / math.log(2) / size

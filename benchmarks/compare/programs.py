@@ -190,5 +190,5 @@ def check_losses(first: tuple[float, float], precision: str) -> None:
     if not abs(ours - theirs) <= allowed:
         rule = f"both programs must find the same first loss, to {allowed:g}"
         got = f"daskgpt={ours:.6f}, theirs={theirs:.6f}"
-        advice = "One of them computes another model; compare with `python -m daskgpt.verify`."
+        advice = "One of them computes another model; their files differ."
         raise refusal(RuntimeError, "against", rule, got, advice)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import os.path
 import sys
 from collections.abc import Collection, Mapping
@@ -46,15 +45,6 @@ def require_in_imports(holds: bool, rule: str, got: Mapping[str, object], advice
             raise
         print(error, file=sys.stderr, flush=True)
         sys.exit(2)
-
-
-def require_working_folder(where: str) -> None:
-    """Raise FileNotFoundError if the working folder of this process was deleted: every relative path would fail."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        rule, advice = "the working folder must exist", "Change to another one (cd)."
-        raise refusal(FileNotFoundError, where, rule, "one that was deleted", advice) from None
 
 
 def require_known(name: str, names: Collection[str], where: str, what: str) -> None:

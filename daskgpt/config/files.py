@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,7 +16,6 @@ from typing import BinaryIO, cast
 
 from daskgpt.config.errors import refusal, require
 
-LOCKS = Path("/proc/locks")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors by which file systems of networks, drives and user programs refuse a call that they do not support.
 LACKING = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.ENOTTY, errno.EBADF, errno.EISDIR)
@@ -56,22 +54,6 @@ def check_writable(path: str | os.PathLike[str], where: str, name: str) -> None:
     require(fine, where, f"{name} must name a file that can be written", {name: path}, advice)
 
 
-def require_utf8(path: str | os.PathLike[str], where: str, name: str) -> None:
-    """Check that a path can be written into files of text, which are in UTF-8.
-
-    where, name   of the error and of the setting
-
-    Errors   ValueError if the absolute path has bytes that are not UTF-8
-    """
-    absolute = os.fspath(path)
-    with suppress(OSError):  # the working folder is gone
-        absolute = os.path.realpath(os.path.expanduser(path))
-    rule, advice = "a path that a run writes down must be UTF-8", "Rename what is not, or move to another folder."
-    if sys.getfilesystemencoding() != "utf-8":
-        advice = f"Set PYTHONUTF8=1: this Python takes names for {sys.getfilesystemencoding()}."
-    require(printable(absolute) == absolute, where, rule, {name: printable(absolute)}, advice)
-
-
 def printable(path: str) -> str:
     """Return a path with escapes for bytes that are not UTF-8, which Python has read as lone surrogates."""
     return path.encode(errors="backslashreplace").decode()
@@ -92,7 +74,7 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             sync(file.fileno())
-        rename(temporary, Path(path))
+        os.replace(temporary, Path(path))
 
 
 @contextmanager
@@ -111,15 +93,9 @@ def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         sync_folder(temporary)
-        with suppress(OSError):
-            target.rmdir()  # it is empty; not every file system renames over it
-        if target.is_dir():  # a link to a folder, or the place where another file system is mounted
-            for path in temporary.iterdir():
-                rename(path, target / path.name)
-            sync_folder(target)
-            remove(temporary)
-        else:
-            rename(temporary, target)
+        if free and target.is_dir():
+            target.rmdir()  # not every file system renames over an empty folder
+        os.replace(temporary, target)
         sync_folder(target.parent)
 
 
@@ -203,7 +179,7 @@ def open_no_link(path: Path, mode: str) -> BinaryIO:
 def locked(path: Path, where: str, rule: str) -> BinaryIO:
     """Lock a file, which is made if it is missing, until it is closed or this process ends; return it.
 
-    The file is empty, so that folders can be compared. On a file system without locks nothing is locked.
+    On a file system without locks nothing is locked.
 
     where, rule   of the error
 
@@ -213,25 +189,11 @@ def locked(path: Path, where: str, rule: str) -> BinaryIO:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        got = {"folder": path.parent, "process": _holder(file)}
         file.close()
-        raise refusal(RuntimeError, where, rule, got, "Wait for its end, or stop it.") from None
+        raise refusal(RuntimeError, where, rule, {"folder": path.parent}, "Wait for its end, or stop it.") from None
     except OSError:
         return file  # the file system has no locks
-    with suppress(OSError):
-        file.truncate(0)  # older versions wrote the number of the process
     return file
-
-
-def _holder(file: BinaryIO) -> str:
-    """Return the number of the process that has locked a file, as Linux lists it; "unknown" for another machine's."""
-    inode = str(os.fstat(file.fileno()).st_ino)
-    with suppress(OSError):
-        for line in LOCKS.read_text().splitlines():
-            words = line.split()  # number: FLOCK ADVISORY WRITE process device:inode first last
-            if words[1] == "FLOCK" and words[5].rpartition(":")[2] == inode:
-                return words[4]
-    return "unknown"
 
 
 def set_aside(path: Path, what: str) -> None:
@@ -241,48 +203,7 @@ def set_aside(path: Path, what: str) -> None:
         number += 1
         aside = path.with_name(f"{path.name}.{what}-{number}")
         if not aside.exists():
-            rename(path, aside)
-
-
-def rename(source: Path, target: Path) -> None:
-    """Give a file, a link or a folder another name; a file or link of that name is replaced.
-
-    A source that the file system cannot rename (a folder across the layers of a container, a file that is mounted
-    alone, a target that exists) is copied, flushed to the disk, and removed.
-
-    Errors   OSError; the source stays then
-    """
-    try:
-        os.replace(source, target)
-    except OSError as error:
-        is_folder = target.is_dir() and not target.is_symlink()
-        if error.errno in (*NO_ROOM, errno.EIO, errno.ESTALE) or is_folder or not os.path.lexists(source):
-            raise
-        remove(target)
-        try:
-            os.replace(source, target)
-        except OSError:
-            _copy(source, target)
-            remove(source)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file, a link or a folder, and flush it to the disk; after an error, the copy is removed."""
-    try:
-        if source.is_symlink():
-            os.symlink(os.readlink(source), target)
-        elif source.is_dir():
-            target.mkdir()
-            for path in sorted(source.iterdir()):
-                _copy(path, target / path.name)
-            sync_folder(target)
-        else:
-            shutil.copyfile(source, target)
-            with open(target, "rb+") as file:
-                sync(file.fileno())
-    except BaseException:
-        remove(target)
-        raise
+            os.replace(path, aside)
 
 
 def remove(path: Path) -> None:

@@ -10,49 +10,16 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import Field, fields
+from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
-from daskgpt.config.errors import UNSET, nearest, refusal, require_working_folder
+from daskgpt.config.errors import UNSET, refusal
 from daskgpt.config.files import NO_ROOM
 from daskgpt.config.model import PRESETS, ModelConfig
 from daskgpt.config.settings import count, duration, help_of
 from daskgpt.config.stopping import STOPPED, CanGoOn
-
-# Names in nanoGPT, llm.c and transformers for flags of this program, without leading dashes and with - for _.
-_SYNONYMS = {
-    "learning-rate": "lr max-lr",
-    "final-learning-rate": "min-lr",
-    "warmup": "warmup-iters warmup-steps",
-    "batch-size": "b bs per-device-train-batch-size",
-    "sequence-length": "t block-size seq-len context-length n-ctx",
-    "blocks": "n-layer num-layers num-hidden-layers depth",
-    "heads": "n-head num-heads num-attention-heads",
-    "channels": "n-embd d-model hidden-size",
-    "vocabulary": "vocab-size",
-    "preset": "model",
-    "steps": "max-iters max-steps num-iterations iterations",
-    "epochs": "num-train-epochs num-epochs",
-    "init": "init-from pretrained checkpoint",
-    "out": "o out-dir output-dir",
-    "precision": "dtype bf16",
-    "threads": "workers num-workers",
-    "accumulate": "gradient-accumulation-steps",
-    "data": "i dataset input train-file",
-    "encoding": "tokenizer",
-    "validate-every": "eval-interval eval-steps val-loss-every",
-    "validation-batches": "eval-iters val-max-steps",
-    "clip": "grad-clip max-grad-norm",
-    "dropout": "attn-pdrop resid-pdrop embd-pdrop",
-    "sample-tokens": "max-new-tokens",
-    "save-every": "save-steps checkpoint-every",
-}
-SYNONYMS = {synonym: name for name, synonyms in _SYNONYMS.items() for synonym in synonyms.split()}
-MISSING = {
-    "device": "Everything runs on CPUs: --scheduler and --threads choose where.",
-    "compile": "Kernels are always compiled, at the first start on a machine.",
-}
 
 
 def called(command: str) -> str:
@@ -100,22 +67,14 @@ class Parser(argparse.ArgumentParser):
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
             flag = message.removeprefix("unrecognized arguments: ").partition(" ")[0].split("=")[0]
             if flag.startswith("-"):
-                message = f"{flag} must be a known flag. {suggestion(flag, flags)}"
+                close = get_close_matches(flag, flags, n=1, cutoff=0.7)
+                advice = f"Did you mean {close[0]}?" if close else "--help lists them."
+                message = f"{flag} must be a known flag. {advice}"
             else:
                 advice = "Name a text by --data." * ("--data" in flags) if flag else UNSET
                 message = f"{flag or repr(flag)} must follow a flag. {advice}".rstrip()
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
-
-
-def suggestion(flag: str, flags: list[str]) -> str:
-    """Return the advice for an unknown flag, given the flags of the command."""
-    name = flag.lstrip("-").lower().replace("_", "-")
-    answer = MISSING.get(name, "")
-    if answer and all(word.strip(",.:") in flags for word in answer.split() if word.startswith("--")):
-        return answer
-    synonym = f"--{SYNONYMS.get(name, '')}"
-    return f"It is called {synonym} here." if synonym in flags else nearest(flag, flags)
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "", of_preset: bool = False) -> None:
@@ -191,7 +150,6 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
     code: int | str | None = 0
     try:
         try:
-            require_working_folder("daskgpt")
             code = main(sys.argv[1:])
         except SystemExit as ended:  # from --help and wrong flags
             code = ended.code

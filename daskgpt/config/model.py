@@ -26,22 +26,15 @@ class ModelConfig(Checked):
     heads: int = setting(4, "attention heads", least=1, most=1_000_000)
     channels: int = setting(128, "channels of an activation", least=1, most=1_000_000)
     vocabulary: int = setting(257, "token ids that can occur", least=1, most=2**24)
-    padded_vocabulary: int = setting(
-        0, "rows of the embedding table, 0 for the vocabulary itself; rows beyond it stay 0", most=2**25
-    )
+    padded_vocabulary: int = setting(0, "rows of the embedding table; 0 = the vocabulary; others stay 0", most=2**25)
     positions: int = setting(64, "longest sequence", unit="tokens", least=1, most=2**24)
     norm: str = setting("layernorm", "normalization of a block's inputs", choices=("layernorm", "rmsnorm"), rows=True)
     position: str = setting(
-        "learned",
-        "how positions enter: a table that is added to the embedding, or queries and keys that are turned",
-        choices=("learned", "rotary"),
-        rows=True,
+        "learned", "a table of positions, or queries and keys that are turned", choices=("learned", "rotary"), rows=True
     )
     rope_theta: float = setting(10_000.0, "base of the angles of rotary positions", above=0, most=1e12)
     attention: str = setting("causal", "what mixes the tokens of a sequence", choices=("causal",), rows=True)
-    activation: str = setting(
-        "gelu", "function inside of the feed-forward layer", choices=("gelu", "swiglu"), rows=True
-    )
+    activation: str = setting("gelu", "function of the feed-forward layer", choices=("gelu", "swiglu"), rows=True)
     bias: str = setting("all", "linear layers with a bias", choices=("all", "qkv", "none"))
     head: str = setting("tied", "whether the last layer shares the table of the embedding", choices=("tied", "untied"))
     kv_heads: int = setting(0, "heads of keys and values, a divisor of heads; 0 = as many as heads", most=1_000_000)

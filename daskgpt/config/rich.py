@@ -1,14 +1,12 @@
-"""Objects in notebooks: tables and curves in HTML and SVG, without scripts, style sheets or a network."""
+"""Objects in notebooks: tables and drawings in HTML and SVG, without scripts, style sheets or a network."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
 CELL = "text-align: left; vertical-align: top; padding: 2px 10px 2px 0; white-space: normal"
 NUMBER = "text-align: right; padding: 2px 0 2px 14px; font-variant-numeric: tabular-nums"
-WIDTH, HEIGHT, POINTS = 420, 90, 400  # of a curve: size in pixels, and greatest number of points
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
@@ -34,20 +32,6 @@ def html_table(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str]
     body = "".join(row(cells, "td") for cells in rows)
     heading = f"<thead>{row(head, 'th')}</thead>" if head else ""
     return f'<div style="overflow-x: auto"><b>{escape(title)}</b><table>{heading}<tbody>{body}</tbody></table></div>'
-
-
-def svg_curve(values: Sequence[float], label: str, colour: str = "#4269d0") -> str:
-    """Return finite values as a line; empty if there are fewer than two."""
-    points = [(number, value) for number, value in enumerate(values) if math.isfinite(value)]
-    every = max(1, math.ceil(len(points) / POINTS))
-    points = points[::every] + points[-1:] * bool(points and (len(points) - 1) % every)
-    if len(points) < 2:
-        return ""
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    x, y = WIDTH / max(points[-1][0], 1), (HEIGHT - 8) / ((high - low) or 1)
-    corners = " ".join(f"{number * x:.1f},{4 + (high - value) * y:.1f}" for number, value in points)
-    line = f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{corners}"/>'
-    return svg(WIDTH, HEIGHT, [line], f'role="img" aria-label="{escape(label)}"')
 
 
 def svg(width: float, height: float, parts: Iterable[str], attributes: str = 'role="img"') -> str:

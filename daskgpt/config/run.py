@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from daskgpt.config.errors import nearest_divisor, refusal
 from daskgpt.config.groups import check_groups, groups_setting
@@ -18,35 +19,24 @@ class DataConfig(Checked):
 
     data: str = setting(
         "stdlib",
-        "stdlib (this Python's library source), a text file, folder, glob or pipe, token files (.bin), prepared "
-        "tokens, or pairs: records with prompt and response, in which only responses are learned",
-        path=True,
+        "text file, folder, glob or pipe, token files, prepared tokens, or pairs; stdlib = Python's own source",
     )
     validation_data: str = setting(
-        "",
-        "source of the validation, as for --data; of prepared tokens, the held-out part; empty = a part of --data",
-        path=True,
+        "", "data of the validation, of prepared tokens their held-out part; empty = a part of --data"
     )
     encoding: str = setting(
         "auto",
-        "how text becomes token ids: bytes, gpt2, the file of a learned vocabulary, or learn:1024 to learn a "
-        "vocabulary of 1,024 ids from the text; auto = that of prepared tokens, gpt2 for other token files and for "
-        "models with GPT-2's vocabulary, else bytes",
+        "bytes, gpt2, a vocabulary's file, or learn:1024 to learn so many ids; auto = the data's, model's, or bytes",
     )
     order: str = setting(
         "auto",
-        "order of sequences: drawn at random, or each once per epoch; auto = epochs of prepared tokens and of pairs, "
-        "else random",
+        "order of sequences; auto = epochs of prepared tokens and pairs, else random",
         choices=("auto", "random", "epochs"),
     )
     validation_fraction: float = setting(0.1, "share of the text that is held out", above=0, below=1)
-    held_out: str = setting(
-        "spans", "which part is held out: spans all over the text, or its end", choices=("spans", "end")
-    )
+    held_out: str = setting("spans", "what is held out: spans all over the text, or its end", choices=("spans", "end"))
     batch_size: int = setting(12, "B, sequences per step; with --accumulate, per micro-batch", least=1, most=2**20)
-    accumulate: int = setting(
-        1, "N, micro-batches of B sequences: a step of N x B sequences in the memory of B", least=1, most=2**20
-    )
+    accumulate: int = setting(1, "N, micro-batches of a step, in the memory of one", least=1, most=2**20)
     sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
     groups: int = groups_setting()
 
@@ -69,9 +59,7 @@ class OptimizerConfig(Checked):
     Source   Loshchilov and Hutter 2019, arXiv:1711.05101; dropout: Srivastava et al. 2014, JMLR 15
     """
 
-    optimizer: str = setting(
-        "adamw", "adamw, muon (for matrices of blocks; adamw for the rest), or momentum (SGD with beta1)"
-    )
+    optimizer: str = setting("adamw", "adamw, muon (for matrices of blocks; adamw for the rest), or momentum (SGD)")
     learning_rate: float = setting(1e-3, "largest learning rate")
     schedule: str = setting(
         "cosine",
@@ -87,21 +75,15 @@ class OptimizerConfig(Checked):
     final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)")
     clip: float = setting(0.0, "largest norm of all gradients together; larger ones are scaled down; 0 = never")
     skip_outliers: float = setting(
-        0.0,
-        "skip updates whose loss or norm is this many standard deviations above the mean of 128 steps, such as 6; "
-        "0 = none",
+        0.0, "skip updates whose loss or norm is so many deviations above the mean of 128 steps, such as 6; 0 = none"
     )
     beta1: float = setting(0.9, "decay of the mean gradient m", below=1)
     beta2: float = setting(0.99, "decay of the mean squared gradient v", below=1)
     eps: float = setting(1e-8, "added to the square root of v", above=0, most=1)
     muon_beta: float = setting(0.95, "Muon: decay of the mean gradient m (Nesterov)", below=1)
-    muon_scale: float = setting(
-        0.2, "Muon: root mean square of an update, divided by the learning rate; AdamW's is about 0.2"
-    )
+    muon_scale: float = setting(0.2, "Muon: root mean square of an update, as a share of the learning rate")
     weight_decay: float = setting(0.1, "decoupled weight decay", most=1e3)
-    dropout: float = setting(
-        0.0, "share of embeddings, attention's probabilities and blocks' outputs that is dropped at random", below=1
-    )
+    dropout: float = setting(0.0, "share of embeddings, attention and blocks' outputs that is dropped", below=1)
     decay: str = setting("matrices", "which tensors decay: 2-D ones, or all", choices=("matrices", "all"))
 
 
@@ -113,11 +95,9 @@ class DataflowConfig(Checked):
     The result is bitwise identical under all of these settings except the precision.
     """
 
-    batch_chunk: int = setting(
-        0, "sequences in a chunk, a divisor of the batch size; auto or 0 = chosen by threads and times", words=AUTO
-    )
+    batch_chunk: int = setting(0, "sequences in a chunk, a divisor of B; auto or 0 = by threads and times", words=AUTO)
     sequence_chunk: int = setting(
-        0, "tokens of each sequence in a chunk, a divisor of the sequence length; auto or 0 = chosen", words=AUTO
+        0, "tokens of each sequence in a chunk, a divisor of T; auto or 0 = chosen", words=AUTO
     )
     scheduler: str = setting(
         "auto",
@@ -136,15 +116,14 @@ class DataflowConfig(Checked):
     )
     engine: str = setting(
         "ranks",
-        "on a cluster: ranks = each worker runs some steps as one task, and workers exchange data; tasks = Dask's "
-        "scheduler schedules each task of a step, which is slow and does not recover from a lost worker",
+        "on a cluster, who runs a step: its workers, which exchange data, or Dask's scheduler, task by task (slow)",
         choices=("ranks", "tasks"),
     )
     window: int = setting(4, "steps in flight with --barrier none", unit="steps", least=1, most=2**12)
     precision: str = setting(
         "float32",
-        "operands of matrix products; bfloat16 rounds them; auto = bfloat16 if it is faster; float64 only to verify",
-        choices=("float32", "bfloat16", "auto", "float64"),
+        "operands of matrix products; bfloat16 rounds them; auto = bfloat16 if it is faster",
+        choices=("float32", "bfloat16", "auto"),
     )
     threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one per core", most=2**12)
 
@@ -157,50 +136,30 @@ class RunConfig(Checked):
     steps: int = setting(2000, "optimizer steps", least=1)
     epochs: float = setting(0.0, "length of the run in passes over the training part, in place of --steps", most=1e6)
     tokens: int = setting(0, "length of the run in tokens, such as 10M, in place of --steps", parse=count)
-    minutes: float = setting(
-        0.0,
-        "length of the run in minutes of training, including those before --resume; the number of steps, on which the "
-        "learning rate depends, is estimated repeatedly; 0 = by steps",
-        unit="minutes",
-    )
     seed: int = setting(0, "seed of initial values, batches and samples")
-    init: str = setting(
-        "",
-        "run folder, or any model that daskgpt.convert reads, to start from; without it, random values",
-        path=True,
-    )
-    out: str = setting(
-        "", "folder for the run; without it, runs/DATE-TIME on the command line, none from Python", path=True
-    )
+    init: str = setting("", "run folder, or any model that convert reads, to start from; without it, random values")
+    out: str = setting("", "folder for the run; without it, runs/DATE-TIME on the command line, none from Python")
     validate_every: int = setting(500, "steps between validations; 0 = only at the end", unit="steps")
     validation_batches: int = setting(16, "batches per validation", least=1, most=2**16)
     save_every: int = setting(0, "steps between checkpoints; 0 = only by time", unit="steps")
-    save_minutes: float = setting(
-        10.0, "minutes between checkpoints, and one at the end; 0 = only at the end", unit="minutes"
-    )
+    save_minutes: float = setting(10.0, "time between checkpoints; 0 = only at the end", unit="minutes")
     keep: int = setting(3, "number of newest checkpoints to keep", least=1)
     keep_best: int = setting(1, "keep a checkpoint of the lowest validation loss so far as RUN/best; 0 = none", below=2)
     keep_every: int = setting(0, "steps between checkpoints that are never deleted; 0 = none", unit="steps")
     snapshot_every: int = setting(
         -1,
-        "on a cluster, steps between recovery points (copies of the state on other workers); auto = by the cost of "
-        "copying, which stays below 1 % of the time; 0 = none",
+        "on a cluster, steps between copies of the state on other workers; auto = at most 1 % of the time; 0 = none",
         unit="steps",
         least=-1,
         words={"auto": -1},
     )
-    worker_minutes: float = setting(
-        10.0, "on a cluster, how long to wait for a worker after all are lost", unit="minutes"
-    )
+    worker_minutes: float = setting(10.0, "how long to wait for a worker of a cluster if all are lost", unit="minutes")
     worker_seconds: float = setting(
-        60.0,
-        "on a cluster, how long a worker may be silent before the run continues without it; 0 = Dask's own limit",
-        unit="seconds",
+        60.0, "how long a worker may be silent before it counts as lost; 0 = Dask's own limit", unit="seconds"
     )
-    log: str = setting("", "where metrics are written in addition to RUN/metrics.jsonl: tensorboard (needs its extra)")
     sample_tokens: int = setting(200, "length of a text sample; 0 = none", unit="tokens", most=2**20)
     sample_every: int = setting(
-        0, "on the command line, steps between text samples; 0 = at the end, and with --init at the start", unit="steps"
+        0, "steps between text samples; 0 = at the end, and with --init at the start", unit="steps"
     )
 
 
@@ -220,16 +179,21 @@ def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig
             raise refusal(ValueError, "DataflowConfig", rule, {name: part, whole_name: whole}, advice)
 
 
-# Recipes: flags of a run that belong together, under one name of `daskgpt.train --preset`; further flags override them.
-RECIPES: dict[str, str] = {
+# Recipes: settings of a run that belong together, under one name of `daskgpt.train --preset`; flags override them.
+RECIPES: dict[str, dict[str, Any]] = {
     # The fastest recipe we know that reaches 1.88 nats per character on the last tenth of tinyshakespeare: the blocks
     # of nanoGPT's recipe for laptops, another optimizer, and tokens of several characters. 51 batches cover that tenth.
-    "speedrun": "--preset tiny --encoding learn:4096 --held-out end --validation-batches 51 --validate-every 0"
-    " --batch-size 12 --sequence-length 64 --optimizer muon --learning-rate 0.01 --schedule linear --warmup 20"
-    " --final-learning-rate 0 --steps 100",
+    "speedrun": {
+        **{"preset": "tiny", "encoding": "learn:4096", "held_out": "end", "batch_size": 12, "sequence_length": 64},
+        **{"optimizer": "muon", "learning_rate": 0.01, "schedule": "linear", "warmup": 20, "final_learning_rate": 0.0},
+        **{"steps": 100, "validate_every": 0, "validation_batches": 51},
+    },
     # Further training of a model from --init. To keep what the model has learned, the rates are small, and rise slowly
     # at the start, while AdamW's moments are unknown. Validations are frequent, since a model soon learns few examples
     # by heart; RUN/best is the model before that.
-    "finetune": "--learning-rate 5e-5 --schedule linear --warmup 10% --final-learning-rate 0 --clip 1 --beta2 0.999"
-    " --weight-decay 0.01 --batch-size 8 --sequence-length 256 --epochs 3 --validate-every 50",
+    "finetune": {
+        **{"learning_rate": 5e-5, "schedule": "linear", "warmup": "10%", "final_learning_rate": 0.0, "clip": 1.0},
+        **{"beta2": 0.999, "weight_decay": 0.01, "batch_size": 8, "sequence_length": 256},
+        **{"epochs": 3.0, "validate_every": 50},
+    },
 }

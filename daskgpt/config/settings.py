@@ -14,8 +14,6 @@ from textwrap import indent, wrap
 from typing import Any, TypeVar
 
 from daskgpt.config.errors import refusal, require, require_known, require_named
-from daskgpt.config.files import require_utf8
-from daskgpt.config.rich import html_table
 from daskgpt.config.rows import is_from_outside
 
 DOC_WIDTH = 67  # 80 columns with the indentation and the prefix of `help`
@@ -29,9 +27,6 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 }
 KINDS = {int: ("a whole number", "an int", Integral), float: ("a number", "a float", Real)}
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
-_COUNT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:e(\d{1,2}))? ?([kmgb]?)", re.IGNORECASE)
-_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?(us|ms|s)")
-_SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?%")
 
 Config = TypeVar("Config", bound=type)
 
@@ -46,7 +41,6 @@ def setting(
     blank: bool = False,
     rows: bool = False,
     parse: Callable[[str], Any] | None = None,
-    path: bool = False,
     **bounds: float,
 ) -> Any:
     """Return a dataclass field that can be a flag, with help, unit and allowed values. Its default decides its type.
@@ -56,7 +50,6 @@ def setting(
     blank     whether white space is a valid value; it is not for names, which most texts are
     rows      whether the choices are rows of a table; a row of another module may then be given: package.module:ROW
     parse     function that converts a text to the number, such as `count` or `count_or_share`
-    path      whether the text is a path that a run writes down
     bounds    bounds of a number: `least` (default 0) and `most` are inclusive, `above` and `below` exclusive
     """
     if not isinstance(default, float):
@@ -65,7 +58,7 @@ def setting(
         bounds = {"least": 0} | bounds
     metadata: dict[str, object] = {"help": help, "unit": unit, "choices": choices, "words": words or {}}
     metadata |= {"blank": blank, "rows": rows}
-    return field(default=default, metadata=metadata | {"bounds": bounds, "parse": parse, "path": path})
+    return field(default=default, metadata=metadata | {"bounds": bounds, "parse": parse})
 
 
 @dataclass(frozen=True)
@@ -85,12 +78,6 @@ class Checked:
             elif not isinstance(value, str):
                 _check_bounds(where, f, value)
 
-    def _repr_html_(self) -> str:
-        """Return a table for notebooks, with a row per field; fields that differ from their default come first."""
-        ordered = sorted(fields(self), key=lambda f: getattr(self, f.name) == f.default)
-        rows = [[f.name, _shown(f, getattr(self, f.name)), help_of(f)] for f in ordered]
-        return html_table(type(self).__name__, rows)
-
 
 def _of_type(where: str, f: Field[Any], value: Any) -> Any:
     """Return the value as the type of the field: NumPy integers and words become numbers, a path becomes a text."""
@@ -100,8 +87,6 @@ def _of_type(where: str, f: Field[Any], value: Any) -> Any:
         text = os.fspath(value)
         if text != f.default and not f.metadata["blank"]:
             require_named(text, where, f.name)
-        if text != f.default and f.metadata["path"]:
-            require_utf8(text, where, f.name)
         return text
     if isinstance(value, str) and value in f.metadata["words"]:
         return f.metadata["words"][value]
@@ -131,11 +116,6 @@ def _word(f: Field[Any], value: object) -> str:
     return next((word for word, number in words.items() if number == value), str(value)) or "none"
 
 
-def _shown(f: Field[Any], value: object) -> str:
-    """Return a value as it would be given, with a star if it is not the default."""
-    return _word(f, value) + ("" if value == f.default else " *")
-
-
 def help_of(f: Field[Any], default: str = "") -> str:
     """Return the help of a field with choices, unit and default, which `default` or text after "; empty = " says."""
     choices = f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
@@ -154,15 +134,20 @@ def documented(config: Config) -> Config:
     return config
 
 
+def _matched(text: str, rest: str) -> re.Match[str]:
+    """Return the match of a number and of what follows it. Errors   ValueError for another text"""
+    match = re.fullmatch(rf"(\d+(?:\.\d*)?|\.\d+){rest}", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(text)
+    return match
+
+
 def count(text: str) -> int:
     """Return the whole number of a text such as 1000, 10M, 1.5G or 1e6.
 
     Errors   ValueError for another text
     """
-    match = _COUNT.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(text)
-    number, exponent, suffix = match.groups()
+    number, exponent, suffix = _matched(text, r"(?:e(\d{1,2}))? ?([kmgb]?)").groups()
     return round(float(f"{number}e{exponent or 0}") * SUFFIXES[suffix.lower()])
 
 
@@ -171,10 +156,8 @@ def duration(text: str) -> float:
 
     Errors   ValueError for another text
     """
-    match = _DURATION.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(text)
-    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+    number, unit = _matched(text, " ?(us|ms|s)").groups()
+    return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit.lower()]
 
 
 def count_or_share(text: str) -> int | str:
@@ -182,10 +165,12 @@ def count_or_share(text: str) -> int | str:
 
     Errors   ValueError for another text, or a share above 100%
     """
-    match = _SHARE.fullmatch(text.strip())
-    if match and float(match[1]) > 100:
+    if not text.endswith("%"):
+        return int(text)
+    share = float(_matched(text, " ?%")[1])
+    if share > 100:
         raise ValueError(text)
-    return f"{float(match[1]):g}%" if match else int(text)
+    return f"{share:g}%"
 
 
 def part_of(amount: int | str, whole: int) -> int:

@@ -46,7 +46,7 @@ class PrepareConfig(Checked):
     Scheduler and threads change no byte.
     """
 
-    out: str = setting("", "folder to write, or to continue after the same command was stopped", path=True)
+    out: str = setting("", "folder to write, or to continue after the same command was stopped")
     encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary; empty = gpt2")
     learn_vocabulary: int = setting(0, "ids of a vocabulary to learn from the corpus; 0 = none", unit="ids", least=0)
     shard_tokens: int = setting(

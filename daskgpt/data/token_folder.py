@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import digest_of, locked, remove, rename, replacing, sync_folder, written
+from daskgpt.config.files import digest_of, locked, remove, replacing, sync_folder, written
 from daskgpt.formats.llmc import HEADER_BYTES, token_header
 from daskgpt.formats.vocabulary import is_learned, read_vocabulary
 
@@ -224,7 +224,7 @@ def complete(folder: Path, partial: Path, manifest: Manifest) -> None:
     names |= {shard.file for part in (manifest.train, manifest.val) for shard in part.shards}  # some are moved already
     with written(folder, WHERE):
         for path in files:
-            rename(path, folder / path.name)
+            path.replace(folder / path.name)
         for pattern in (VOCABULARY_FILE, TOKENIZER_FILE, *(f"{part}_*.bin" for part in PARTS)):
             for path in folder.glob(pattern):
                 if path.name not in names:  # of other settings, by a process that was killed in this function

@@ -182,7 +182,7 @@ class TimedEngine:
         self.ranks = self.engine.ranks  # whether workers share a batch
         self.engine.resume(state or self.engine.initial(RandomParameters(job.config, seed)))
         self.losses: list[float] = []
-        self.length = job.horizon().steps
+        self.length = job.steps
 
     @property
     def settings(self) -> dict[str, Any]:

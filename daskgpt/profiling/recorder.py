@@ -9,7 +9,6 @@ from pathlib import Path
 from time import time
 from typing import Any, NamedTuple
 
-from daskgpt.config.errors import require
 from daskgpt.config.files import check_writable
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.profiling.timeline import (
@@ -169,12 +168,6 @@ class TimelineConfig(Checked):
             check_writable(path, "timeline", "timeline")
 
 
-def require_shared_steps(job: Job) -> None:
-    """Errors   ValueError for a run whose length is given in minutes, so that its last steps are not known"""
-    rule, advice = "a timeline of the last steps needs a run of so many steps", "Leave out --timeline or --minutes."
-    require(not job.run.minutes, "train", rule, {"minutes": job.run.minutes}, advice)
-
-
 class TimelineCallback:
     """A `training.trainer.Callback`: records a run's last steps as a `Timeline`, which notebooks show.
 
@@ -188,7 +181,6 @@ class TimelineCallback:
         self.timeline: Timeline | None = None
 
     def begin(self, job: Job, engine: Engine, steps: int) -> int:
-        require_shared_steps(job)
         self.recorder = recorder_of(engine)
         self.path = Path(job.run.out if is_bare(self.config.timeline) else "") / self.config.timeline
         return max(steps - self.config.timeline_steps, 0)

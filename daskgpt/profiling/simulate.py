@@ -459,7 +459,7 @@ def forecast(
         while engine.undecided:
             demands = call_demands(engine.step, costs)
             times = {key: demand.beside if threads > 1 else demand.alone for key, demand in demands.items()}
-            engine.tune([Span(key, 0, 0.0, seconds) for key, seconds in times.items()], job.horizon().steps)
+            engine.tune([Span(key, 0, 0.0, seconds) for key, seconds in times.items()], job.steps)
     processes = [Process.of_engine(engine, costs, pooled) for engine in engines]
     place = Platform(cores or (max(threads, here) if bandwidth or ranks == 1 else here), bandwidth, latency)
     if place.cores > costs.cores:

@@ -18,28 +18,22 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of
 from daskgpt.config.run import DataflowConfig, RunConfig
-from daskgpt.formats.huggingface import MODEL, open_run_model
 from daskgpt.formats.models import open_model_file
-from daskgpt.formats.safetensors import TensorFiles, tensor_path
 from daskgpt.formats.stored_model import read_json
-from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, digest
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chain import CHAIN, LINK, Entry, is_entry, read_chain
-from daskgpt.training.checkpoint import OPTIMIZER, STATE, DamagedCheckpoint, checked_state, checkpoints, read_checkpoint
-from daskgpt.training.job import Horizon, Job, require_memory
+from daskgpt.training.checkpoint import STATE, DamagedCheckpoint, checked_state, checkpoints, read_checkpoint
+from daskgpt.training.job import Job, require_memory
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.metrics import Diverged
 from daskgpt.training.run_folder import RunFolder
 from daskgpt.training.start import (
-    CHUNKS,
     PACKAGES,
     SEEDED,
     Start,
@@ -47,9 +41,10 @@ from daskgpt.training.start import (
     arithmetic,
     configurations,
     data_of_run,
+    fixed_dials,
     open_dataset,
-    place_of,
-    written_configuration,
+    require_allowed_rows,
+    stored_settings,
 )
 from daskgpt.training.trainer import Observers, run_job
 
@@ -94,15 +89,11 @@ class Verdict:
     def __str__(self) -> str:
         if not self.differs:
             return f"not computed: {self.unknown}" if self.unknown else "agree: losses, model and moments"
-        told = [f"{name} after step {steps[0]:,}{_others(steps)}" for name, steps in self.states.items()]
+        faults = [f"{name} after step {steps[0]:,}" for name, steps in self.states.items()]
         if self.losses:
             step, written, computed = self.losses[0]
-            told.insert(0, f"loss of step {step + 1:,} is {written} instead of {computed}{_others(self.losses)}")
-        return f"DIFFER: {'; '.join(told)}"
-
-
-def _others(faults: Sequence[Any]) -> str:
-    return f" (the first of {len(faults):,})" if len(faults) > 1 else ""
+            faults.insert(0, f"{len(self.losses):,} losses, that of step {step + 1:,} {written} instead of {computed}")
+        return f"DIFFER: {'; '.join(faults)}"
 
 
 class Audit:
@@ -116,7 +107,7 @@ class Audit:
 
     def __init__(self, run: Path, dials: Mapping[str, Any], data: str = "", init: str = "") -> None:
         """dials   fields of `DataflowConfig`: how steps are computed
-        data    where the data are, if not where the run's configuration or its last checkpoint says
+        data    where the data are, if not where the last entry says
         init    where the model that the run began with is, likewise
 
         Errors  FileNotFoundError if there is no run with a chain
@@ -130,8 +121,9 @@ class Audit:
         self.faults += [f"{CHAIN}: line {n} is not as it was written" for n, entry in enumerate(lines, 1) if not entry]
         self.entries = {digest_of(entry): entry for entry in lines if entry}
         self.head = next(reversed(self.entries), "")
-        places = written_configuration(run), self.entries[self.head]["configuration"] if self.head else {}
-        self.data, self.init = place_of("data", data, *places), place_of("init", init, *places)
+        settings = self.entries[self.head]["configuration"] if self.head else {}
+        self.data = data or settings.get("data", {}).get("data", "")
+        self.init = init or settings.get("run", {}).get("init", "")
         self.folders = dict(self._checkpoints())
         for folder in list(self.folders.values())[:1]:
             open_model_file(folder)  # makes a learned vocabulary known
@@ -170,8 +162,7 @@ class Audit:
         if not beyond:
             return ""
         steps = f"losses of steps {beyond[0]:,} to {beyond[-1]:,} follow the last checkpoint"
-        changes = self.entries[self.head].get("horizon", {}).get("changes") if self.head else None
-        if changes and changes[-1][1] <= last:
+        if self.head and self.entries[self.head]["configuration"]["run"]["steps"] <= last:
             self.faults.append(f"{METRICS}: {steps}, with which the run ended")
             return ""
         return steps
@@ -205,22 +196,19 @@ class Audit:
         numbers = sorted(random.Random(seed).sample(range(len(self.stretches)), count))
         return [self.stretches[number] for number in numbers]
 
-    def after(self, stretch: Stretch) -> Stretch | None:
-        """Return the stretch that begins where another one ends."""
-        return next((other for other in self.stretches if other.begin == stretch.end), None)
-
     def job(self, entry: Entry) -> Job:
         """Return the job of the steps before an entry: those of the process that wrote it, computed here.
 
         Errors   ValueError where the data, or the arithmetic of this machine, are not the run's
         """
-        c = configurations("audit", entry["configuration"])
-        # Where a library multiplies, bits depend on the chunks.
-        kept = ("precision", *(() if one_order(np.dtype(np.float32)) else CHUNKS))
-        dataflow = DataflowConfig(**{name: getattr(c["dataflow"], name) for name in kept} | dict(self.dials))
-        data = replace(c["data"], data=self.data)
+        c = configurations("audit", stored_settings("audit", entry))
+        kept = {name: getattr(c["dataflow"], name) for name in ("precision", *fixed_dials())}
+        dataflow, data = DataflowConfig(**kept | dict(self.dials)), replace(c["data"], data=self.data)
+        require_allowed_rows(entry, "audit")
         dataset = data_of_run("audit", data, entry, self.open_dataset)
-        run = RunConfig(steps=entry["step"], seed=entry["seed"], validate_every=0, validation_batches=1, keep_best=0)
+        # The learning rate depends on the number of all steps; those after the entry are not made.
+        steps = {"steps": c["run"].steps, "save_every": entry["step"], "validate_every": 0, "validation_batches": 1}
+        run = RunConfig(**steps, seed=entry["seed"], keep_best=0)
         job = Job(c["model"], data, c["optimizer"], dataflow, run, dataset)
         then, here = (
             f"{facts.get('precision')} by {facts.get('unit')}" for facts in (entry["arithmetic"], arithmetic(job))
@@ -236,29 +224,24 @@ class Audit:
         other = [name for name in now if then.get(name, now[name]) != now[name]]
         return ", ".join(f"{name} {then[name]} -> {now[name]}" for name in other)
 
-    def compute(self, stretch: Stretch, scheduler: Scheduler, folder: Path, begin: Path | None = None) -> Verdict:
+    def compute(self, stretch: Stretch, scheduler: Scheduler, folder: Path) -> Verdict:
         """Make the steps of a stretch again and compare what they lead to, deleted checkpoints included.
 
         folder   that the checkpoints are written to
-        begin    a checkpoint to begin at in place of the stretch's own
         """
-        verdict, at, state = Verdict(), begin or stretch.begin, stretch.entries[0]
+        verdict, at, state = Verdict(), stretch.begin, stretch.entries[0]
         parameters, verdict.unknown = ({}, "") if at else self._origin(stretch.entries)
         for entry in () if verdict.unknown else stretch.entries[1:]:
             job, moments = self.job(entry), None
             if at:
                 checkpoint = read_checkpoint(at, state, job.moments)
                 parameters, moments = checkpoint.model.parameters, checkpoint.moments
-                if at not in (begin, stretch.begin):
+                if at != stretch.begin:
                     shutil.rmtree(at)
-            out, first = folder / f"to-{entry['step']}", state["step"]
-            unknown_losses, outliers = [nan] * first, state.get("outliers", ())
-            horizon = _horizon(job, entry)
-            start = Start(
-                RunFolder(str(out)), horizon, parameters, moments, first, unknown_losses, outliers=outliers, entry=state
-            )
-            losses, at = _made(job, scheduler, start)
-            steps = range(first, entry["step"])
+            out, steps = RunFolder(str(folder / f"to-{entry['step']}")), range(state["step"], entry["step"])
+            outliers, earlier_losses = state.get("outliers", ()), [nan] * steps.start
+            start = Start(out, parameters, moments, steps.start, earlier_losses, outliers=outliers, entry=state)
+            losses, at = _made(job, scheduler, start, entry["step"])
             both = zip_longest(steps, map(self.losses.get, steps), losses)
             verdict.losses += [loss for loss in both if loss[1] != loss[2]]
             if at is None:
@@ -288,41 +271,20 @@ class Audit:
         return {}, "a program gave its parameters"
 
 
-def _horizon(job: Job, entry: Entry) -> Horizon:
-    """Return the length of a run as its steps knew it: the learning rate depends on it. It ends with an entry."""
-    horizon, end = job.horizon(), entry["step"]
-    changes = entry.get("horizon", {}).get("changes", ())
-    horizon.changes = [(first, steps) for first, steps in changes if first < end] + [(end, end)]
-    return horizon
-
-
-def _made(job: Job, scheduler: Scheduler, start: Start) -> tuple[list[float], Path | None]:
-    """Make the steps of a job; return their losses, and the checkpoint at the end, None if a number is not finite."""
+def _made(job: Job, scheduler: Scheduler, start: Start, end: int) -> tuple[list[float], Path | None]:
+    """Make the steps of a job up to an end; return their losses, and the checkpoint there, None if a number is not
+    finite.
+    """
     losses = list[float]()
+
+    def on_step(step: int, metrics: Mapping[str, Any]) -> bool:
+        losses.append(metrics["loss"])
+        return step + 1 == end
+
     try:
-        result = run_job(
-            job, scheduler, start, Observers(lambda _, metrics: losses.append(metrics["loss"]), quiet=True)
-        )
+        result = run_job(job, scheduler, start, Observers(on_step, quiet=True))
     except Diverged:
         return losses, None
-    if result.stopped:  # by Ctrl-C
+    if start.step + len(losses) < end:  # by Ctrl-C
         raise KeyboardInterrupt
     return losses, result.checkpoint
-
-
-def differing_tensors(one: Path, other: Path) -> list[tuple[str, int, int]]:
-    """Return the tensors in which two checkpoints differ, each with the number of values that differ, and of all.
-
-    Order    the model's, weights before moments
-    """
-
-    def values(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-        yield from open_run_model(folder / MODEL).parameters.items()
-        files = TensorFiles(tensor_path(folder, OPTIMIZER), "audit")
-        yield from ((name, files[name].read()) for name in files)
-
-    differing = []
-    for (name, x), (_, y) in zip(values(one), values(other)):
-        count = np.count_nonzero(np.ascontiguousarray(x).view(np.uint32) != np.ascontiguousarray(y).view(np.uint32))
-        differing += [(name, int(count), x.size)] if count else []
-    return differing

@@ -22,7 +22,10 @@ NUMBERS, PARTS = ("step", "seed"), ("data", "configuration", "arithmetic", "vers
 
 
 class Chain:
-    """Writes the chain of a run, a line a checkpoint."""
+    """Writes the chain of a run, a line a checkpoint.
+
+    numbered   step and digest of each entry
+    """
 
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
         """Continue behind an entry: the beginning of a new run, or the state of the checkpoint that one continues from.
@@ -30,24 +33,16 @@ class Chain:
         Lines behind it are cut. A file that lacks it is set aside, and the chain begins with this entry.
         """
         lines, wanted = read_chain(path), digest_of(entry)
-        place = next(
-            (
-                n
-                for n, (_, entry_of_line) in enumerate(lines, 1)
-                if entry_of_line and digest_of(entry_of_line) == wanted
-            ),
-            0,
-        )
-        if lines and not place:
+        digests = [digest_of(earlier) if earlier else "" for _, earlier in lines]
+        length = digests.index(wanted) + 1 if wanted in digests else 0
+        if lines and not length:
             set_aside(path, "damaged")
-        elif place < len(lines):
+        elif length < len(lines):
             with replacing(path, "RunFolder") as file:
-                file.write(b"".join(line for line, _ in lines[:place]))
-        self.known = [
-            (entry_of_line["step"], digest_of(entry_of_line)) for _, entry_of_line in lines[:place] if entry_of_line
-        ]
-        self.file = RecordFile(path, lambda record: f"{json.dumps(record)}\n".encode(), new=False)
-        if not place:
+                file.write(b"".join(line for line, _ in lines[:length]))
+        self.numbered = [(earlier["step"], digest) for (_, earlier), digest in zip(lines[:length], digests) if earlier]
+        self.file = RecordFile(path)
+        if not length:
             self.add(entry)
 
     def link(self, step: int, losses: Sequence[float]) -> dict[str, str]:
@@ -55,7 +50,7 @@ class Chain:
 
         losses   of all steps so far
         """
-        since, previous = next(entry for entry in reversed(self.known) if entry[0] < step)
+        since, previous = next(entry for entry in reversed(self.numbered) if entry[0] < step)
         return {"previous": previous, "losses": digest_of(losses[since:step])}
 
     def add(self, entry: Mapping[str, Any]) -> None:
@@ -64,16 +59,10 @@ class Chain:
         Errors   OSError if there is no room: the entry is written later
         """
         numbered = entry["step"], digest_of(entry)
-        if numbered not in self.known[-1:]:  # otherwise its checkpoint is written once more, into another folder
-            self.known.append(numbered)
-            self.file.write(self.file.encode({**entry, DIGEST: numbered[1]}))
+        if numbered not in self.numbered[-1:]:  # otherwise its checkpoint could not be written at first
+            self.numbered.append(numbered)
+            self.file.write({**entry, DIGEST: numbered[1]})
         self.file.sync()
-
-    def move_to(self, path: Path) -> None:
-        """Continue in a copy of the file."""
-        self.file.copy_to(path)
-        self.file.close()
-        self.file = RecordFile(path, self.file.encode, new=False)
 
 
 def read_chain(path: Path) -> list[tuple[bytes, Entry | None]]:

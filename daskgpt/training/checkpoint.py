@@ -7,7 +7,7 @@
     RUN/latest -> step-00001000
     RUN/best -> step-00000500                the checkpoint with the lowest validation loss
 
-`latest` and `best` are links; on a file system without links, text files with the name of the checkpoint.
+`latest` and `best` are links; a file system without links lacks them.
 A checkpoint is written under a temporary name, flushed to the disk and renamed: a kill at any moment leaves the
 checkpoint before it intact.
 """
@@ -19,7 +19,6 @@ import json
 import math
 import os
 import re
-import secrets
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,10 +30,11 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require, require_named
 from daskgpt.config.files import (
+    FORBIDDEN,
+    LACKING,
     appearing,
     digest_of,
     remove,
-    rename,
     replacing,
     set_aside,
     sync_folder,
@@ -83,7 +83,7 @@ def step_folder(run: Path, step: int) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a path is a checkpoint: `step-...`, `latest`, `best`, or a copy with another name."""
-    return (followed(path) / STATE).is_file()
+    return (path / STATE).is_file()
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -127,7 +127,9 @@ def write_checkpoint(
 
 
 def point(link: Path, name: str) -> None:
-    """Point `latest` or `best` to a checkpoint. At any moment it points to this one or to the one before.
+    """Point `latest` or `best` to a checkpoint, where the file system has links.
+
+    At any moment the link points to this checkpoint or to the one before.
 
     Errors   OSError if the system refuses
     """
@@ -136,27 +138,12 @@ def point(link: Path, name: str) -> None:
     with temporary_beside(link, "write_checkpoint") as temporary:
         try:
             os.symlink(name, temporary)
-        except OSError:  # the file system has no links
-            temporary.write_text(f"{name}\n")
-        rename(temporary, link)
+        except OSError as error:
+            if error.errno in (*LACKING, *FORBIDDEN):
+                return
+            raise
+        os.replace(temporary, link)
         sync_folder(link.parent)
-
-
-def pointed(link: Path) -> Path | None:
-    """Return the checkpoint that `latest` or `best` points to, as a link or as a text file; None without one."""
-    try:
-        name = os.readlink(link) if link.is_symlink() else link.open("rb").read(32).decode("ascii").strip()
-    except (OSError, ValueError):
-        return None
-    return link.with_name(name) if STEP.fullmatch(name) else None
-
-
-def followed(path: Path) -> Path:
-    """Return a checkpoint, or a file in one, by the checkpoint's own name if `latest` or `best` is a text file."""
-    for link in (path, path.parent):
-        if link.name in (LATEST, BEST) and link.is_file() and (checkpoint := pointed(link)):
-            return checkpoint / path.relative_to(link)
-    return path
 
 
 def tidy(run: Path, step: int) -> None:
@@ -183,11 +170,8 @@ def prune(run: Path, keep: int, keep_every: int, best: int = -1) -> None:
     for path in checkpoints(run)[:-keep]:
         step = step_of(path)
         if step != best and not (keep_every and step % keep_every == 0):
-            deleted = run / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-            try:
-                os.rename(path, deleted)  # first, so that no checkpoint is partial
-            except OSError:  # the file system cannot rename it
-                deleted = path
+            with temporary_beside(path, "prune") as deleted:
+                os.replace(path, deleted)  # first, so that no checkpoint is partial
             remove(deleted)
 
 
@@ -318,7 +302,7 @@ class Best:
         """Point `best` to this checkpoint, or remove the link where there is none."""
         if self.step >= 0:
             point(run / BEST, step_folder(run, self.step).name)
-        elif pointed(run / BEST):
+        elif (run / BEST).is_symlink():
             (run / BEST).unlink()
 
 
@@ -353,8 +337,7 @@ def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     Errors   as of `load`
     """
     require_named(path, "load", "path")
-    target = followed(Path(path))
-    path = model_path(path if target == Path(path) else target)  # the name of a model at a hub is no path
+    path = model_path(path)
     folder, state = find_checkpoint(path) or (path, {})
     model = open_model_file(path if path.is_file() else folder)
     rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."

@@ -18,7 +18,7 @@ import numpy as np
 
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.dataset import Batch
-from daskgpt.graph.compiled import KernelGraph, Layout, Submission
+from daskgpt.graph.compiled import Layout, Submission
 from daskgpt.graph.distribute import Rank
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.program import Span
@@ -129,7 +129,6 @@ class Engine(ABC):
 
     made        number of steps before the state
     undecided   whether the next step is measured to choose chunks or grain, and must run alone
-    kernels     the kernel calls of a step; None if they are recorded elsewhere
     ranks       whether the workers of a cluster share each batch
     """
 
@@ -137,7 +136,6 @@ class Engine(ABC):
     scheduler: Scheduler
     ranks = False
     undecided = False
-    kernels: KernelGraph | None = None
 
     def start(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> None:
         """Begin with a state, see `initial`."""
@@ -247,10 +245,6 @@ class _OneStep(Engine):
         return self.current.step
 
     @property
-    def kernels(self) -> KernelGraph:  # type: ignore[override]
-        return self.step.kernels
-
-    @property
     def chunk(self) -> tuple[int, int]:
         return self.step.dials.chunk
 
@@ -269,6 +263,10 @@ class _OneStep(Engine):
     @property
     def described_chunks(self) -> str:
         return self.chunks.described(self.chunk)
+
+    def together(self) -> int:
+        alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers or self.undecided
+        return 1 if alone else self.job.dataflow.window
 
     def inputs(self, batches: Sequence[Batch], steps: int, limits: Limits) -> list[Arrays]:
         """Return the inputs of the next steps."""
@@ -310,10 +308,6 @@ class LocalEngine(_OneStep):
     def described_tasks(self) -> str:
         return "" if self.choice.undecided else f"{self.grain}, {self.tasks} tasks a step"
 
-    def together(self) -> int:
-        alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers or self.undecided
-        return 1 if alone else self.job.dataflow.window
-
     def tune(self, spans: Sequence[Span], steps: int) -> None:
         """Choose chunks or grain by the kernel calls of a step; steps: how many remain."""
         if self.chunks.undecided:
@@ -352,10 +346,6 @@ class TaskEngine(_OneStep):
     @property
     def described_tasks(self) -> str:
         return f"{self.grain}, {self.tasks} tasks a step, each of which costs Dask's scheduler some milliseconds"
-
-    def together(self) -> int:
-        alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers
-        return 1 if alone else self.job.dataflow.window
 
     def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
         submitted = []

@@ -34,95 +34,15 @@ from daskgpt.model.precision import FLOAT32, Precision, resolve
 from daskgpt.schedulers.machine import memory_limit, usable_cores
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, resolved_address
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.logs import chosen_sinks
 
 Say = Callable[[str], None]  # prints a line
-HORIZONS = ("steps", "epochs", "tokens", "minutes")
-ESTIMATES = 100  # in the time of a run
-RECENT = 10  # number of estimates over which the time of a step is averaged
+LENGTHS = ("steps", "epochs", "tokens")  # settings that decide the number of steps
 COMPILING = threading.RLock()  # held by the run that compiles kernels; others of this process find them compiled
 
 
-class Horizon:
-    """The length of a run: a number of steps, epochs or tokens, or the steps that fit into a number of minutes.
-
-    How many steps fit into some minutes depends on the machine, and the learning rate on the number of all steps.
-    So that number is estimated again whenever a hundredth of the time has passed, and each estimate is recorded with
-    the step from which it counts: a step that is repeated after a loss has the same learning rate. Checkpoints have
-    the estimates, too.
-
-    changes   (step, number of all steps from that step on), in order
-    """
-
-    def __init__(self, run: RunConfig, tokens_a_step: int, epoch: int = 0) -> None:
-        """epoch   tokens of an epoch"""
-        tokens = run.tokens or math.ceil(run.epochs * epoch)
-        steps = -(-tokens // tokens_a_step) if tokens else run.steps
-        self.changes = [(0, steps)]
-        self.seconds = 60 * run.minutes  # of the run; 0 if it is not limited by time
-        self.estimates: list[tuple[int, float]] = []  # steps and seconds at each estimate of this process
-
-    @property
-    def steps(self) -> int:
-        """Number of all steps, as estimated last."""
-        return self.changes[-1][1]
-
-    def at(self, step: int) -> int:
-        """Return the number of all steps, as it was estimated when a step was made."""
-        return next(steps for first, steps in reversed(self.changes) if first <= step)
-
-    def next_change(self, step: int) -> int | None:
-        """Return the next step from which on another number counts, if there is one."""
-        return next((first for first, _ in self.changes if first > step), None)
-
-    def passed(self, done: int, seconds: float) -> bool:
-        """Note between two steps that some steps have taken some seconds; return whether the estimate has changed.
-
-        The estimate is never below the next step, which ends the run when its time is over.
-        """
-        if not self.seconds:
-            return False
-        if not self.estimates:  # the time before does not count: chunks and grain were chosen in it
-            self.estimates.append((done, seconds))
-            return False
-        then, before = self.estimates[-1]
-        due = seconds >= self.seconds or seconds - before >= self.seconds / ESTIMATES
-        if done == then or not due:
-            return False
-        first, since = self.estimates[-RECENT:][0]
-        self.estimates.append((done, seconds))
-        left = (self.seconds - seconds) * (done - first) / (seconds - since)
-        steps = done + max(round(left), 1)
-        changed = steps != self.steps
-        if changed:
-            self.changes.append((done, steps))
-        return changed
-
-    def facts(self, seconds: float) -> dict[str, Any]:
-        """Return the entry of a checkpoint: the estimates, and how long the run has trained."""
-        return {"changes": list(self.changes), "seconds": round(seconds, 3), "of": self.seconds}
-
-    def resume(self, facts: Mapping[str, Any], done: int) -> None:
-        """Continue from the entry of a checkpoint after some steps.
-
-        Errors   ValueError if no time is left
-        """
-        if not self.seconds:
-            return
-        estimate = self.steps
-        self.changes = [(int(first), int(steps)) for first, steps in facts.get("changes", ())] or [(0, estimate)]
-        spent, minutes = facts.get("seconds", 0.0), self.seconds / 60
-        rule, advice = "the run must have time left", "Give more --minutes: they count all processes of the run."
-        ended = self.steps <= done and self.seconds <= facts.get("of", 0.0)
-        got = {"minutes": f"{minutes:g}", "spent": f"{spent / 60:.1f}"}
-        require(spent < self.seconds and not ended, "train", rule, got, advice)
-        if self.steps <= done:  # there is more time than before: as many steps as fit, by their mean time so far
-            self.changes.append((done, max(done + 1, round(done * self.seconds / spent)) if spent else estimate))
-
-
-def one_horizon(given: Mapping[str, Any]) -> None:
+def require_one_length(given: Mapping[str, Any]) -> None:
     """Check that the length of a run is given in one way at most. Errors   ValueError"""
-    lengths = {name: given[name] for name in HORIZONS if given.get(name)}
+    lengths = {name: given[name] for name in LENGTHS if given.get(name)}
     advice = f"Leave out {' or '.join(f'--{name}' for name in lengths)}."
     require(len(lengths) < 2, "train", "a run must have one length", lengths, advice)
 
@@ -146,24 +66,17 @@ class Job:
     modules: Mapping[str, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_horizon({name: getattr(self.run, name) for name in HORIZONS if name != "steps"})
+        require_one_length({"epochs": self.run.epochs, "tokens": self.run.tokens})
         check_chunks(*self.micro_shape, self.dataflow)
         got = {"sequence_length": self.data.sequence_length, "positions": self.config.positions}
         rule = "a sequence must not be longer than the model's positions"
         advice = "Shorten the sequence." if self.run.init else "Shorten the sequence or give more --positions."
         require(got["sequence_length"] <= got["positions"], "train", rule, got, advice)
-        rule, precision = "a run must compute in float32 or bfloat16", self.dataflow.precision
-        advice = "float64 is for daskgpt.verify."
-        require(precision != "float64", "train", rule, {"precision": precision}, advice)
-        if self.dataset is not None:
-            encoding = self.dataset.encoding_name, self.dataset.vocabulary
-            require_ids(*encoding, self.config.vocabulary, from_model=bool(self.run.init))
         optimizer_of(self.optimizer.optimizer)
         for name in CHOICES:
             chosen(self.config, name)
         object.__setattr__(self, "modules", self.modules_here())
         chosen_address(self.dataflow.scheduler)
-        chosen_sinks(self.run.log, self.run.out)
 
     def modules_here(self) -> dict[str, str]:
         """Return `modules` as they are in this process."""
@@ -176,19 +89,18 @@ class Job:
             raise refusal(RuntimeError, "Job", "training needs a dataset", "dataset=None", "Make the job with one.")
         return self.dataset
 
-    def horizon(self) -> Horizon:
-        """Return the length of the run as it is known before the first step."""
+    @property
+    def steps(self) -> int:
+        """Number of steps of the run. Without the data, a length in epochs counts as `run.steps`."""
         length = self.data.sequence_length
         epoch = self.dataset.epoch(length) * length if self.dataset else 0
-        return Horizon(self.run, math.prod(self.batch_shape), epoch)
+        tokens = self.run.tokens or math.ceil(self.run.epochs * epoch)
+        return -(-tokens // math.prod(self.batch_shape)) if tokens else self.run.steps
 
-    def resolved(
-        self, scheduler: Scheduler, chunk: tuple[int, int], grain: str, steps: int
-    ) -> dict[str, dict[str, Any]]:
+    def resolved(self, scheduler: Scheduler, chunk: tuple[int, int], grain: str) -> dict[str, dict[str, Any]]:
         """Return the fields of every configuration by its name, with no setting left on `auto` and absolute paths.
 
         chunk, grain   of the steps, once they are chosen
-        steps          number of steps of the run
         """
         data, run, encoding = self.data, self.run, self.tokens.encoding_name
         sources = {"data": data.data, "validation_data": data.validation_data}
@@ -200,7 +112,7 @@ class Job:
             "data": asdict(data) | places | {"encoding": encoding, "order": self.order, "groups": self.groups},
             "optimizer": asdict(self.optimizer),
             "dataflow": asdict(self.dataflow) | dials,
-            "run": asdict(run) | {"init": from_root(run.init), "out": from_root(run.out), "steps": steps},
+            "run": asdict(run) | {"init": from_root(run.init), "out": from_root(run.out), "steps": self.steps},
         }
 
     @property
@@ -235,7 +147,7 @@ class Job:
 
     @property
     def micro_shape(self) -> tuple[int, int]:
-        """The shape of a micro-batch; the batch's where there is one."""
+        """Shape of a micro-batch (of the batch, without accumulation)."""
         return self.data.batch_size, self.data.sequence_length
 
     @property
@@ -247,18 +159,6 @@ class Job:
     def state(self) -> dict[str, Tensor]:
         """The arrays of the state: "weight.NAME" and "MOMENT.NAME" -> tensor of the model."""
         return {f"weight.{name}": tensor for name, tensor in tensors(self.config).items()} | self.moments
-
-
-def require_ids(encoding: str, ids: int, vocabulary: int, *, from_model: bool) -> None:
-    """Check that a model has an embedding for each id of an encoding.
-
-    from_model   whether the vocabulary is that of a model to start from
-
-    Errors       ValueError
-    """
-    rule, got = "the model must know every token id of the encoding", {"encoding": encoding, "ids": ids}
-    advice = "Start from another model." if from_model else "Leave --vocabulary to the encoding."
-    require(ids <= vocabulary, "train", rule, got | {"vocabulary": vocabulary}, advice)
 
 
 def require_memory(job: Job, workers: Sequence[int] = ()) -> None:
@@ -318,8 +218,8 @@ def compile_kernels(precision: Precision = FLOAT32, uses: Container[str] | None 
         print(f"compiling kernels ({when}10 to 30 seconds) ...", file=sys.stderr, flush=True)
     with COMPILING, heeding_interrupts() as check:
         precision.compile(uses, after_each=check, processes=usable_cores())
-    if told := PLACE.told(time.perf_counter() - start):
-        print(told, file=sys.stderr, flush=True)
+    if message := PLACE.told(time.perf_counter() - start):
+        print(message, file=sys.stderr, flush=True)
 
 
 def facts(job: Job) -> dict[str, str]:

@@ -1,51 +1,47 @@
-"""The files that the metrics of a run are written to: `metrics.jsonl`, and on request TensorBoard's events."""
+"""The metrics of a run: `metrics.jsonl`, a line of JSON for each step."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from io import BufferedWriter, BytesIO
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any, cast
 
-from daskgpt.config.errors import require, require_known, require_package
 from daskgpt.config.files import open_no_link, replacing, set_aside, sync, written
 
-Encode = Callable[[Mapping[str, Any]], bytes]
+METRICS = "metrics.jsonl"
 WAITING_BYTES = 1 << 20  # of records for which there is no room: some thousand steps
 
 
 class RecordFile:
-    """A file of a run to which records are appended. On a full disk they wait in memory, up to WAITING_BYTES.
+    """A file of a run to which records are appended, as lines of JSON.
 
-    encode   returns the bytes of a record
-    waits    whether there was no room for the last record
+    On a full disk they wait in memory, up to WAITING_BYTES.
+
+    waits   whether there was no room for the last record
     """
 
-    def __init__(self, path: Path, encode: Encode, *, new: bool, header: bytes = b"") -> None:
-        """new      whether the file must not exist yet
-        header   precedes the first record
+    def __init__(self, path: Path, *, new: bool = False) -> None:
+        """new   whether the file must not exist yet
 
         Errors   FileExistsError if it must not exist and does
         """
-        self.path, self.encode, self.waits = path, encode, False
+        self.path, self.waits = path, False
         # When it cannot write, Python's writer keeps what is left, and writes that first the next time.
         self.file = BufferedWriter(cast(Any, open_no_link(path, "x+b" if new else "a+b")), WAITING_BYTES)
-        self.file.write(header)
 
-    def write(self, record: bytes = b"") -> None:
-        """Append an encoded record, and write those that wait.
+    def write(self, record: Mapping[str, Any] | None = None) -> None:
+        """Append a record, and write those that wait. Numbers that are not finite, which JSON lacks, become null.
 
         Errors   OSError if there is no room
         """
+        line = b"" if record is None else f"{json.dumps({k: _valid(v) for k, v in record.items()})}\n".encode()
         self.waits = True
         with written(self.path, "RunFolder"):
-            self.file.write(record)
+            self.file.write(line)
             self.file.flush()
         self.waits = False
 
@@ -55,16 +51,13 @@ class RecordFile:
             self.write()
             sync(self.file.fileno())
 
-    def copy_to(self, path: Path) -> None:
-        """Copy the records so far, even if the file was moved away or removed, while others are added."""
-        path.write_bytes(os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, 0))
-
     def close(self) -> None:
         with suppress(OSError):  # there is no room for those that wait
             self.file.close()
 
 
-METRICS = "metrics.jsonl"
+def _valid(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def open_metrics(folder: Path, done: int | None) -> RecordFile:
@@ -75,13 +68,12 @@ def open_metrics(folder: Path, done: int | None) -> RecordFile:
     path = folder / METRICS
     if done is not None:
         lines = [line for _, line in metrics_lines(path, done)]
-        kept = b"".join(lines)
-        if kept != path.read_bytes():
+        if (content := b"".join(lines)) != path.read_bytes():
             if len(lines) < done:  # the file is damaged, and a copy stays
                 set_aside(path, "damaged")
             with replacing(path, "RunFolder") as file:
-                file.write(kept)
-    return RecordFile(path, lambda record: f"{json.dumps(record, allow_nan=False)}\n".encode(), new=done is None)
+                file.write(content)
+    return RecordFile(path, new=done is None)
 
 
 def metrics_lines(path: Path, steps: int) -> list[tuple[dict[str, Any], bytes]]:
@@ -100,120 +92,3 @@ def metrics_lines(path: Path, steps: int) -> list[tuple[dict[str, Any], bytes]]:
         if line.endswith(b"\n") and type(step) is int and 0 <= step < steps:
             records.setdefault(step, (record, line))
     return [records[step] for step in sorted(records)]
-
-
-FORMAT = "brain.Event:2"  # the version that TensorBoard's files begin with
-# Training and validation share a chart, and related charts a heading; the other numbers are under "run".
-GROUPS = {
-    "loss": ("loss", "validation_loss"),
-    "optimizer": ("learning_rate", "norm"),
-    "speed": ("tokens_per_s", "gflop_per_s", "product_share"),
-    "phases": ("forward_s", "backward_s", "update_s", "idle", "validation_s", "checkpoint_s", "checkpoint_waited_s"),
-}
-LEFT_OUT = ("step", "tokens", "seconds")  # an event has step and time, and each number costs some microseconds
-GROUP = {name: group for group, names in GROUPS.items() for name in names}
-
-
-def open_tensorboard(folder: Path, done: int | None) -> RecordFile:
-    """Open a file of events beside a run's metrics: `tensorboard --logdir RUNS` shows each run by its folder's name.
-
-    done   how many steps of a resumed run count: TensorBoard drops later ones from earlier files
-    """
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    def framed(**fields: Any) -> bytes:
-        buffer = BytesIO()
-        RecordWriter(buffer).write(Event(wall_time=time.time(), **fields).SerializeToString())
-        return buffer.getvalue()
-
-    def encode(record: Mapping[str, Any]) -> bytes:
-        numbers = [Summary.Value(tag=tag, simple_value=value) for tag, value in tagged(record)]
-        return framed(step=record["step"] + 1, summary=Summary(value=numbers))
-
-    # TensorBoard reads the files of a folder in the order of their names.
-    name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
-    header = framed(file_version=FORMAT)
-    header += framed(step=done + 1, session_log=SessionLog(status=SessionLog.START)) if done is not None else b""
-    return RecordFile(folder / name, encode, new=True, header=header)
-
-
-def tagged(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield a record's numbers by TensorBoard's names for them, such as loss/validation_loss or workers/0/idle."""
-    for name, number in _numbers(record):
-        if "/" in name:
-            yield name, number
-        elif name not in LEFT_OUT:
-            yield f"{GROUP.get(name, 'run')}/{name}", number
-
-
-def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", value
-
-
-# The forms in which metrics are written. A function opens the file of a run, for (folder, steps that a resumed run has
-# made or None). All but the first need the package, and have the extra, of their name.
-SINKS: dict[str, Callable[[Path, int | None], RecordFile]] = {
-    "metrics": open_metrics,  # always written: a resumed run reads its losses
-    "tensorboard": open_tensorboard,
-}
-ALWAYS = "metrics"
-
-
-def chosen_sinks(log: str, out: str) -> tuple[str, ...]:
-    """Return the names of the sinks that a run writes to.
-
-    log      the setting, names separated by commas
-    out      the run folder
-
-    Errors   ValueError for an unknown name or without a folder, RuntimeError if a package is missing
-    """
-    names = [part.strip() for part in log.split(",") if part.strip()]
-    for name in names:
-        require_known(name, SINKS, "train", "log")
-        require(bool(out), "train", "a log must have a folder", {"log": name}, "Give RunConfig(out=...).")
-        if name != ALWAYS:
-            require_package(name, name, "train")
-    return tuple(dict.fromkeys([ALWAYS, *names]))
-
-
-class Logs:
-    """All files that a run's metrics are written to."""
-
-    def __init__(self) -> None:
-        self.files: list[RecordFile] = []
-
-    def open(self, name: str, folder: Path, done: int | None) -> None:
-        self.files.append(SINKS[name](folder, done))
-
-    def log(self, record: Mapping[str, Any]) -> list[tuple[Path, OSError]]:
-        """Append the metrics of a step to each file; numbers that are not finite, which JSON does not have, as null.
-
-        A record without room is kept and written later; the errors of files for which that is new are returned.
-        """
-        valid = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
-        errors = []
-        for file in self.files:
-            waited = file.waits
-            try:
-                file.write(file.encode(valid))
-            except OSError as error:
-                errors += [(file.path, error)] * (not waited)
-        return errors
-
-    def sync(self) -> None:
-        """Flush the records to the disk. Errors   OSError if there is no room"""
-        for file in self.files:
-            file.sync()
-
-    def close(self) -> None:
-        for file in self.files:
-            file.close()

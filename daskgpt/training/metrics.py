@@ -16,20 +16,17 @@ import numpy as np
 import psutil
 
 from daskgpt.config.errors import refusal
-from daskgpt.graph.calls import PHASES
-from daskgpt.graph.compiled import KernelGraph
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import step_operations
 from daskgpt.model.step import NO_LIMITS, Limits, Outcome
-from daskgpt.schedulers.protocol import ProcessSpans, Scheduler
+from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.schedulers.worker_metrics import WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints
 from daskgpt.training.engine import Engine, State, named_parameters, run_on_packs
-from daskgpt.training.job import Horizon, Job
+from daskgpt.training.job import Job
 from daskgpt.training.logs import METRICS
 
 PARTS = ("validation", "logs", "samples", "checkpoints", "recovery points")
-RECORD_EVERY = 10.0  # seconds between two recorded steps: recording a small step costs about 1 % of it
 
 
 class StepMetrics:
@@ -41,23 +38,17 @@ class StepMetrics:
     gflop_per_s     of its matrix products, without what is computed twice
     product_share   the same as a share of the float32 rate that this machine, or the cluster, reaches
     memory_bytes    of this process; the workers of a cluster report theirs
-    forward_s, backward_s, update_s, idle
-                    kernel seconds of each pass in a recorded step, divided by the threads, and the share of the
-                    threads' time in which no kernel ran; only under the schedulers of this process, now and then
 
     timers          seconds that steps have waited for other work, by PARTS; work in the background does not count
     """
 
-    def __init__(self, job: Job, horizon: Horizon, worker_metrics: WorkerMetrics, seconds: Callable[[], float]) -> None:
+    def __init__(self, job: Job, worker_metrics: WorkerMetrics, seconds: Callable[[], float]) -> None:
         """seconds   returns how long the run has trained"""
-        self.job, self.horizon, self.tokens = job, horizon, job.data.sequences * job.data.sequence_length
+        self.job, self.tokens = job, math.prod(job.batch_shape)
         self.operations = step_operations(job.config, *job.batch_shape)
         self.worker_metrics, self.scheduler, self.seconds = worker_metrics, worker_metrics.scheduler, seconds
         self.timers = dict.fromkeys(PARTS, 0.0)
         self.process = psutil.Process()
-        self.recorded_at = -float("inf")
-        self.kernels: KernelGraph | None = None
-        self.recordings: list[ProcessSpans] = []
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -68,21 +59,6 @@ class StepMetrics:
         finally:
             self.timers[part] += time.perf_counter() - start
 
-    @contextmanager
-    def record(self, kernels: KernelGraph | None) -> Iterator[None]:
-        """Record the kernel calls of the steps inside the `with` statement if a recording is due.
-
-        kernels   of a step; None if they run elsewhere, and nothing is recorded
-        """
-        self.kernels, self.recordings = kernels, []
-        due = time.perf_counter() - self.recorded_at >= RECORD_EVERY
-        if kernels is None or not self.scheduler.in_place or not due:
-            yield
-            return
-        self.recorded_at = time.perf_counter()
-        with self.scheduler.record() as self.recordings:
-            yield
-
     def of_window(self, window: range, outcomes: Sequence[Outcome], seconds: float) -> list[dict[str, Any]]:
         """Return the metrics of each of some steps; seconds: that all of them took."""
         shared, optimizer = self._shared(seconds / len(outcomes)), self.job.optimizer
@@ -91,10 +67,8 @@ class StepMetrics:
             metrics = {"step": number, "loss": outcome.loss, "tokens": (number + 1) * self.tokens, **shared}
             metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
             metrics |= {} if outcome.made else {"skipped": True}
-            metrics["learning_rate"] = learning_rate(optimizer, number, self.horizon.at(number))
+            metrics["learning_rate"] = learning_rate(optimizer, number, self.job.steps)
             records.append(metrics)
-        if self.kernels and self.recordings:
-            records[-1] |= self._of_passes(self.kernels, len(outcomes), seconds)
         return records
 
     def _shared(self, seconds: float) -> dict[str, Any]:
@@ -110,16 +84,6 @@ class StepMetrics:
         if self.scheduler.in_place:
             metrics["memory_bytes"] = self.process.memory_info().rss
         return metrics
-
-    def _of_passes(self, kernels: KernelGraph, steps: int, seconds: float) -> dict[str, float]:
-        """Return the metrics of recorded steps by pass; seconds: of all steps."""
-        busy, threads = dict.fromkeys(PHASES, 0.0), self.scheduler.threads
-        for span in (span for process in self.recordings for span in process.spans):
-            origin = kernels.origin(span.key)
-            if origin is not None:
-                busy[origin.phase] += span.end - span.start
-        shares = {f"{name}_s": round(total / threads / steps, 6) for name, total in busy.items()}
-        return {**shares, "idle": round(max(0.0, 1 - sum(busy.values()) / (threads * seconds)), 4)}
 
 
 WINDOW = 128  # steps that limits depend on
@@ -165,9 +129,6 @@ class Outliers:
         return limit if limit < inf else inf
 
 
-RISEN = 0.5  # nats above the least loss, from which on a run is said to have been diverging
-
-
 class Diverged(RuntimeError):
     """A loss or a parameter of a run is not finite."""
 
@@ -175,18 +136,18 @@ class Diverged(RuntimeError):
 class Finite:
     """Checks that losses and parameters of a run stay finite, and explains where they do not."""
 
-    def __init__(self, job: Job, horizon: Horizon, losses: Sequence[float], wait: Callable[[], None]) -> None:
+    def __init__(self, job: Job, losses: Sequence[float], wait: Callable[[], None]) -> None:
         """losses   of all steps so far
         wait     waits for the checkpoint that is being written
         """
-        self.job, self.horizon, self.losses, self.wait = job, horizon, losses, wait
+        self.job, self.losses, self.wait = job, losses, wait
 
     def require(self, engine: Engine, metrics: Mapping[str, Any]) -> None:
         """Check the losses of a step, and with a validation loss every parameter.
 
         A validation reads nearly all parameters, but not positions beyond its sequences.
 
-        Errors   Diverged with step, learning rate, likely cause, and the checkpoint to resume from
+        Errors   Diverged with step, learning rate, the loss before, and the checkpoint to resume from
         """
         step = metrics["step"]
         for name, rule in {"loss": "the loss", "validation_loss": "the validation loss"}.items():
@@ -204,22 +165,15 @@ class Finite:
     def _diverged(self, step: int, rule: str, got: str) -> Diverged:
         self.wait()
         job, out = self.job, Path(self.job.run.out)
-        rate = learning_rate(job.optimizer, step, self.horizon.at(step))
-        before = [loss for loss in self.losses[:step] if math.isfinite(loss)]
-        if not before:
-            cause = "It began so: either the values that it starts from, or its first update"
-        elif before[-1] > min(before) + RISEN:
-            rise = f"from {min(before):.3f} to {before[-1]:.3f}"
-            cause = f"The loss had risen {rise} before: the learning rate is likely too high"
-        else:
-            cause = f"It came at once, from {before[-1]:.3f}: likely one update that was too large"
+        rate = learning_rate(job.optimizer, step, job.steps)
+        before = f"the loss before was {self.losses[step - 1]:.3f}" if 0 < step <= len(self.losses) else "it began so"
         clip = "" if job.optimizer.clip else " or --clip 1"
         losses = f"; the losses are in {out / METRICS}" if job.run.out else ""
         good = "There is no checkpoint to resume from."
         if job.run.out and (good_ones := checkpoints(out)):
             good = f"The last good checkpoint is {good_ones[-1]}: --resume {job.run.out} continues from there."
-        advice = f"{cause}: lower --learning-rate, give more --warmup{clip}. No such model is written{losses}. {good}"
-        got = f"step={step + 1}, {got}, learning_rate={rate:g}"
+        advice = f"Lower --learning-rate, give more --warmup{clip}. No such model is written{losses}. {good}"
+        got = f"step={step + 1}, {got}, learning_rate={rate:g} ({before})"
         return refusal(Diverged, "train", f"{rule} must stay finite", got, advice)
 
 

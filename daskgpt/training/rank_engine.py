@@ -219,13 +219,13 @@ class RankEngine(Engine):
         count = len(self.addresses)
         self.heirs = {}
         most = max(threads.get(address, 1) for address in self.addresses)
-        self.owned = self._each("begin", [(self.sent_job, rank, self.addresses, most) for rank in range(count)])
+        self.owned = self._on_all_ranks("begin", [(self.sent_job, rank, self.addresses, most) for rank in range(count)])
         loads = []
         for rank in range(count):
             chosen = [(names, pack) for names, pack in zip(layout.packs, packs) if self._is_read(names, rank)]
             names_or_seed = [names for names, _ in chosen] or self.job.run.seed
             loads.append((state.step, names_or_seed, *(pack for _, pack in chosen)))
-        self._each("load", loads)
+        self._on_all_ranks("load", loads)
         self.scheduler.needed = set(self.addresses)
         if before:
             seconds = time.perf_counter() - start
@@ -278,7 +278,7 @@ class RankEngine(Engine):
         call = self.run_name, self.epoch, method, *arguments
         return self.scheduler.submit_to(self.addresses[rank], name, rank_program.call, *call)
 
-    def _each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+    def _on_all_ranks(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the results of a method of each rank; once one fails, let those fail that wait for it."""
         futures = [self._call(rank, f"rank.{method}", method, *given) for rank, given in enumerate(arguments)]
         with self._aborting():

@@ -151,7 +151,7 @@ class Recovery:
 
     A run may lose any number of workers as long as it makes progress between two losses.
 
-    known           the workers at the last look
+    workers         those at the last look
     gone            the workers that had gone at the last look
     reached         how many steps had been made before the last loss, and the step that the run went back to
     in_vain         how many losses in a row have left both as they were
@@ -161,7 +161,7 @@ class Recovery:
     engine: RankEngine
     start: Start
     say: Say
-    known: set[str] = field(default_factory=set)
+    workers: set[str] = field(default_factory=set)
     gone: list[str] = field(default_factory=list)
     looked: float = 0.0
     reached: tuple[int, int] = (-1, -1)
@@ -201,7 +201,7 @@ class Recovery:
             self.lost_at = start
         gc.collect()  # frames of the error hold futures of lost results
         now = self.scheduler.addresses()
-        gone, self.gone, self.known = self.gone + sorted(self.known - now), [], now
+        gone, self.gone, self.workers = self.gone + sorted(self.workers - now), [], now
         who = ", ".join(f"worker {name}" for name in self._named(gone)) or "a worker's results"
         self.scheduler.await_worker()
         state, source = self._newest()
@@ -242,9 +242,9 @@ class Recovery:
         """Print which workers have come and gone; with a second one there is a place to copy the state to."""
         self.looked = time.monotonic()
         self.scheduler.look()
-        before, there = self.known, self.scheduler.client.nthreads().keys()
+        before, there = self.workers, self.scheduler.client.nthreads().keys()
         now = self.scheduler.addresses() | (before & there)  # a worker that is paused is not gone
-        come, gone, self.known = sorted(now - before), sorted(before - now), now
+        come, gone, self.workers = sorted(now - before), sorted(before - now), now
         self.gone = gone  # those of the look before are reported: steps have been made without them
         self.engine.look(len(now))
         if before and (come or gone):

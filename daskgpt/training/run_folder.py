@@ -1,4 +1,4 @@
-"""The folder of a run: its configuration, its logs, and the checkpoints that are written while it trains."""
+"""The folder of a run: its configuration, its metrics, and the checkpoints that are written while it trains."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import advice_on, locked, replacing, require_utf8, written
-from daskgpt.config.stopping import CanGoOn
+from daskgpt.config.files import advice_on, locked, replacing, written
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
@@ -41,10 +40,10 @@ from daskgpt.training.checkpoint import (
 )
 from daskgpt.training.engine import State
 from daskgpt.training.job import Job, Say
-from daskgpt.training.logs import ALWAYS, METRICS, Logs
+from daskgpt.training.logs import METRICS, RecordFile, open_metrics
 
 CONFIG, LOCK = "config.toml", ".lock"
-OWN = (CONFIG, CHAIN, LOCK)
+FILES = (CONFIG, METRICS, CHAIN, LOCK)
 
 
 def new_folder() -> str:
@@ -52,10 +51,6 @@ def new_folder() -> str:
     name = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     numbered = (name.with_name(f"{name.name}-{number}") for number in count(2))
     return str(next(path for path in chain([name], numbered) if not path.exists()))
-
-
-class FolderLost(RuntimeError):
-    """The folder of a run was moved, removed or taken by another run while it trained."""
 
 
 class RunFolder:
@@ -68,12 +63,10 @@ class RunFolder:
     """
 
     def __init__(self, path: str, *, resumed: bool = False) -> None:
-        require_utf8(path, "RunFolder", "resume" if resumed else "out")
         self.path, self.resumed = Path(path), resumed
-        self.logs = Logs()
+        self.metrics: RecordFile | None = None
         self.chain: Chain | None = None
         self.lock: BinaryIO | None = None
-        self.sections: Mapping[str, Any] = {}
         with written(path, "RunFolder"):  # its name may be too long
             present = [(self.path / name).exists() for name in (CONFIG, METRICS)]
         where, got = "RunFolder", {"out": self.path}
@@ -90,39 +83,33 @@ class RunFolder:
         advice = f"Nothing can be written in {parent}: give another --out."
         require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
 
-    def begin(
-        self, sections: Mapping[str, Any], entry: Mapping[str, Any] | None = None, logs: Sequence[str] = (ALWAYS,)
-    ) -> None:
-        """Write the configuration and open the logs.
+    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
+        """Write the configuration, and open the metrics and the chain.
 
-        entry    the state of the checkpoint that a resumed run continues from, or the beginning of a new one; None for
-                 a folder without checkpoints
-        logs     rows of `logs.SINKS`; the first one is always there
+        entry    the state of the checkpoint that a resumed run continues from, or the beginning of a new one
 
         Errors   FileExistsError if another run has begun here in the meantime
         """
-        done = entry["step"] if self.resumed and entry else None
+        done = entry["step"] if self.resumed else None
         if done is not None:
             tidy(self.path, done)
         else:
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
                 with written(self.path, "RunFolder"):
                     self.path.mkdir(parents=True, exist_ok=True)
-                    self.logs.open(ALWAYS, self.path, None)
+                    self.metrics = open_metrics(self.path, None)
             except FileExistsError:
                 raise self._taken() from None
             self._lock()
         try:
             self.configure(sections)
-            for name in logs if self.resumed else logs[1:]:
-                self.logs.open(name, self.path, done)
-            if entry:
-                self.chain = Chain(self.path / CHAIN, entry)
+            self.metrics = self.metrics or open_metrics(self.path, done)
+            self.chain = Chain(self.path / CHAIN, entry)
         except BaseException:
             self.close()
             if not self.resumed:  # without a configuration there is no run, and the folder is free
-                for path in (*(file.path for file in self.logs.files), *(self.path / name for name in OWN)):
-                    path.unlink(missing_ok=True)
+                for name in FILES:
+                    (self.path / name).unlink(missing_ok=True)
             raise
 
     def _lock(self) -> None:
@@ -130,55 +117,50 @@ class RunFolder:
         with written(self.path / LOCK, "RunFolder"):
             self.lock = locked(self.path / LOCK, "RunFolder", "no other process must train this run")
 
-    def is_held(self) -> bool:
-        """Return whether the folder at this path still is this run's: its lock file is the one that is locked here."""
-        if self.lock is None:
-            return True
-        try:
-            return os.path.samestat(os.fstat(self.lock.fileno()), os.lstat(self.path / LOCK))
-        except OSError:
-            return False
-
     def require_held(self) -> None:
-        """Errors   FolderLost if the folder is no longer this run's"""
-        rule, advice = "the run's folder must stay where it is while it trains", "Start the run again."
-        require(self.is_held(), "RunFolder", rule, {"out": self.path}, advice, FolderLost)
+        """Check that the folder at this path still is this run's: its lock file is the one that is locked here.
 
-    def leave(self) -> tuple[Path, Path]:
-        """Continue in a new folder beside the lost one, which is not touched; return both."""
-        former, lock = self.path, self.lock
-        numbered = (former.with_name(f"{former.name}.kept-{number}") for number in count(1))
-        self.path = next(path for path in numbered if not path.exists())
-        self.path.mkdir(parents=True)
-        self._lock()
-        if lock is not None:
-            lock.close()
-        for file in self.logs.files:
-            file.copy_to(self.path / file.path.name)
-        if self.chain:
-            self.chain.move_to(self.path / CHAIN)
-        self.configure(self.sections)
-        return former, self.path
+        Errors   RuntimeError if it was moved, removed or taken by another run
+        """
+        try:
+            held = self.lock is None or os.path.samestat(os.fstat(self.lock.fileno()), os.lstat(self.path / LOCK))
+        except OSError:
+            held = False
+        rule, advice = "the run's folder must stay where it is while it trains", "Move it back."
+        require(held, "RunFolder", rule, {"out": self.path}, advice, RuntimeError)
 
     def configure(self, sections: Mapping[str, Any]) -> None:
         """Write the resolved configuration: a TOML table for each part.
 
-        Errors   FolderLost if the folder is no longer this run's
+        Errors   RuntimeError if the folder is no longer this run's
         """
         self.require_held()
-        self.sections, lines = sections, list[str]()
+        lines = list[str]()
         for title, values in sections.items():
             lines += [f"[{title}]", *(f"{name} = {_toml(value)}" for name, value in values.items()), ""]
         with replacing(self.path / CONFIG, "RunFolder") as file:
-            file.write("\n".join(lines).encode())
+            file.write("\n".join(lines).encode(errors="backslashreplace"))  # names of files may have any bytes
+
+    def log(self, record: Mapping[str, Any], say: Say) -> None:
+        """Append the metrics of a step. Without room they wait and are written later, and a line says so once."""
+        assert self.metrics
+        waited = self.metrics.waits
+        try:
+            self.metrics.write(record)
+        except OSError as error:
+            if not waited:
+                say(f"metrics    {METRICS} is to be written later: {reason(error)}; training goes on")
+
+    def sync(self) -> None:
+        """Flush the metrics to the disk. Errors   OSError if there is no room"""
+        assert self.metrics
+        self.metrics.sync()
 
     def close(self) -> None:
-        """Close the logs and unlock the folder."""
-        self.logs.close()
-        if self.chain:
-            self.chain.file.close()
-        if self.lock is not None:
-            self.lock.close()
+        """Close the files and unlock the folder."""
+        for file in (self.metrics, self.chain.file if self.chain else None, self.lock):
+            if file is not None:
+                file.close()
 
     def _taken(self) -> FileExistsError:
         rule, got = "the folder must not hold a run already", {"out": self.path}
@@ -339,8 +321,6 @@ class Saver:
         if save is None or save.thread.is_alive():
             return
         self.current = None
-        if isinstance(save.error, CanGoOn):
-            raise save.error
         if save.error and save.written:
             what = "is saved, but latest, best or older ones are not updated"
             self.say(f"checkpoint step {save.step} {what}: {reason(save.error)}")
@@ -390,33 +370,17 @@ class Saver:
             model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
             shapes = {name: tensor.shape for name, tensor in job.moments.items()}
             checkpoint = Checkpoint(save.step, model, arrays, shapes, facts)
-            try:
-                folder.require_held()
-                folder.logs.sync()  # first: a run continues behind the metrics of its checkpoint
-                newest = write_checkpoint(folder.path, checkpoint, self.chain.add)
-                save.written, self.saved, former, self.best = True, save.step, self.best, save.best
-                point(folder.path / LATEST, newest.name)
-                if former != self.best:
-                    self.best.point(folder.path)
-                folder.require_held()
-                prune(folder.path, job.run.keep, job.run.keep_every, self.best.step)
-            except (FolderLost, FileNotFoundError):
-                if folder.is_held():
-                    raise
-                raise self._kept_elsewhere(checkpoint) from None
+            folder.require_held()
+            folder.sync()  # first: a run continues behind the metrics of its checkpoint
+            newest = write_checkpoint(folder.path, checkpoint, self.chain.add)
+            save.written, self.saved, former, self.best = True, save.step, self.best, save.best
+            point(folder.path / LATEST, newest.name)
+            if former != self.best:
+                self.best.point(folder.path)
+            prune(folder.path, job.run.keep, job.run.keep_every, self.best.step)
         except Exception as error:  # of any kind: it must not end the run, and `_finish` reports it
             save.error = error
         save.seconds = time.perf_counter() - start
-
-    def _kept_elsewhere(self, checkpoint: Checkpoint) -> CanGoOn:
-        """Write a checkpoint of a run that lost its folder into a new one; return the error that ends the run."""
-        former, kept = self.folder.leave()
-        self.best = Best()
-        point(kept / LATEST, write_checkpoint(kept, checkpoint, self.chain.add).name)
-        rule = "the run's folder must stay where it is while it trains"
-        got = f"out={former} ({'another run is there' if former.exists() else 'it is gone'})"
-        advice = f"The model after {checkpoint.step} steps is kept in {kept}: continue with --resume {kept}."
-        return refusal(CanGoOn, "RunFolder", rule, got, advice)
 
 
 def cause_of(error: Exception) -> Exception:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import nan
@@ -34,8 +33,7 @@ from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters, digest
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import versions
-from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, require_scheduler
-from daskgpt.training.chain import CHAIN, read_chain
+from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, require_scheduler
 from daskgpt.training.checkpoint import (
     VERSION,
     Best,
@@ -45,18 +43,9 @@ from daskgpt.training.checkpoint import (
     open_with_state,
     read_checkpoint,
 )
-from daskgpt.training.job import (
-    HORIZONS,
-    Horizon,
-    Job,
-    from_root,
-    one_horizon,
-    require_ids,
-    require_memory,
-    require_room,
-)
+from daskgpt.training.job import LENGTHS, Job, from_root, require_memory, require_one_length, require_room
 from daskgpt.training.logs import METRICS, metrics_lines
-from daskgpt.training.run_folder import CONFIG, RunFolder
+from daskgpt.training.run_folder import RunFolder
 
 SECTIONS: Mapping[str, type] = {
     "model": ModelConfig,
@@ -70,21 +59,19 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip", "skip_outliers"),
     "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "engine", "window"),
     "run": (
-        *("steps", "epochs", "tokens", "minutes", "validate_every", "validation_batches", "sample_tokens"),
-        *("sample_every", "save_every", "save_minutes", "keep", "keep_best", "keep_every", "snapshot_every"),
-        *("worker_minutes", "worker_seconds", "log"),
+        *("steps", "epochs", "tokens", "validate_every", "validation_batches", "sample_tokens", "sample_every"),
+        *("save_every", "save_minutes", "keep", "keep_best", "keep_every", "snapshot_every"),
+        *("worker_minutes", "worker_seconds"),
     ),
 }
-# Settings that say where something is, with their sections. Its content decides bits, and a digest tells whether it is
-# the same: it may be moved.
-PLACES: Mapping[str, str] = {"data": "data", "validation_data": "data", "init": "run"}
-# Values that leave a setting to the run: with --resume, they change nothing.
-OPEN = {"encoding": "auto", "order": "auto", "precision": "auto", "groups": 0, "out": "", "init": ""}
+# Settings that say where the data are. Their content decides bits, and a digest tells whether it is the same: they may
+# be moved.
+PLACES = ("data", "validation_data")
+PARTS = ("validation_data", "validation_fraction", "held_out")  # settings that divide text
 DIALS = MAY_CHANGE["dataflow"]
 CHUNKS = ("batch_chunk", "sequence_chunk")
 SEEDED = "random, by the seed"  # the parameters of the beginning
 PACKAGES = ("numpy", "numba", "dask")
-FINGERPRINT = ("training_tokens", "validation_tokens", "sha256")
 
 
 def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +79,6 @@ def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Errors   TypeError for another kind of object, ValueError for an unknown field; `where` opens the message
     """
-    require_one_model(where, given)
     made = {}
     for section, kind in SECTIONS.items():
         settings = {} if given.get(section) is None else given[section]
@@ -108,19 +94,11 @@ def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def require_one_model(where: str, configuration: Mapping[str, Any]) -> None:
-    """Errors   ValueError for a run of an earlier version whose replicas trained apart (local steps)"""
-    steps = (configuration.get("local") or {}).get("local_steps", 0)
-    rule, advice = "all steps of a run must be those of one model", "Start a new run: local steps are no longer made."
-    require(not steps, where, rule, {"local_steps": steps}, advice)
-
-
 @dataclass(frozen=True, eq=False)
 class Start:
     """Beginning of a run: its first parameters, or those of a checkpoint, and what earlier processes have done.
 
     folder      where it is written; None for nowhere
-    horizon     its length
     moments     "MOMENT.NAME"; None for zeros
     step        how many steps earlier processes have made
     losses      their losses
@@ -133,13 +111,12 @@ class Start:
     """
 
     folder: RunFolder | None
-    horizon: Horizon
     parameters: Arrays
     moments: Arrays | None = None
     step: int = 0
     losses: list[float] = field(default_factory=list)
     validation: float = nan
-    messages: tuple[str, ...] = ()
+    messages: Sequence[str] = ()
     seconds: float = 0.0
     outliers: Sequence[Sequence[Any]] = ()
     best: Best = field(default_factory=Best)
@@ -165,13 +142,11 @@ class WarmStart:
 
         Errors   ValueError naming those that differ
         """
-        other_sizes = {
-            name: getattr(self.config, name) for name, value in given.items() if getattr(self.config, name) != value
-        }
-        if other_sizes:
-            got = ", ".join(f"{name}={given[name]}" for name in other_sizes)
-            theirs = ", ".join(f"{name}={value}" for name, value in other_sizes.items())
-            raise refusal(ValueError, where, rule, f"{got}, init={self.init} ({theirs})", advice)
+        names = [name for name, value in given.items() if getattr(self.config, name) != value]
+        got, theirs = (
+            ", ".join(f"{name}={numbers[name]}" for name in names) for numbers in (given, asdict(self.config))
+        )
+        require(not names, where, rule, f"{got}, init={self.init} ({theirs})", advice)
 
     def data_config(self, given: Mapping[str, Any]) -> DataConfig:
         """Return the data settings of this model's run, with those that are given in their place.
@@ -179,12 +154,8 @@ class WarmStart:
         Errors   ValueError if the given encoding is not the model's
         """
         length = self.model.sequence_length or min(DataConfig().sequence_length, self.config.positions)
-        kept = {
-            name: self.data[name]
-            for name in ("data", "validation_data", "validation_fraction", "held_out")
-            if name in self.data
-        }
-        chosen = DataConfig(**{"sequence_length": length} | kept | dict(given))
+        names = {"data", *PARTS} & self.data.keys()
+        chosen = DataConfig(**{"sequence_length": length, **{name: self.data[name] for name in names}, **given})
         return replace(chosen, encoding=self.encoding(chosen.encoding))
 
     def encoding(self, wanted: str) -> str:
@@ -192,19 +163,13 @@ class WarmStart:
 
         Errors   ValueError if another one is wanted
         """
-        rule, got = "a model to start from has its own encoding", {"encoding": wanted, "init": self.init}
-        require(not is_to_be_learned(wanted), "train", rule, got, "Leave --encoding out.")
-        encoding, wanted = self.model.encoding, _named(wanted)
-        if not encoding:
+        encoding, wanted, learned = self.model.encoding, _named(wanted), is_to_be_learned(wanted)
+        if not (encoding or learned):
             return encoding_of_model(self.config.vocabulary) if wanted == "auto" else wanted
-        rule, got = "the encoding must be that of the model to start from", got | {"init": f"{self.init} ({encoding})"}
-        require(
-            wanted == "auto" or mean_the_same(wanted, encoding),
-            "train",
-            rule,
-            got | {"encoding": wanted},
-            "Leave --encoding out.",
-        )
+        fits = wanted == "auto" or (not learned and mean_the_same(wanted, encoding))
+        rule = "the encoding must be that of the model to start from"
+        got = {"encoding": wanted, "init": f"{self.init} ({encoding or 'of its vocabulary'})"}
+        require(fits, "train", rule, got, "Leave --encoding out.")
         return encoding
 
 
@@ -229,26 +194,23 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     encoding = encoding_for(source, None if wanted == "auto" else wanted, default)
     if most:
         ids = size_to_learn(encoding) if is_to_be_learned(encoding) else vocabulary_size(encoding)
-        require_ids(encoding, ids, most, from_model=bool(start))
-    dataset = load_dataset(
-        source,
-        encoding,
-        validation_data=data.validation_data,
-        validation_fraction=data.validation_fraction,
-        held_out=data.held_out,
-        sequence_length=data.sequence_length,
-    )
+        rule, got = "the model must know every token id of the encoding", {"encoding": encoding, "ids": ids}
+        advice = "Start from another model." if start else "Leave --vocabulary to the encoding."
+        require(ids <= most, "train", rule, got | {"vocabulary": most}, advice)
+    parts = {name: getattr(data, name) for name in PARTS}
+    dataset = load_dataset(source, encoding, sequence_length=data.sequence_length, **parts)
     if source.kind == PREPARED:
         dataset.checked("load_dataset", data.sequences, data.sequence_length)
     return dataset
 
 
-def first_start(job: Job, origin: WarmStart | None = None, parameters: Arrays | None = None) -> Start:
+def first_start(
+    job: Job, folder: RunFolder | None, origin: WarmStart | None = None, parameters: Arrays | None = None
+) -> Start:
     """Return what a new run starts with: the given parameters, those of a model, or random ones.
 
+    folder       see `check_beginning`
     parameters   checked
-
-    Errors       as of RunFolder
     """
     if parameters is not None:
         parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
@@ -256,12 +218,11 @@ def first_start(job: Job, origin: WarmStart | None = None, parameters: Arrays | 
         parameters = origin.model.loaded().parameters
     else:
         parameters = RandomParameters(job.config, job.run.seed)
-    return Start(RunFolder(job.run.out) if job.run.out else None, job.horizon(), parameters)
+    return Start(folder, parameters)
 
 
-def check_beginning(job: Job, *, connects: bool = True) -> None:
-    """Check what a new run needs, before its data are read (`open_dataset` looks at their kind first) or anything is
-    computed.
+def check_beginning(job: Job, *, connects: bool = True) -> RunFolder | None:
+    """Check what a new run needs, before its data are read or anything is computed; return its folder, if it has one.
 
     job        without data
     connects   whether a scheduler must answer
@@ -270,11 +231,12 @@ def check_beginning(job: Job, *, connects: bool = True) -> None:
     """
     require_compiler()
     require_memory(job)
-    if job.run.out:
-        RunFolder(job.run.out)
+    folder = RunFolder(job.run.out) if job.run.out else None
+    if folder:
         require_room(job)
     if connects:
         require_scheduler(job.dataflow.scheduler)
+    return folder
 
 
 def new_run(sections: Mapping[str, Any], parameters: Arrays | None, *, connects: bool = True) -> tuple[Job, Start]:
@@ -293,9 +255,9 @@ def new_run(sections: Mapping[str, Any], parameters: Arrays | None, *, connects:
     if parameters is not None:
         check_parameters(config, parameters)
         check_dtypes("fit", parameters, np.float32)
-    check_beginning(job, connects=connects)
+    folder = check_beginning(job, connects=connects)
     job = replace(job, dataset=open_dataset(c["data"], config.vocabulary, origin, most=config.vocabulary))
-    return job, first_start(job, origin, parameters)
+    return job, first_start(job, folder, origin, parameters)
 
 
 def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -306,7 +268,7 @@ def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[s
     `configuration` has every setting resolved, `asked` the dials as they were given: another machine resolves `auto`
     in its own way.
     """
-    data = {"next_batch": step, "position": "batches are a pure function of seed and step"} | fingerprint(job.tokens)
+    data = {"next_batch": step} | fingerprint(job.tokens)
     return {
         "seed": job.run.seed,
         "data": data | ({"form": [*job.tokens.form]} if any(job.tokens.form) else {}),
@@ -331,10 +293,35 @@ def beginning(job: Job, resolved: Mapping[str, Any], parameters: Arrays) -> dict
     return {"version": VERSION, "step": 0, **checkpoint_facts(job, resolved, 0), "parameters": origin, "files": {}}
 
 
-def rows_named(state: Mapping[str, Any]) -> list[str]:
-    """Return the values of a checkpoint's state that may name rows of a module from outside of the package."""
+def fixed_dials() -> tuple[str, ...]:
+    """Return the settings of a run's dataflow that decide bits: where a library multiplies, these are the chunks."""
+    return () if one_order(np.dtype(np.float32)) else CHUNKS
+
+
+def stored_settings(where: str, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the settings in a checkpoint's state, by sections. Those that only another version has, and that are off,
+    are left out.
+
+    Errors   ValueError for a setting that only another version has
+    """
+    settings = {}
+    for section, kind in SECTIONS.items():
+        values, names = state["configuration"][section], {f.name for f in fields(kind)}
+        unknown = [name for name, value in values.items() if value and name not in names]
+        rule, got = "every setting of the run must be known here", {section: short(min(unknown, default=""))}
+        require(not unknown, where, rule, got, "Another version of daskgpt wrote it: use that.")
+        settings[section] = {name: value for name, value in values.items() if name in names}
+    return settings
+
+
+def require_allowed_rows(state: Mapping[str, Any], where: str) -> None:
+    """Refuse a checkpoint's state that names rows of a module which is not allowed: a job would import it.
+
+    Errors   ValueError
+    """
     configuration = state["configuration"]
-    return [*map(str, configuration["model"].values()), str(configuration["optimizer"]["optimizer"])]
+    names = *configuration["model"].values(), configuration["optimizer"]["optimizer"]
+    require_allowed(map(str, names), where)
 
 
 def data_of_run(
@@ -344,205 +331,134 @@ def data_of_run(
 
     opened   opens them
 
-    Errors   FileNotFoundError; ValueError if they are not those of the state, or if the state names layers of a module
-             that is not allowed
+    Errors   FileNotFoundError; ValueError if they are not those of the state
     """
-    require_allowed(rows_named(state), where)
     configuration = state["configuration"]
     try:
         dataset = opened(data, configuration["model"]["vocabulary"])
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error} If the data have moved, name their place by --data.") from None
     then, now = state["data"], fingerprint(dataset)
-    same, place = all(value == then.get(name) for name, value in now.items()), short(configuration["data"]["data"], 200)
-    rule, got = "the data must be those that the run was trained on", f"data={data.data} ({_shown(now)})"
-    require(same, where, rule, f"{got}, the run's={place} ({_shown(then)})", "Name their place by --data.")
+    place, digest_then = short(configuration["data"]["data"], 200), short(then.get("sha256"))[:16]
+    rule = "the data must be those that the run was trained on"
+    got = f"data={data.data} (sha256={now['sha256'][:16]}), the run's={place} (sha256={digest_then})"
+    require(now.items() <= then.items(), where, rule, got, "Name their place by --data.")
     return dataset
-
-
-def _shown(numbers: Mapping[str, Any]) -> str:
-    training, validation, sha256 = (short(numbers.get(name)) for name in FINGERPRINT)
-    return f"{training} + {validation} tokens, sha256={sha256[:16]}"
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
     """Return numbers that identify these tokens: their counts, and a digest of all of them."""
-    return dict(zip(FINGERPRINT, (int(dataset.training.size), int(dataset.validation.size), dataset.digest)))
+    sizes = {"training_tokens": int(dataset.training.size), "validation_tokens": int(dataset.validation.size)}
+    return {**sizes, "sha256": dataset.digest}
 
 
-def written_configuration(run: Path) -> dict[str, Any]:
-    """Return the configuration in a run folder; empty if it cannot be read."""
-    try:
-        return tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
-    except (ValueError, OSError):
-        return {}
+def resumed_run(path: str, changes: Mapping[str, Mapping[str, Any]]) -> tuple[Job, Start]:
+    """Return the job of a run that continues from its newest good checkpoint, and what it starts with.
 
+    path      the run folder, which is locked from here on
+    changes   settings by section and name; each must be one of MAY_CHANGE, or have the run's own value
 
-def place_of(setting: str, given: Any, *configurations: Mapping[str, Any]) -> Any:
-    """Return the place of a row of PLACES: the given one, or else that of the first configuration that names one."""
-    tables = (configuration.get(PLACES[setting]) for configuration in configurations)
-    return next(filter(None, [given, *(table.get(setting) for table in tables if isinstance(table, Mapping))]), "")
-
-
-class Resumed:
-    """A run that continues from its newest good checkpoint.
-
-    folder      locked from here on
-    job         its settings with the changes
-    start       from the checkpoint
+    Errors    FileNotFoundError if there is no run or no good checkpoint; RuntimeError if another process trains it;
+              ValueError for a change that is refused, other data than the run's, and no step left
     """
+    require_compiler()
+    require_named(path, "train", "resume")
+    rule, advice = "--resume must name the folder of a run", "The newest checkpoint in it is taken."
+    require(not is_checkpoint(Path(path)), "train", rule, {"resume": path}, advice)
+    folder = RunFolder(path, resumed=True)
+    try:
+        return _continued(folder, path, changes)
+    except BaseException:
+        folder.close()
+        raise
 
-    def __init__(self, path: str, changes: Mapping[str, Mapping[str, Any]]) -> None:
-        """path     the run folder
-        changes  settings by section and name; each must be one of MAY_CHANGE, or have the run's own value
 
-        Errors   FileNotFoundError if there is no run or no good checkpoint; RuntimeError if another process trains it;
-                 ValueError for a change that is refused, other data than the run's, and no step left
-        """
-        require_compiler()
-        require_named(path, "train", "resume")
-        rule, advice = "--resume must name the folder of a run", "The newest checkpoint in it is taken."
-        require(not is_checkpoint(Path(path)), "train", rule, {"resume": path}, advice)
-        self.path, self.messages = path, list[str]()
-        self.folder = RunFolder(path, resumed=True)
-        self.written = written_configuration(Path(path))
-        try:
-            self._read(changes)
-        except BaseException:
-            self.folder.close()
-            raise
+def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, Any]]) -> tuple[Job, Start]:
+    messages = list[str]()
+    damaged, newest = checkpoints(folder.path), newest_good(folder.path, messages.append)
+    if newest is None:
+        got = f"resume={path} ({f'{len(damaged)} damaged' if damaged else 'none'})"
+        advice = "Nothing of it can be resumed" if damaged else "It ended before its first"
+        rule, got = "the run must have a good checkpoint", "; ".join([got, *messages])
+        raise refusal(FileNotFoundError, "train", rule, got, f"{advice}: start again with another --out.")
+    checkpoint_folder, state = newest
+    c = _changed_configuration(path, state, changes)
+    open_model_file(checkpoint_folder)  # makes a learned vocabulary known
+    require_allowed_rows(state, "train")
+    job = Job(c.pop("model"), **c)
+    require_room(job)
+    if not job.run.epochs:  # whose number of steps the data decide
+        _require_steps_left(job, state, path)
+    job = replace(job, dataset=data_of_run("train", job.data, state))
+    _require_steps_left(job, state, path)
+    checkpoint, done = read_checkpoint(checkpoint_folder, state, job.moments), state["step"]
+    messages.append(f"resumed    {checkpoint_folder}: {done} of {job.steps} steps are done")
+    units = state["arithmetic"], arithmetic(job)
+    if units[0] != units[1]:
+        change = " -> ".join(f"{unit['precision']} by {unit['unit']}" for unit in units)
+        messages.append(f"arithmetic {change}: bits differ from here on")
+    records = {record["step"]: record for record, _ in metrics_lines(folder.path / METRICS, done)}
+    losses = [records.get(number, {}).get("loss") for number in range(done)]
+    if missing := losses.count(None):
+        messages.append(f"metrics    {missing} of {done} steps are missing")
+    validated = [loss for record in records.values() if (loss := record.get("validation_loss")) is not None]
+    return job, Start(
+        folder,
+        checkpoint.model.parameters,
+        checkpoint.moments,
+        done,
+        [nan if loss is None else loss for loss in losses],
+        validated[-1] if validated else nan,
+        messages,
+        state.get("seconds", 0.0),
+        state.get("outliers", ()),
+        Best.of(folder.path, state),
+        state,
+    )
 
-    def _read(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
-        damaged = checkpoints(Path(self.path))
-        newest = newest_good(Path(self.path), self.messages.append)
-        if newest is None:
-            got = f"resume={self.path} ({f'{len(damaged)} damaged' if damaged else 'none'})"
-            advice = "Nothing of it can be resumed" if damaged else "It ended before its first"
-            rule, got = "the run must have a good checkpoint", "; ".join([got, *self.messages])
-            raise refusal(FileNotFoundError, "train", rule, got, f"{advice}: start again with another --out.")
-        folder, state = newest
-        self._require_same_run(folder, state["configuration"])
-        c = self._configuration(state, changes)
-        open_model_file(folder)  # makes a learned vocabulary known
-        self._require_init(c["run"].init, state["configuration"]["run"]["init"])
-        require_allowed(rows_named(state), "train")  # a job imports the modules of its rows
-        self.job = Job(c.pop("model"), **c)
-        require_room(self.job)
-        if not self.job.run.epochs:  # whose length the data decide
-            self._horizon(state)
-        self.job = replace(self.job, dataset=data_of_run("train", self.job.data, state))
-        horizon, done = self._horizon(state), state["step"]
-        checkpoint = read_checkpoint(folder, state, self.job.moments)
-        self.messages.append(f"resumed    {folder}: {done} of {horizon.steps} steps are done")
-        units = state["arithmetic"], arithmetic(self.job)
-        if units[0] != units[1]:
-            change = " -> ".join(f"{unit['precision']} by {unit['unit']}" for unit in units)
-            self.messages.append(f"arithmetic {change}: bits differ from here on")
-        records = {record["step"]: record for record, _ in metrics_lines(self.folder.path / METRICS, done)}
-        losses = [records.get(number, {}).get("loss") for number in range(done)]
-        if missing := sum(loss is None for loss in losses):
-            self.messages.append(f"metrics    {missing} of {done} steps are missing")
-        known_losses = [nan if loss is None else loss for loss in losses]
-        validated = [loss for record in records.values() if (loss := record.get("validation_loss")) is not None]
-        last, seconds = validated[-1] if validated else nan, state.get("horizon", {}).get("seconds", 0.0)
-        parameters, moments, messages = checkpoint.model.parameters, checkpoint.moments, tuple(self.messages)
-        outliers, best = state.get("outliers", ()), Best.of(self.folder.path, state)
-        self.start = Start(
-            self.folder,
-            horizon,
-            parameters,
-            moments,
-            done,
-            known_losses,
-            last,
-            messages,
-            seconds,
-            outliers,
-            best,
-            state,
+
+def _require_steps_left(job: Job, state: Mapping[str, Any], path: str) -> None:
+    rule, got = "the run must have steps left", {"steps": job.steps, "resume": f"{path} ({state['step']} done)"}
+    require(job.steps > state["step"], "train", rule, got, "Give more --steps.")
+
+
+def _changed_configuration(
+    path: str, state: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the configuration of a run, by sections, with the changes.
+
+    Errors   as of `resumed_run`
+    """
+    made = {}
+    for section, values in stored_settings("train", state).items():
+        given = changes.get(section, {})
+        if section == "dataflow":
+            # As they were given, so that this machine resolves them; but for those that change bits.
+            values |= {dial: value for dial, value in state["asked"].items() if dial not in fixed_dials()}
+            # Never an address from the folder: another person's could name theirs, whose data would be unpickled.
+            values["scheduler"] = values["scheduler"] if values["scheduler"] in LOCAL_SCHEDULERS else "auto"
+        if section == "run":
+            values["out"] = from_root(path)
+        may_change = (*MAY_CHANGE.get(section, ()), *(PLACES if section == "data" else ()))
+        for setting, value in given.items():
+            kept = values.get(setting)
+            same = value in (kept, "", "auto") or _resolved(setting, value) == kept
+            if not (same or setting in may_change):
+                raise may_not_change(path, setting, value, kept)
+        if section == "run" and any(map(given.get, LENGTHS)):
+            require_one_length(given)
+            values |= {"epochs": 0, "tokens": 0}  # the new length replaces the old one
+        made[section] = SECTIONS[section](
+            **values | {name: value for name, value in given.items() if name in may_change}
         )
+    return made
 
-    def _horizon(self, state: Mapping[str, Any]) -> Horizon:
-        """Return the length of the run. Errors   ValueError if no step or no time is left"""
-        horizon, done = self.job.horizon(), state["step"]
-        horizon.resume(state.get("horizon", {}), done)
-        rule, got = "the run must have steps left", {"steps": horizon.steps, "resume": f"{self.path} ({done} done)"}
-        require(horizon.steps > done, "train", rule, got, "Give more --steps.")
-        return horizon
 
-    def _require_same_run(self, folder: Path, configuration: Mapping[str, Mapping[str, Any]]) -> None:
-        """Check that a checkpoint and the configuration beside it are of the same run.
-
-        Errors   ValueError naming a setting that a run keeps and that differs
-        """
-        if not self.written:
-            self.messages.append(f"{CONFIG} cannot be read: the checkpoint's own configuration is used")
-        for section, settings in configuration.items():
-            table = self.written.get(section, {})
-            kept = settings.keys() - set(MAY_CHANGE.get(section, ())) - PLACES.keys() - {"out"}
-            for name in sorted(kept & table.keys() if isinstance(table, Mapping) else ()):
-                rule, value = f"checkpoint and {CONFIG} must be of one run", table[name]
-                got = f"resume={self.path}, {section}.{name}={short(value)} ({folder.name}: {short(settings[name])})"
-                advice = "Another run has written into this folder: name a folder that only one has."
-                require(settings[name] == value, "train", rule, got, advice)
-
-    def _require_init(self, init: str, began_with: str) -> None:
-        """Check that a model to start from, if it is in another place now, is the one that the run began with.
-
-        Errors   ValueError; as of WarmStart
-        """
-        if from_root(init) == began_with:
-            return
-        first = next((entry for _, entry in read_chain(self.folder.path / CHAIN) if entry), {})
-        began, model = first.get("parameters", "not known"), digest(WarmStart(init).model.loaded().parameters)
-        rule, advice = "--init must name the model that the run began with", "Leave it out, or start a new run."
-        got = f"init={init} ({model}), the run's={began_with or 'none'} ({began})"
-        require(model == began, "train", rule, f"{got}, resume={self.path}", advice)
-
-    def _configuration(self, state: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the configuration of the run, by sections, with the changes."""
-        require_one_model("train", state["configuration"])
-        made = {}
-        for name, kind in SECTIONS.items():
-            values, given = dict(state["configuration"][name]), changes.get(name, {})
-            unknown = values.keys() - {f.name for f in fields(kind)}
-            rule, advice = "every setting of the run must be known here", "A newer daskgpt wrote it: resume with that."
-            newer = {"resume": self.path, name: short(min(unknown, default=""))}
-            require(not unknown, "train", rule, newer, advice)
-            if name == "dataflow":
-                # As they were given, so that this machine resolves them; but for chunks where these change bits.
-                fixed = () if one_order(np.dtype(np.float32)) else CHUNKS
-                values |= {dial: value for dial, value in state["asked"].items() if dial not in fixed}
-                values["scheduler"] = self._scheduler(str(values["scheduler"]), given)
-            if name == "run":
-                values["out"] = from_root(self.path)
-            for setting in (setting for setting, section in PLACES.items() if section == name):
-                values[setting] = place_of(setting, given.get(setting), self.written, state["configuration"])
-            may_change = MAY_CHANGE.get(name, ())
-            for setting, value in given.items():
-                same = value in (values.get(setting), OPEN.get(setting))
-                same = same or (setting == "out" and values[setting] == from_root(str(value)))
-                same = same or (setting == "encoding" and values[setting] == _named(str(value)))
-                if not (same or setting in may_change or setting in PLACES):
-                    raise may_not_change(self.path, setting, value, values.get(setting))
-            if name == "run" and any(map(given.get, HORIZONS)):
-                one_horizon(given)
-                values |= {"epochs": 0, "tokens": 0, "minutes": 0}  # the new length replaces the old one
-            made[name] = kind(**values | {n: v for n, v in given.items() if n in may_change})
-        return made
-
-    def _scheduler(self, former: str, given: Mapping[str, Any]) -> str:
-        """Return the scheduler to use where none is given: never an address from the folder.
-
-        A run folder from another person could name their scheduler, and data from a scheduler are unpickled.
-
-        Errors   ValueError for an address that neither a flag nor the environment gives
-        """
-        if "scheduler" in given or former in LOCAL_SCHEDULERS or chosen_address("auto") != "threads":
-            return former if former in LOCAL_SCHEDULERS else "auto"
-        rule, got = "the address of a scheduler must be given again", {"resume": self.path, "scheduler": former}
-        advice = f"Add --scheduler {former} where you trust it, or --scheduler threads."
-        raise refusal(ValueError, "train", rule, got, advice)
+def _resolved(setting: str, value: Any) -> Any:
+    """Return a setting as `Job.resolved` has it."""
+    if setting in ("out", "init"):
+        return from_root(str(value))
+    return _named(str(value)) if setting == "encoding" else value
 
 
 def may_not_change(path: str, setting: str, value: Any, kept: Any = None) -> ValueError:

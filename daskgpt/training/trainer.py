@@ -7,22 +7,21 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require, require_working_folder
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rich import html_table, svg_curve
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
-from daskgpt.model.parameters import check_config, parameter_count, parameter_shapes
-from daskgpt.model.step import Arrays, Outcome
+from daskgpt.model.parameters import check_config
+from daskgpt.model.step import Arrays
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import ClusterLost, Scheduler, WorkerLost
 from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
@@ -30,16 +29,13 @@ from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.engine import Engine, LocalEngine, State, TaskEngine
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, Say, compile_kernels, describe, require_memory
-from daskgpt.training.logs import chosen_sinks
 from daskgpt.training.metrics import Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
-from daskgpt.training.run_folder import Saver, reason
-from daskgpt.training.start import Resumed, Start, beginning, checkpoint_facts, new_run
+from daskgpt.training.run_folder import Saver
+from daskgpt.training.start import Start, beginning, checkpoint_facts, new_run, resumed_run
 
 if TYPE_CHECKING:
     from daskgpt.training.recovery import Recovery
-
-LABEL = 12  # columns of `model       ` and the like
 
 
 @dataclass(repr=False)
@@ -72,7 +68,7 @@ class Result:
     """
 
     config: ModelConfig
-    read: Callable[[], dict[str, np.ndarray]]  # returns the parameters
+    held: dict[str, np.ndarray] | None  # parameters in this process; None for those of the checkpoint
     losses: list[float]
     validation_loss: float
     seconds: float
@@ -85,27 +81,17 @@ class Result:
     @cached_property
     def parameters(self) -> dict[str, np.ndarray]:
         """The parameters. Errors   as of `daskgpt.load` where they are read"""
-        return self.read()
-
-    def _repr_html_(self) -> str:
-        """Return the same for notebooks, with the losses as a curve."""
-        title, *lines = repr(self).splitlines()
-        rows = [[line[:LABEL].strip(), line[LABEL:]] for line in lines]
-        return html_table(title, rows) + svg_curve(self.losses, "loss of each step")
+        return self.held if self.held is not None else load(self.checkpoint or "")[1]
 
     def __repr__(self) -> str:
-        """Return a few lines without any array."""
-        steps = len(self.losses)
-        now = f" ({steps - self.first:,} of them now)" if self.first else ""
-        lines = [f"Result of {steps:,} step{'s' * (steps != 1)}{now} in {self.seconds:.1f} s"]
-        arrays = len(parameter_shapes(self.config))
-        lines.append(f"model       {parameter_count(self.config):,} parameters in {arrays} arrays")
-        if self.losses:
-            last = f"{self.losses[-1]:.3f} in the last"
-            lines.append(f"loss        {self.losses[0]:.3f} nats a token in the first step, {last}")
-        if self.validation_loss == self.validation_loss:
-            lines.append(f"validation  {self.validation_loss:.3f} nats a token")
-        return "\n".join([*lines, f"written to  {self.checkpoint or 'nowhere'}"])
+        """Return two lines without any array."""
+        steps, validation, loss = len(self.losses), "", ""
+        if not math.isnan(self.validation_loss):
+            validation = f", {self.validation_loss:.3f} on held-out text"
+        if steps:
+            loss = f"loss {self.losses[0]:.3f} nats a token in the first step, {self.losses[-1]:.3f} in the last"
+        of = f" of {steps}" if self.first else ""
+        return f"{loss}{validation}\n{steps - self.first}{of} steps in {self.seconds:.1f} s".lstrip()
 
 
 Sampler = Callable[[Scheduler, State], str]  # text that a state writes
@@ -162,7 +148,7 @@ def fit(
 
     parameters   initial values, float32; None for those of `run.init`, or random ones
     resume       a run folder to continue from its newest good checkpoint. Its settings are kept but for those that are
-                 given: a mapping names what changes (`run={"steps": 4000}`), a configuration counts as a whole
+                 given: in a mapping (`run={"steps": 4000}`), or in a configuration by values other than the defaults
     client       a `distributed.Client` whose cluster runs the tasks, in place of `dataflow.scheduler`; it stays open,
                  and nothing of the run stays on its cluster. None for the active Client of this process, if it has one
                  and dataflow names no scheduler. In a task of a Dask worker a run has one thread, and no client
@@ -183,7 +169,6 @@ def fit(
     >>> len(result.losses), result.losses[-1] < result.losses[0]
     (20, True)
     """
-    require_working_folder("fit")
     if client is not None:
         from daskgpt.schedulers.connect import client_address
 
@@ -194,8 +179,7 @@ def fit(
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
         if client is None and "scheduler" in (changes := _changes(dataflow)):
             require_scheduler(changes["scheduler"])
-        resumed = Resumed(os.fspath(resume), {name: _changes(settings) for name, settings in sections.items()})
-        job, start = resumed.job, resumed.start
+        job, start = resumed_run(os.fspath(resume), {name: _changes(given) for name, given in sections.items()})
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
@@ -205,8 +189,10 @@ def fit(
 
 
 def _changes(settings: Any) -> Mapping[str, Any]:
-    """Return the settings that a configuration or a mapping gives."""
-    return {} if settings is None else settings if isinstance(settings, Mapping) else asdict(settings)
+    """Return the settings that a mapping gives, or those of a configuration that differ from their defaults."""
+    if settings is None or isinstance(settings, Mapping):
+        return settings or {}
+    return {f.name: value for f in fields(settings) if (value := getattr(settings, f.name)) != f.default}
 
 
 def train(job: Job, start: Start, observers: Observers = Observers(), client: Any = None) -> Result:
@@ -229,7 +215,7 @@ def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) 
     """
     scheduler.admit(job.precision.packed)
     require_memory(job, scheduler.memory_limits())
-    progress = Progress(start.horizon.steps, done=start.step, quiet=observers.quiet)
+    progress = Progress(job.steps, done=start.step, quiet=observers.quiet)
     with finishing_first(progress.say, "step") as stop_requested:
         trainer = _Trainer(job, scheduler, start, observers, progress, stop_requested)
         try:
@@ -254,17 +240,6 @@ def engine_of(job: Job, scheduler: Scheduler, say: Say = print) -> Engine:
     return RankEngine(job, cast(Any, scheduler), say)
 
 
-class Window(NamedTuple):
-    """Steps that ran together, and their metrics.
-
-    first_time   whether the last of them was made for the first time, and not again after a loss
-    """
-
-    steps: range
-    records: list[dict[str, Any]]
-    first_time: bool
-
-
 @dataclass(eq=False, repr=False)
 class _Trainer:
     """One run, from what it starts with to its result.
@@ -282,17 +257,17 @@ class _Trainer:
 
     def __post_init__(self) -> None:
         job, scheduler, start, say = self.job, self.scheduler, self.start, self.progress.say
-        self.horizon, self.folder, self.losses = start.horizon, start.folder, list(start.losses)
+        self.folder, self.losses = start.folder, list(start.losses)
         self.validated: dict[int, float] = {}
         self.enough, self.began = False, time.perf_counter()
         self.engine = engine_of(job, scheduler, say)
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
         self.outliers = Outliers(job.optimizer.skip_outliers, start.outliers)
-        self.finite = Finite(job, self.horizon, self.losses, self.wait)
+        self.finite = Finite(job, self.losses, self.wait)
         self.worker_metrics, self.events = WorkerMetrics(scheduler), Events(scheduler)
-        self.metrics = StepMetrics(job, self.horizon, self.worker_metrics, lambda: self.seconds)
+        self.metrics = StepMetrics(job, self.worker_metrics, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
-        self.result = Result(job.config, dict, self.losses, start.validation, 0.0, first=start.step, timers=timers)
+        self.result = Result(job.config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
         self.validation = Validation(job, self.engine, self.stop_requested)
         self.saver: Saver | None = None
         if self.folder:
@@ -302,9 +277,6 @@ class _Trainer:
             from daskgpt.training.recovery import Recovery
 
             self.recovery = Recovery(cast(Any, self.engine), start, say)
-        # What happens after each window, and what happens between two.
-        self.after: list[Callable[[Window], None]] = [self._validate, self._report]
-        self.between: list[Callable[[Window], None]] = [self._keep_recoverable, self._sample_if_due, self._save_if_due]
 
     def run(self) -> Result:
         """Train, save the model, and let the instruments write what they observed."""
@@ -313,10 +285,7 @@ class _Trainer:
         while result is None:
             try:
                 self._start_engine(lost)
-                stopped = self._train()
-                result = self._finished(stopped)
-                if not stopped:  # whoever stops a run does not want to wait
-                    self._sample_last()
+                result = self._finished(stopped=self._train())
             except ClusterLost:
                 self._save_what_is_left()
                 raise
@@ -325,6 +294,9 @@ class _Trainer:
                     raise
                 lost = error.with_traceback(None)  # its frames hold what is lost
                 self.wait()
+        if not result.stopped:  # whoever stops a run does not want to wait
+            with suppress(WorkerLost):  # the model is saved by now
+                self._sample()
         for callback in self.observers.callbacks:  # their files may not get written: the model is saved by now
             callback.end()
         return result
@@ -335,29 +307,39 @@ class _Trainer:
         Steps run together, as a window, where nothing is due between them. Those that are made again after a loss are
         not recorded, validated or reported a second time.
         """
-        engine, horizon = self.engine, self.horizon
+        engine, length = self.engine, self.job.steps
         if self.job.run.init and not self.losses:
             self._sample()  # of the model to start from
-        while engine.made < horizon.steps:
+        while engine.made < length:
             steps = range(engine.made, engine.made + self._together())
-            batches, length = self.loader.take(steps), horizon.at(steps.start)
+            batches = self.loader.take(steps)
             undecided, begin = engine.undecided, time.perf_counter()
             with self._observed(steps):
                 outcomes = engine.run(batches, length, self.outliers.limits(steps.start))
-            window = self._window(steps, outcomes, time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+            first_time = steps[-1] >= len(self.losses)  # else all of them are made again after a loss
+            with self.timed("logs"):
+                for number, outcome in zip(steps, outcomes):
+                    self.outliers.note(number, outcome)
+                records = self.metrics.of_window(steps, outcomes, seconds)
             if self.folder and undecided:  # chunks and grain may have been chosen with this step
                 self.folder.configure(self._resolved())
-            for hook in self.after:
-                hook(window)
-            if engine.made == horizon.steps:
+            if first_time and engine.made == self._next_validation(steps[-1]):
+                with self.timed("validation"):
+                    records[-1].update(self.validation.measure())
+            for record in records[max(len(self.losses) - steps.start, 0) :]:
+                self._report(record)
+            if engine.made == length:
                 return False
-            if window.first_time and not engine.undecided and horizon.passed(engine.made, self.seconds):
-                self.progress.steps = horizon.steps
             if self.enough or self.stop_requested():
-                self.progress.say(f"stopped after {engine.made} of {horizon.steps} steps")
+                self.progress.say(f"stopped after {engine.made} of {length} steps")
                 return True
-            for hook in self.between:
-                hook(window)
+            if self.recovery:
+                with self.timed("recovery points"):
+                    self.recovery.after_window()
+            if first_time and self.job.run.sample_every and engine.made % self.job.run.sample_every == 0:
+                self._sample()
+            self._save_if_due(checked="validation_loss" in records[-1])
         return False
 
     def _begin(self) -> None:
@@ -366,14 +348,14 @@ class _Trainer:
         if self.saver:
             resolved = self._resolved()
             entry = start.entry or beginning(job, resolved, start.parameters)
-            self.saver.folder.begin(resolved, entry, chosen_sinks(job.run.log, job.run.out))
+            self.saver.folder.begin(resolved, entry)
             self.saver.begin()
         progress.say("\n".join([describe(job, self.scheduler, engine.described_chunks), *start.messages]))
         run = job.run
         self.scheduler.attend(progress.say, self.stop_requested, run.worker_seconds, run.worker_minutes)
         if engine.described_tasks:  # otherwise it is printed when it is known
             progress.say(f"grain      {engine.described_tasks}")
-        self.callbacks = [(one.begin(job, engine, self.horizon.steps), one) for one in self.observers.callbacks]
+        self.callbacks = [(one.begin(job, engine, job.steps), one) for one in self.observers.callbacks]
         self.worker_metrics.begin(products=bool(self.folder or self.observers.on_step))
         self.began = time.perf_counter()
         progress.begin()
@@ -391,13 +373,12 @@ class _Trainer:
         every = (run.save_every, run.keep_every) if self.saver else ()
         ends: list[int] = [(made // count + 1) * count for count in (*every, run.sample_every) if count]
         ends += [first for first, _ in self.callbacks if made < first]
-        ends += [end] if (end := self.horizon.next_change(made)) else []
         return min(self.engine.together(), min([*ends, self._next_validation(made)]) - made)
 
     def _next_validation(self, step: int) -> int:
         """Return how many steps will have been made at the first validation after a step."""
-        every = self.job.run.validate_every or self.horizon.steps
-        return min((step // every + 1) * every, self.horizon.steps)
+        every = self.job.run.validate_every or self.job.steps
+        return min((step // every + 1) * every, self.job.steps)
 
     @contextmanager
     def _observed(self, steps: range) -> Iterator[None]:
@@ -407,31 +388,10 @@ class _Trainer:
                 for first, callback in self.callbacks:
                     if steps.start >= max(first, len(self.losses)):
                         stack.enter_context(callback.watch(steps))
-                if not self.callbacks:
-                    stack.enter_context(self.metrics.record(self.engine.kernels))
             yield
 
-    def _window(self, steps: range, outcomes: Sequence[Outcome], seconds: float) -> Window:
-        """Return steps with their metrics; seconds: that all of them took."""
-        with self.timed("logs"):
-            for number, outcome in zip(steps, outcomes):
-                self.outliers.note(number, outcome)
-            return Window(steps, self.metrics.of_window(steps, outcomes, seconds), steps[-1] >= len(self.losses))
-
-    def _validate(self, window: Window) -> None:
-        """Add the validation loss to the metrics of the last step, if one is due."""
-        if window.first_time and self.engine.made == self._next_validation(window.steps[-1]):
-            with self.timed("validation"):
-                window.records[-1].update(self.validation.measure())
-
-    def _report(self, window: Window) -> None:
-        """Show, log and publish the metrics of the steps that are new, and end the run if a number is not finite."""
-        for record in window.records[max(len(self.losses) - window.steps.start, 0) :]:
-            self._report_step(record)
-            with self.timed("validation" if "validation_loss" in record else "logs"):
-                self.finite.require(self.engine, record)
-
-    def _report_step(self, metrics: dict[str, Any]) -> None:
+    def _report(self, metrics: dict[str, Any]) -> None:
+        """Show, log and publish the metrics of a step, and end the run if a number is not finite."""
         with self.timed("logs"):
             self.losses.append(metrics["loss"])
             if "validation_loss" in metrics:
@@ -444,54 +404,35 @@ class _Trainer:
                 metrics |= self.recovery.news()
             self.events.note(metrics)
             if self.saver:
-                written = metrics | self.saver.news() | self.worker_metrics.news()
-                for path, error in self.saver.folder.logs.log(written):
-                    self.progress.say(f"metrics    {path} is to be written later: {reason(error)}; training goes on")
+                self.saver.folder.log(metrics | self.saver.news() | self.worker_metrics.news(), self.progress.say)
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
-
-    def _keep_recoverable(self, window: Window) -> None:
-        """Make recovery points, and look at the workers."""
-        if self.recovery:
-            with self.timed("recovery points"):
-                self.recovery.after_window()
-
-    def _sample_if_due(self, window: Window) -> None:
-        every = self.job.run.sample_every
-        if window.first_time and every and self.engine.made % every == 0:
-            self._sample()
+        with self.timed("validation" if "validation_loss" in metrics else "logs"):
+            self.finite.require(self.engine, metrics)
 
     def _sample(self) -> None:
         """Print a sample, if there is to be one."""
         if sampler := self.observers.sampler:
             with self.timed("samples"):
-                self.progress.show(sampler(self.scheduler, self.engine.weights()))
+                self.progress.say(sampler(self.scheduler, self.engine.weights()))
 
-    def _sample_last(self) -> None:
-        """Print a sample of the trained model, which is saved by now."""
-        try:
-            if self.observers.sampler:
-                self.progress.show(f"\n{self.observers.sampler(self.scheduler, self.engine.weights())}")
-        except WorkerLost as error:
-            self.progress.say(f"sample     there is none: {error.rule}; got {error.got}")
-
-    def _save_if_due(self, window: Window) -> None:
-        """Begin to write a checkpoint if one is due."""
+    def _save_if_due(self, *, checked: bool) -> None:
+        """Begin to write a checkpoint if one is due; checked: whether the parameters are known to be finite."""
         made = self.engine.made
         loss = self.validated.get(made)
         if self.saver and self.saver.due(made, loss):
             with self.timed("checkpoints"):
-                if "validation_loss" not in window.records[-1]:  # with which the parameters were checked
+                if not checked:
                     self.finite.require_weights(self.engine, made - 1)
                 self.saver.save(self.engine.state(), self._facts(made), loss)
 
     def _resolved(self) -> dict[str, Any]:
-        return self.job.resolved(self.scheduler, self.engine.chunk, self.engine.grain, self.horizon.steps)
+        return self.job.resolved(self.scheduler, self.engine.chunk, self.engine.grain)
 
     def _facts(self, step: int) -> dict[str, Any]:
         """Return the entries of a checkpoint's state.json."""
         facts = checkpoint_facts(self.job, self._resolved(), step)
-        return facts | {"horizon": self.horizon.facts(self.seconds), "outliers": self.outliers.facts(step)}
+        return facts | {"seconds": round(self.seconds, 3), "outliers": self.outliers.facts(step)}
 
     def _save_what_is_left(self) -> None:
         """Save the newest recovery point of a run whose cluster is lost, where it can be had without its workers."""
@@ -500,26 +441,22 @@ class _Trainer:
             if self.saver and state and state.step > self.saver.saved:
                 self.saver.save(state, self._facts(state.step), self.validated.get(state.step), last=True)
 
-    def _finished(self, stopped: bool) -> Result:
+    def _finished(self, *, stopped: bool) -> Result:
         """Save the last state and return the result of the run."""
         self.events.flush()
         result, engine = self.result, self.engine
         result.seconds, result.stopped = time.perf_counter() - self.began, stopped
         self.finite.require_weights(engine, max(engine.made - 1, 0))
         result.checkpoint = step_folder(self.folder.path, engine.made) if self.folder else None
-        if result.checkpoint and not self.scheduler.in_place:
-            result.read = partial(_parameters_in, result.checkpoint)
-        else:
-            result.read = partial(dict, engine.weights().parameters(self.scheduler))
+        if self.scheduler.in_place or not result.checkpoint:
+            result.held = engine.weights().parameters(self.scheduler)
         self.progress.close()
         for line in self.worker_metrics.lines():
             self.progress.say(line)
         del self.losses[engine.made :]  # of steps that a loss has taken back
         if self.saver:
             self.saver.save(engine.state(), self._facts(engine.made), self.validated.get(engine.made), last=True)
-            if self.job.run.minutes:  # the number of steps is known now
-                self.saver.folder.configure(self._resolved())
-            self.saver.folder.logs.sync()
+            self.saver.folder.sync()
         return result
 
     @property
@@ -547,7 +484,3 @@ class _Trainer:
         if self.folder and checkpoints(self.folder.path):
             kind, advice = CanGoOn, f"Continue with --resume {self.folder.path}."
         return refusal(kind, loss.where, loss.rule, loss.got, advice)
-
-
-def _parameters_in(checkpoint: Path) -> dict[str, np.ndarray]:
-    return load(checkpoint)[1]

@@ -13,7 +13,7 @@ from measurements import PLACE, ROOT, pages
 
 FENCE = re.compile(r"^ *```(?:bash|sh)?\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 PROGRAMS = re.compile(
-    r"(?:python|pip|dask|cluster/\S+|tail|jupyter|sbatch|mpirun|export|kill|sphinx-build|tensorboard|scancel|\.)(?: |$)"
+    r"(?:python|pip|dask|cluster/\S+|tail|jupyter|sbatch|mpirun|export|kill|sphinx-build|scancel|\.)(?: |$)"
 )
 MODULE = re.compile(r"python -m daskgpt\.(\w+)\b")
 
@@ -46,14 +46,14 @@ SHORTER = {
     r"--help": "",
     r"daskgpt\.train .*--resume": "--steps 8 --validation-batches 1 --sample-tokens 4",
     r"daskgpt\.train .*--init": f"{SHORT} --sequence-length 16 --steps 3 --warmup 1",
-    r"daskgpt\.train .*--minutes": f"{TEXT} {MODEL} {BATCH} {SHORT} --minutes 0.02",
+    r"daskgpt\.train .*--tokens": f"{TEXT} {MODEL} {BATCH} {SHORT} --tokens 200",
     r"daskgpt\.train .*--data tokens": f"{BATCH} {SHORT} --blocks 1 --heads 2 --channels 16 --steps 3 --warmup 1",
     r"daskgpt\.train": f"{TEXT} {MODEL} {BATCH} {SHORT} --steps 3 --warmup 1",
     r"daskgpt\.generate": "--tokens 4",
     r"daskgpt\.bench": BENCH,
     r"daskgpt\.study": "--quick --window 1 --threads 1 --barrier layer,step",
     r"daskgpt\.prepare": "--learn-vocabulary 300",
-    r"daskgpt\.(evaluate|convert|plot|verify|audit)": "",
+    r"daskgpt\.(evaluate|convert|plot|audit)": "",
 }
 
 

@@ -1,0 +1,45 @@
+"""Logits, loss and gradients of a model compared with llm.c's debug state of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import daskgpt
+from daskgpt.config.groups import groups_of_batch
+from daskgpt.config.run import DataflowConfig
+from daskgpt.formats.llmc import read_debug_state
+from daskgpt.model.parameters import tensors
+from daskgpt.model.precision import precision_of
+from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.training.autotune import ChunkChoice
+from daskgpt.training.engine import State
+from daskgpt.training.inference import Inference
+
+# Largest allowed difference, as a share of the tensor's largest magnitude: float32 sums of a few thousand products in
+# another order than the float64 reference's differ by a few 1e-6.
+# Operands rounded to 8 bits differ by up to 2**-9 each; through three blocks that adds up to a few per cent at worst.
+TOLERANCE = {"float32": 1e-4, "float64": 1e-6, "bfloat16": 3e-2}
+
+
+def differences(model: Path, debug_state: Path, precision: str, dataflow: DataflowConfig) -> dict[str, float]:
+    """Return the largest difference of each tensor as a share of its largest magnitude, by the rows of the table."""
+    config, parameters = daskgpt.load(model)
+    state, arithmetic = read_debug_state(debug_state, config), precision_of(precision)
+    shape, weights = state.tokens.shape, State.of_weights(config, parameters, arithmetic)
+    wanted = ("logits", "loss", "gradients")
+    with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
+        chunk = ChunkChoice(config, shape, dataflow, arithmetic, scheduler.threads).first
+        inference = Inference(config, shape, chunk, weights.layout, wanted, arithmetic, groups=groups_of_batch(*shape))
+        results = inference(scheduler, weights, state.tokens, state.targets)
+    logits = results["logits"][..., : config.vocabulary]
+    pairs = [("logits", logits, state.logits), ("loss", results["loss"], np.array(state.loss))]
+    for name, tensor in tensors(config).items():
+        pairs.append((tensor.row.name.replace("{block}", "*"), results[name], state.gradients[name]))
+    shares: dict[str, float] = {}
+    for name, values, reference in pairs:
+        difference = float(np.abs(values - reference.astype(np.float64)).max())
+        assert np.isfinite(difference), name
+        shares[name] = max(shares.get(name, 0.0), difference / float(np.abs(reference).max()))
+    return shares
