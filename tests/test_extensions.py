@@ -9,11 +9,12 @@ import pytest
 from conftest import SMALL
 from custom_engine import LoopEngine
 from custom_layers import SQUARED_RELU
+from small_runs import fit
 from test_model_choices import CONFIG, EXTENDED
 
 import daskgpt
 from daskgpt import audit
-from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.model.parameters import tensors
 from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of, measure_steps, random_batch
 from daskgpt.profiling.plan import predict
@@ -34,9 +35,8 @@ def job(config, optimizer, **dials):
 @pytest.mark.parametrize(("norm", "optimizer", "rate"), [("layernorm", SIGN, 3e-3), ("rmsnorm", "momentum", 0.1)])
 def test_extended_model_learns(norm, optimizer, rate, small_text):
     config = replace(EXTENDED, vocabulary=257, padded_vocabulary=0, norm=norm)
-    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
     own = OptimizerConfig(optimizer=optimizer, learning_rate=rate, schedule="constant")
-    losses = daskgpt.fit(config, data, own, run=RunConfig(steps=40, validation_batches=1), quiet=True).losses
+    losses = fit(small_text, config=config, optimizer=own, steps=40).losses
     assert losses[-1] < losses[0] - 1
 
 
@@ -85,11 +85,10 @@ def test_plan_bench_and_timeline_of_extensions(config, optimizer, dials, numbers
 
 def test_workers_with_another_module_are_refused(cluster, small_text, monkeypatch):
     cluster.have(2)
-    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
     config = replace(EXTENDED, vocabulary=257, padded_vocabulary=0)
     monkeypatch.setattr("inspect.getsource", lambda module: "another version")
     with pytest.raises(ValueError, match=r"must have the client's modules; got client=.*custom_layers.*, worker="):
-        daskgpt.fit(config, data, dataflow={"scheduler": cluster.address}, run={"steps": 2}, quiet=True)
+        fit(small_text, config=config, dataflow={"scheduler": cluster.address}, steps=2)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +102,8 @@ def test_workers_with_another_module_are_refused(cluster, small_text, monkeypatc
     ],
 )
 def test_rows_that_cannot_be_had_are_refused(settings, error, keyword, small_text):
-    def begun():
-        return daskgpt.fit(daskgpt.preset("tiny", **settings), {"data": str(small_text)}, run={"steps": 1}, quiet=True)
-
     with pytest.raises(error, match=keyword):
-        begun()
+        fit(small_text, config=daskgpt.preset("tiny", **settings))
 
 
 def test_rows_without_a_file_of_source_are_refused(small_text, monkeypatch):
@@ -115,12 +111,11 @@ def test_rows_without_a_file_of_source_are_refused(small_text, monkeypatch):
     module.ROW = SQUARED_RELU
     monkeypatch.setitem(sys.modules, "no_source", module)
     with pytest.raises(ValueError, match="must be a file of source; got module=no_source"):
-        daskgpt.fit(daskgpt.preset("tiny", activation="no_source:ROW"), {"data": str(small_text)}, quiet=True)
+        fit(small_text, config=daskgpt.preset("tiny", activation="no_source:ROW"))
 
 
 def test_a_run_does_not_decide_what_is_imported(small_text, tmp_path, monkeypatch):
-    data, run = {"data": str(small_text), "batch_size": 4, "sequence_length": 12}, {"steps": 1, "out": str(tmp_path)}
-    daskgpt.fit(daskgpt.preset("tiny"), data, {"optimizer": SIGN}, run=run, quiet=True)
+    fit(small_text, tmp_path, optimizer={"optimizer": SIGN}, steps=1)
     monkeypatch.delitem(sys.modules, "custom_layers")
     for again in (lambda: Resumed(str(tmp_path), {"run": {"steps": 2}}), lambda: audit.main([str(tmp_path)])):
         with pytest.raises(ValueError, match="module=custom_layers"):

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_lines import run
-from records import append_records, read_records
 from small_runs import FLAGS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
@@ -246,15 +245,6 @@ def test_lock_files_are_empty_also_those_of_older_versions(tmp_path):
         with pytest.raises(RuntimeError, match=f"process={os.getpid() if files.LOCKS.exists() else 'unknown'}"):
             locked(tmp_path / ".lock", "test", "nobody else")
     locked(tmp_path / ".lock", "test", "nobody else").close()
-
-
-def test_records_without_locks_and_sync(tmp_path, refusing):
-    path = Path(__file__).parents[1] / "docs" / "measurements" / "checkpoints.jsonl"
-    records = read_records(path)[:2]
-    refusing("flock", errno.EOPNOTSUPP, module=fcntl)
-    refusing("fsync", errno.EINVAL)
-    append_records(tmp_path / "records.jsonl", records)
-    assert read_records(tmp_path / "records.jsonl") == records
 
 
 def test_a_file_that_cannot_be_written_is_refused_with_its_reason(tmp_path, monkeypatch):

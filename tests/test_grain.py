@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
 from one_number import MODELS, Dials, Model, bits_after_steps
-from small_runs import MODEL
+from small_runs import MODEL, fit
 from steps import run_step, state_of, step_of
 from tolerances import TOLERANCES
 
@@ -88,8 +88,7 @@ def test_given_parameters_are_not_overwritten(random, small_text):
     config = replace(SMALL, vocabulary=257, padded_vocabulary=0)
     parameters = random_parameters(config, random)
     before = {name: value.copy() for name, value in parameters.items()}
-    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
-    result = daskgpt.fit(config, data, run=RunConfig(steps=2, validation_batches=1), parameters=parameters, quiet=True)
+    result = fit(small_text, config=config, parameters=parameters, steps=2)
     for name, value in parameters.items():
         np.testing.assert_array_equal(value, before[name])
         assert not np.array_equal(result.parameters[name], before[name])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters, whole_logits
 from one_number import Dials, Model, bits_after_steps
-from small_runs import losses_of, stopping_at, tensors_of
+from small_runs import same, stopping_at
 from test_model import check_gradient_in_a_random_direction
 from tolerances import TOLERANCES
 
@@ -152,8 +152,7 @@ def test_train_stop_resume_and_generate(small_text, tmp_path, capsys):
         run = RunConfig(steps=40, validation_batches=1, save_every=10, out=str(tmp_path / name))
         daskgpt.fit(CONFIG, data, optimizer, dataflow, run=run, on_step=stop, quiet=True)
     result = daskgpt.fit(resume=tmp_path / "stopped", dataflow={"threads": 2, "sequence_chunk": 16}, quiet=True)
-    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole")
-    assert tensors_of(tmp_path / "stopped") == tensors_of(tmp_path / "whole")
+    assert same(tmp_path / "stopped", tmp_path / "whole")
     assert result.losses[-1] < result.losses[0] - 1
     config, values = daskgpt.load(tmp_path / "whole")
     texts = Texts(Weights(config, values, "float32"), prompts := [list(b"def "), [7], [5] * 9])

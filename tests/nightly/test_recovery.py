@@ -35,7 +35,7 @@ def whole(small_text, tmp_path_factory):
     return out
 
 
-train = partial(fit_in_parts, steps=STEPS)
+train = partial(fit_in_parts, steps=STEPS, snapshot_every=4)
 
 
 def acting(actions):
@@ -94,9 +94,12 @@ def test_kill_matrix(kind, cluster, small_text, whole, tmp_path, capsys):
     """In forward, backward, update and communication, as ranks begin, as a recovery point and a checkpoint are made."""
     cluster.have(3)
     once = tmp_path / "killed"
-    plugin = KillAsItSends(2, once) if kind == "sending" else KillItself(kind, 1 + (kind == "recovery.copy"), once)
-    if kind in IN_A_STEP:
+    if kind == "sending":
+        plugin = KillAsItSends("state.copy", 2, once)
+    elif kind in IN_A_STEP:
         plugin = KillInKernel(kind, 30, once)
+    else:
+        plugin = KillItself(kind, 1 + (kind == "recovery.copy"), once)
     with Client(cluster.address) as client:
         client.register_plugin(plugin)
         try:

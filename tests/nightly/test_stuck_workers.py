@@ -29,7 +29,7 @@ def whole(small_text, tmp_path_factory):
     return out
 
 
-train = partial(fit_in_parts, steps=STEPS, save_every=4)
+train = partial(fit_in_parts, steps=STEPS, save_every=4, snapshot_every=4)
 
 
 @pytest.fixture

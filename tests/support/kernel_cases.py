@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import reference_gpt2
 
 from daskgpt.kernels import add, attention, crossentropy, embedding, gelu, layernorm, linear, rmsnorm
 
@@ -43,41 +44,6 @@ class Case:
         return self.name
 
 
-def _layernorm(a: Arrays) -> np.ndarray:
-    centred = a["x"] - a["x"].mean(-1, keepdims=True)
-    return centred / np.sqrt(centred.var(-1, keepdims=True) + 1e-5) * a["weight"] + a["bias"]
-
-
-def _gelu(a: Arrays) -> np.ndarray:
-    return 0.5 * a["x"] * (1 + np.tanh(np.sqrt(2 / np.pi) * (a["x"] + 0.044715 * a["x"] ** 3)))
-
-
-def softmax_attention(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Attention with the whole (T, T) matrix: output and log-sum-exp."""
-    b, t, _ = qkv.shape
-    q, k, v = (part.reshape(b, t, heads, -1).transpose(0, 2, 1, 3) for part in np.split(qkv, 3, -1))
-    scores = np.where(np.tri(t, dtype=bool), q @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1]), -np.inf)
-    top = scores.max(-1, keepdims=True)
-    p = np.exp(scores - top)
-    total = p.sum(-1, keepdims=True)
-    return (p / total @ v).transpose(0, 2, 1, 3).reshape(b, t, -1), (top + np.log(total))[..., 0]
-
-
-def softmax_attention_backward(dy: np.ndarray, qkv: np.ndarray, heads: int) -> np.ndarray:
-    """Its gradient from the stored probabilities, all in the arrays' dtype."""
-    b, t, _ = qkv.shape
-    q, k, v = (part.reshape(b, t, heads, -1).transpose(0, 2, 1, 3) for part in np.split(qkv, 3, -1))
-    scale = q.dtype.type(1 / np.sqrt(q.shape[-1]))
-    scores = np.where(np.tri(t, dtype=bool), q @ k.transpose(0, 1, 3, 2) * scale, q.dtype.type(-np.inf))
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    d_out = dy.reshape(b, t, heads, -1).transpose(0, 2, 1, 3)
-    dp = d_out @ v.transpose(0, 1, 3, 2)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
-    parts = ds @ k, ds.transpose(0, 1, 3, 2) @ q, p.transpose(0, 1, 3, 2) @ d_out
-    return np.concatenate([part.transpose(0, 2, 1, 3).reshape(b, t, -1) for part in parts], -1)
-
-
 def _losses(a: Arrays) -> np.ndarray:
     logits = a["x"] @ a["wte"][:VOCABULARY].T
     return np.logaddexp.reduce(logits, -1) - np.take_along_axis(logits, a["targets"][..., None].astype(int), -1)[..., 0]
@@ -107,7 +73,7 @@ CASES = (
         "layernorm",
         {"x": (B, T, C), "weight": (C,), "bias": (C,)},
         lambda a: layernorm.forward(a["x"], a["weight"], a["bias"]),
-        _layernorm,
+        lambda a: reference_gpt2.layernorm(a["x"], a["weight"], a["bias"])[0],
         {
             "x": lambda dy, a: layernorm.backward_x(dy, a["x"], a["weight"]),
             "weight": lambda dy, a: summed(layernorm.backward_weight, a["weight"], dy, a["x"]),
@@ -146,14 +112,18 @@ CASES = (
         },
     ),
     Case(
-        "gelu", {"x": (B, T, C)}, lambda a: gelu.forward(a["x"]), _gelu, {"x": lambda dy, a: gelu.backward(dy, a["x"])}
+        "gelu",
+        {"x": (B, T, C)},
+        lambda a: gelu.forward(a["x"]),
+        lambda a: reference_gpt2.gelu(a["x"]),
+        {"x": lambda dy, a: gelu.backward(dy, a["x"])},
     ),
     Case("add", {"x": (B, T, C), "y": (B, T, C)}, lambda a: add.forward(a["x"], a["y"]), lambda a: a["x"] + a["y"], {}),
     Case(
         "attention",
         {"qkv": (B, T, 3 * C)},
         lambda a: attention.forward(a["qkv"], heads=HEADS)[0],
-        lambda a: softmax_attention(a["qkv"], HEADS)[0],
+        lambda a: reference_gpt2.attention(a["qkv"], HEADS)[0],
         {"qkv": _attention_backward},
     ),
     Case(

@@ -20,8 +20,6 @@ TOLERANCES: dict[str, dict[str, float]] = {
     "golden losses, float64": {"rtol": 1e-9},
     # Ten float32 AdamW steps beside ten float64 ones; the rules of decay differ by 6e-5 at the end.
     "golden losses": {"rtol": 2e-5},
-    # Ten steps from the same start: the losses drift apart by the rounding of operands.
-    "bfloat16 losses": {"rtol": 5e-3},
     # float32 sums of exact products of bfloat16 numbers, in units of the sum of their magnitudes: 6e-8 an addition,
     # which grows like the root of their number (2,500 at most).
     "bfloat16 sums": {"rtol": 0.0, "atol": 1e-6},
