@@ -14,6 +14,7 @@ from daskgpt import bench, train
 from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import CallOptions, apply
+from daskgpt.graph.sum_order import Chain, Cut, SumOrder
 from daskgpt.kernels import embedding, linear
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.profiling.plan import predict
@@ -60,6 +61,21 @@ def test_groups_are_added_in_a_binary_tree(random, groups, started):
             np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32), err_msg=str(chunks))
     # Numbers of many sizes: each number of groups rounds in its own way.
     assert len({tree(rows, other, table).tobytes() for other in (1, 2, 3, 4, 6, 12)}) == 6
+
+
+def test_chunks_are_cut_where_a_group_ends():
+    order = SumOrder.of((6, 6), (20,), 1, Groups(4))
+    assert order.cuts(0) == [Cut(0, 0, 3), Cut(1, 3, 6)]
+    assert order.cuts(1) == [Cut(2, 0, 3), Cut(3, 3, 6)]
+    order = SumOrder.of((4, 4, 4), (20,), 1, Groups(2))
+    assert order.cuts(1) == [Cut(0, 0, 2), Cut(1, 2, 4)]
+    assert [order.totals_before(piece) for piece in range(4)] == [0, 1, 2, 1]
+    assert order.chains([(0, "a"), (1, "b")], after=2) == [Chain(0, ["a"], True), Chain(1, ["b"], False)]
+    # Tokens of one sequence in several chunks: a group that is begun is continued.
+    order = SumOrder.of((1, 1, 1, 1), (8, 8), 1, Groups(4))
+    assert [order.totals_before(piece) for piece in range(9)] == [0, 1, 1, 2, 1, 2, 2, 3, 1]
+    # Sequences of several chunks are taken one by one.
+    assert SumOrder.of((2, 2), (8, 8), 1, Groups(2)).cuts(1) == [Cut(1, 0, 1), Cut(1, 1, 2)]
 
 
 def test_groups_follow_from_the_shape():

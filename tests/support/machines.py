@@ -111,13 +111,10 @@ class Machines:
             self.kill(name)
         self.log.close()
 
-    def start_worker(
-        self, host: int = 0, *, nanny: bool = False, memory: str = "auto", contact: Sequence[str] = ()
-    ) -> str:
+    def start_worker(self, host: int = 0, *, memory: str = "auto", contact: Sequence[str] = ()) -> str:
         """The name of a new worker, which may take seconds to come.
 
         host    where; 0 = where the fewest are
-        nanny   whether there is a process before it that starts it again
         memory  how much it may take, as `dask worker` takes it
         contact flags for its addresses, in place of --host
         """
@@ -125,15 +122,7 @@ class Machines:
         if self.hosts and not host:
             taken = [self.at[other] for other in self.alive()]
             host = min(range(1, self.hosts.count), key=taken.count)
-        flags = [
-            "--nanny" if nanny else "--no-nanny",
-            "--nthreads",
-            "1",
-            "--name",
-            name,
-            "--local-directory",
-            str(self.folder / name),
-        ]
+        flags = ["--no-nanny", "--nthreads", "1", "--name", name, "--local-directory", str(self.folder / name)]
         self._start(name, host, "worker", self.address, "--memory-limit", memory, *flags, contact=contact)
         return name
 

@@ -12,6 +12,7 @@ import daskgpt
 
 MODEL = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, vocabulary=257, positions=16)
 STEPS = 12
+DISTURBED_STEPS = 30  # of runs to which something happens
 # The same as flags.
 FLAGS = "--blocks 1 --heads 2 --channels 16 --batch-size 4 --sequence-length 16 --groups 4 --warmup 3"
 FLAGS += " --validation-batches 1 --sample-tokens 0 --save-minutes 0"
