@@ -25,10 +25,8 @@ def arrays_of(layer: Layer, dtype: str = "float64") -> Arrays:
 
 def result_of(row: Row, arrays: Arrays) -> np.ndarray | tuple[np.ndarray, ...]:
     """What a kernel makes of arrays by their names; a total starts as NaN, so that a sum that reads it shows."""
-    given, options = (
-        [arrays[name] for name in row.arguments.split()],
-        {name: OPTIONS[name] for name in row.options.split()},
-    )
+    given = [arrays[name] for name in row.arguments.split()]
+    options = {name: OPTIONS[name] for name in row.options.split()}
     axes = parse(row.signature)[1][0]
     if not {"b", "t"} & set(axes):
         total = np.full([SIZES[axis] for axis in axes], np.nan, given[0].dtype)
