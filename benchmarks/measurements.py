@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from records import Figure, Record, read_records
+from toolz import groupby
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs" / "measurements"
@@ -240,7 +241,7 @@ def facts(file: str) -> list[str]:
 def sources(file: str) -> list[str]:
     """The commands of a file's records, and where and when they ran, with the versions; the notes of all."""
     found, lines = records(file), []
-    for place, own in _grouped(found, lambda one: f"{one.date[:10]}, {_machine(one)}{_turns(one)}:").items():
+    for place, own in groupby(lambda one: f"{one.date[:10]}, {_machine(one)}{_turns(one)}:", found).items():
         lines += [place, "", "```", *dict.fromkeys(one.command for one in own), "```", ""]
     notes = dict.fromkeys(one.note for one in found if one.note)
     return lines[:-1] + [line for note in notes for line in ("", note)]
@@ -260,13 +261,6 @@ def _turns(one: Record) -> str:
     counts = {figure.n for figure in known if figure.n}
     turns = f"; {max(counts)} turns" if counts else ""
     return turns + (f"; medians with {' or '.join(sorted(kinds))}" if kinds else "")
-
-
-def _grouped(found: list[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
-    groups: dict[str, list[Record]] = {}
-    for one in found:
-        groups.setdefault(key(one), []).append(one)
-    return groups
 
 
 def default_run() -> list[str]:

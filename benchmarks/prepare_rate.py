@@ -6,8 +6,7 @@ integers take at least 8 bytes per token. For tiktoken only the encoding counts,
 Python.
 
 --gather BYTES first makes the text, unless it exists: the text files below --from (by default, this Python's packages),
-each content once, in an order that does not follow folders. --check compares the files of one thread, of two worker
-processes, and of a process that is killed three times and started again, with those of the first turn.
+each content once, in an order that does not follow folders.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from records import Figure, add_record_flag, check_record, record
 
 from daskgpt.config.settings import count
-from daskgpt.data.token_folder import MANIFEST
 from daskgpt.profiling.measure import Spread
 
 TIKTOKEN = """
@@ -58,19 +55,14 @@ if __name__ == "__main__":
 
 TEXT = {".py", ".pyi", ".pyx", ".txt", ".md", ".rst", ".html", ".css", ".c", ".cpp", ".h", ".hpp", ".rs", ".po", ".tex"}
 LONGEST, SHORTEST = 2**22, 2**8  # bytes of a file: what is longer is a table, what is shorter says nothing
-KILLS = (0.2, 0.5, 0.8)  # of the bytes of the first turn's files that are there when a process is killed
 
 
 def told(script: str, *arguments: object) -> dict[str, float]:
     """What a script says in its last line."""
-    ended = subprocess.run(_command(script, *arguments), capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
     return found
-
-
-def _command(script: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-c", script, *map(str, arguments)]
 
 
 def gather(folders: list[Path], size: int, out: Path) -> int:
@@ -109,63 +101,11 @@ def _documents(folders: list[Path]) -> Iterator[bytes]:
         yield content
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """Of every file that a preparation leaves."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        if not path.name.startswith("."):
-            with path.open("rb") as file:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
-
-
-def written(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*.bin"))
-
-
-def killed(out: Path, whole: int, flags: list[str]) -> int:
-    """A preparation that is killed again and again, and then done; how many were killed."""
-    kills = 0
-    for share in KILLS:
-        process = subprocess.Popen(_command(PREPARE, *flags, "--out", out), stdout=subprocess.DEVNULL)
-        while process.poll() is None and written(out) < share * whole:
-            time.sleep(0.05)
-        if process.poll() is not None:  # a text of a second or two is done before anybody looks
-            break
-        process.kill()
-        process.wait()
-        if (out / MANIFEST).exists():  # it was whole just before
-            break
-        kills += 1
-    told(PREPARE, *flags, "--out", out)
-    return kills
-
-
-def check(text: Path, encoding: str, expected: Path, folder: Path) -> Iterator[str]:
-    """What was compared with the files of a first preparation, in words.
-
-    Errors   AssertionError if bytes differ
-    """
-    known, size = digests(expected), written(expected)
-    for scheduler, workers in (("threads", 1), ("local", 2)):
-        out = folder / scheduler
-        own = [text, "--encoding", encoding, "--scheduler", scheduler, "--threads", workers]
-        found = told(PREPARE, *own, "--out", out)
-        assert digests(out) == known, f"other bytes: {scheduler}, {workers}"
-        yield f"{scheduler}, {workers}: the same bytes, {found['seconds']:.0f} s, peak {found['peak']:.2f} GB here"
-        shutil.rmtree(out)
-    flags = [str(text), "--encoding", encoding, "--scheduler", "threads", "--threads", "2"]
-    kills = killed(folder / "killed", size, flags)
-    assert digests(folder / "killed") == known, "other bytes after kills"
-    yield f"killed {kills} times and continued: the same bytes"
-
-
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--text", type=Path, required=True, help="a UTF-8 text")
     parser.add_argument("--gather", type=count, metavar="BYTES", help="make it of so many, such as 1000M")
     parser.add_argument("--from", dest="folders", type=Path, action="append", metavar="FOLDER", help="to gather from")
-    parser.add_argument("--check", action="store_true", help="compare bytes of other workers, and after kills")
     parser.add_argument("--encoding", default="gpt2", help="gpt2, or the file of a learned vocabulary")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
@@ -195,9 +135,6 @@ def main(arguments: list[str]) -> None:
         ratios = Spread.of(a / b for a, b in zip(ours, theirs))
         ends = f"({min(ratios.values):.2f} .. {max(ratios.values):.2f})"
         print(f"{size:,.0f} MB: median ratio {ratios.median:.2f} {ends}", flush=True)
-        if values.check:
-            for line in check(values.text, values.encoding, folder / "out", folder):
-                print(line, flush=True)
     figures = {"prepare": Figure.of(Spread.of(ours), "MB/s"), "tiktoken": Figure.of(Spread.of(theirs), "MB/s")}
     figures |= {"ratio": Figure.of(ratios, ""), "peak": Figure.of(Spread.of(peaks), "GB")}
     what = f"Text to tokens, {size:,.0f} MB, {values.threads} threads"

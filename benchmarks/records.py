@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import shlex
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import check_writable, sync, written
+from daskgpt.config.files import check_writable, written
 from daskgpt.profiling.measure import Spread, origin, rounded, significant
 
 AGREE = 1e-4  # relative: what rounding to so many digits leaves between a median and that of the turns
@@ -194,12 +192,12 @@ def check_records(path: str | Path) -> None:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """Return the records of a file, without an incomplete last line, which a power cut can leave.
+    """Return the records of a file.
 
     Errors   ValueError with the number of a line that is not a record
     """
     records = []
-    for number, line in enumerate(_whole(Path(path).read_bytes()).splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             records.append(Record.of_line(line))
         except ValueError as error:
@@ -209,29 +207,13 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def append_records(path: str | Path, records: Iterable[Record]) -> None:
-    """Add records to a file, which may be new: all or none of them, even if other processes add some at the same time.
+    """Add records to a file, which may be new.
 
     Errors   ValueError if the file has other content; OSError if it cannot be written
     """
-    text = b"".join(record.line() for record in records)
-    with written(path, WHERE), open(path, "ab+", buffering=0) as file:
-        with suppress(OSError):  # the file system has no locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        read_records(path)
-        end = len(_whole(Path(path).read_bytes()))
-        file.truncate(end)
-        try:
-            while text:
-                text = text[file.write(text) :]
-            sync(file.fileno())
-        except BaseException:
-            file.truncate(end)
-            raise
-
-
-def _whole(text: bytes) -> bytes:
-    """Return all complete lines."""
-    return text[: text.rfind(b"\n") + 1]
+    check_records(path)
+    with written(path, WHERE), open(path, "ab") as file:
+        file.write(b"".join(record.line() for record in records))
 
 
 def _is_number(value: Any) -> bool:

@@ -33,19 +33,6 @@ from statistics import median
 import psutil
 
 ROOT = Path(__file__).parents[1]
-COPIED = (
-    "daskgpt",
-    "tests",
-    "benchmarks",
-    "cluster",
-    "docs",
-    "notebooks",
-    "pyproject.toml",
-    "README.md",
-    "DESIGN.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-)
 TURNED = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -196,15 +183,10 @@ class Copy:
 
     def __init__(self, folder: Path, hang: int, processes: str, ring: str) -> None:
         """processes   that share the tests out, as of pytest-xdist
-        ring        "near" runs the test files that mention the changed module, "whole" all files in their usual order,
-                    "both" the near ones first, then all others
+        ring        "near" runs the test files that mention the changed module, "both" all others after them
         """
         self.folder, self.hang, self.processes, self.ring = folder, hang, processes, ring
-        folder.mkdir()
-        for name in COPIED:
-            source = ROOT / name
-            copy = shutil.copytree if source.is_dir() else shutil.copy2
-            copy(source, folder / name)
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"))
         paths = [str(folder), os.environ.get("PYTHONPATH", "")]
         self.environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -265,8 +247,8 @@ class Copy:
         source, times = path.read_text(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
         path.write_text(fault.apply(source))
         try:
-            files = [] if self.ring == "whole" else self.near(fault.file)
-            failed, seconds = self.run_tests(*files) if files else ("", 0.0)
+            files = self.near(fault.file)
+            failed, seconds = self.run_tests(*files)
             if not failed and self.ring != "near":
                 failed, more = self.run_tests("tests", *(f"--ignore={name}" for name in files))
                 seconds += more
@@ -280,17 +262,16 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=60, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="number of the first one")
-    parser.add_argument("--only", type=int, nargs="*", help="these numbers alone")
+    parser.add_argument("--only", type=int, nargs="*", help="the faults of these numbers alone")
     parser.add_argument("--hang", type=int, default=100, help="seconds after which a test counts as failed")
     parser.add_argument("--jobs", type=int, default=1, help="faults that are tried at the same time, each in a copy")
     parser.add_argument("--processes", default="auto", help="that share the tests of a fault out; 0 = one process")
-    parser.add_argument("--ring", choices=("both", "near", "whole"), default="both", help=Copy.__init__.__doc__)
+    parser.add_argument("--ring", choices=("both", "near"), default="both", help=Copy.__init__.__doc__)
     parser.add_argument("--unchecked", action="store_true", help="do not run all tests without a fault first")
     parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
     parser.add_argument("--record", type=Path, help="a file of JSON lines, added to")
     arguments = parser.parse_args()
-    numbers = arguments.only or range(arguments.first, arguments.first + arguments.faults)
+    numbers = arguments.only or range(arguments.faults)
     faults = chosen(ROOT / "daskgpt", arguments.seed, numbers)
     if arguments.list:
         for number, fault in faults.items():

@@ -8,6 +8,7 @@ import pytest
 from command_lines import write_text
 from llmc_samples import read_model
 from machines import Machines
+from small_runs import DISTURBED_STEPS, fit_in_parts
 from tolerances import TOLERANCES
 
 from daskgpt.config.model import ModelConfig
@@ -71,6 +72,12 @@ def cluster(tmp_path_factory):
 def small_text(tmp_path_factory):
     """The path of a text that a small model learns in a few steps."""
     return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="session")
+def whole(small_text, tmp_path_factory):
+    """The folder of an undisturbed run with threads."""
+    return fit_in_parts(small_text, tmp_path_factory.mktemp("whole") / "run", "threads", steps=DISTURBED_STEPS)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from dataclasses import replace
+from functools import partial
 
 import dask
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from conftest import SMALL, random_batch
 from distributed import Client
 from machines import KillItself, wait_until
-from small_runs import MODEL, OPTIMIZER, losses_of, same, tensors_of
+from small_runs import OPTIMIZER, fit_in_parts, same
 from steps import run_step, state_of, step_of
 from threadpoolctl import threadpool_info
 
@@ -29,22 +30,13 @@ from daskgpt.training.rank_program import RankProgram
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
 engines = pytest.mark.parametrize("engine", ["ranks", "tasks"])
+fit = partial(fit_in_parts, optimizer=DROPPING, validate_every=5)
 
 
 @pytest.fixture(scope="module")
 def whole(small_text, tmp_path_factory):
     """The folder of a run with threads."""
     return fit(small_text, tmp_path_factory.mktemp("whole") / "run", "threads")
-
-
-def fit(text, out, scheduler, precision="float32", on_step=None, client=None, engine="ranks", **run):
-    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16, groups=4)
-    settings = {"steps": 12, "validation_batches": 1, "validate_every": 5, "save_minutes": 0, "sample_tokens": 0}
-    dataflow = daskgpt.DataflowConfig(scheduler=scheduler or "auto", threads=2, batch_chunk=1, precision=precision)
-    dataflow = replace(dataflow, engine=engine)
-    run = daskgpt.RunConfig(**settings | run, out=str(out))
-    daskgpt.fit(MODEL, data, DROPPING, dataflow, run, on_step=on_step, client=client)
-    return out
 
 
 @engines
@@ -59,8 +51,8 @@ def test_two_workers_give_the_bits_of_threads(engine, cluster, small_text, whole
 
 def test_two_workers_give_the_bits_of_threads_in_bfloat16(cluster, small_text, tmp_path):
     cluster.have(2)
-    both = [fit(small_text, tmp_path / name[:3], name, "bfloat16", steps=3) for name in ("threads", cluster.address)]
-    assert same(*both)
+    options = {"precision": "bfloat16", "steps": 3}
+    assert same(*(fit(small_text, tmp_path / name[:3], name, **options) for name in ("threads", cluster.address)))
 
 
 def test_address_of_a_worker_names_its_scheduler(cluster):
@@ -127,14 +119,9 @@ def records_on(dask_scheduler):
 def left_with(dask_worker):
     """What a run might leave with a worker."""
     threads = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
-    plugins = [name for name in dask_worker.plugins if "daskgpt" in name]
-    plugins += [name for name in dask_worker.handlers if "daskgpt" in name]
-    plugins += [
-        str(log_filter)
-        for log_filter in logging.getLogger("distributed.worker").filters
-        if "daskgpt" in str(log_filter)
-    ]
-    return plugins, METRIC in dask_worker.metrics, len(dask_worker.data), threads
+    names = [*dask_worker.plugins, *dask_worker.handlers]
+    names += map(str, logging.getLogger("distributed.worker").filters)
+    return [name for name in names if "daskgpt" in name], METRIC in dask_worker.metrics, len(dask_worker.data), threads
 
 
 def filters_here():
@@ -226,7 +213,7 @@ def test_steps_leak_nothing(cluster, small_text):
                 counts.append((*client.run_on_scheduler(held_by), tasks))
 
         run = {"steps": 64, "snapshot_every": 8, "validate_every": 0}
-        fit(small_text, "", "", client=client, on_step=look, **run)
+        fit(small_text, "", "auto", client=client, on_step=look, **run)
     early, late = counts
     # What is in flight at a moment varies by some steps; of 56 steps that leave all of theirs there would be 1,000.
     assert all(after < before + 200 for before, after in zip(early, late)), counts
@@ -363,8 +350,7 @@ def test_worker_that_leaves_loses_no_step(within, cluster, small_text, whole, tm
         options = {"snapshot_every": 3, "validate_every": 0}  # windows of three steps, and no newer copies
         fit(small_text, tmp_path / "run", cluster.address, on_step=None if within else leave, **options)
         wait_until(lambda: len(client.nthreads()) == 2, "a worker leaves")
-    assert losses_of(tmp_path / "run") == losses_of(whole)
-    assert tensors_of(tmp_path / "run") == tensors_of(whole)
+    assert same(tmp_path / "run", whole)
     said = capsys.readouterr().out
     assert "lost  " not in said
     assert "workers    2 share each batch" in said

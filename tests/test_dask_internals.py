@@ -15,12 +15,18 @@ from machines import wait_until
 
 from daskgpt.schedulers import dask_internals as internals
 
+OPTIONS = {"n_workers": 2, "threads_per_worker": 2, "processes": False, "dashboard_address": ":0"}
+
 
 @pytest.fixture(scope="module")
 def cluster():
-    options = {"threads_per_worker": 2, "processes": False, "dashboard_address": ":0"}
-    with LocalCluster(n_workers=2, **options) as local, Client(local) as client:
+    with LocalCluster(**OPTIONS) as local, Client(local) as client:
         yield local, client
+
+
+def result_of(process, coroutine):
+    """What a coroutine returns in the event loop of a scheduler or worker."""
+    return asyncio.run_coroutine_threadsafe(coroutine, internals.event_loop(process)).result()
 
 
 def workers_of(cluster):
@@ -61,7 +67,7 @@ def test_worker_messages_and_heartbeats(cluster):
         await internals.send_heartbeat(worker)
         comm.abort()
 
-    asyncio.run_coroutine_threadsafe(send(), internals.event_loop(worker)).result()
+    result_of(worker, send())
     wait_until(lambda: got == [7])
 
 
@@ -78,15 +84,14 @@ def test_worker_counts_tasks_seconds_and_bytes(cluster):
 
 
 def test_worker_is_closed_or_refused():
-    options = {"threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
-    with LocalCluster(n_workers=2, **options) as local, Client(local) as client:
+    with LocalCluster(**OPTIONS) as local, Client(local) as client:
         address, worker = min((worker.address, worker) for worker in local.workers.values())
 
         async def refuse():
             internals.refuse_work(worker)
 
         assert not internals.closes(worker)
-        asyncio.run_coroutine_threadsafe(refuse(), internals.event_loop(worker)).result()
+        result_of(worker, refuse())
         wait_until(lambda: internals.closes(worker) or worker.status == Status.closed)
         internals.end_worker(client, max(worker.address for worker in local.workers.values()))
         wait_until(lambda: address not in internals.scheduler_identity(client)["workers"])
@@ -135,37 +140,24 @@ def test_holders_are_the_workers_with_a_result(cluster):
     address = min(workers_of(cluster))
     result = client.submit(sum, [1, 2], workers=[address], pure=False)
     wait(result)
-    assert {key: list(where) for key, where in internals.holders(client, [result.key]).items()} == {
-        result.key: [address]
-    }
+    ((key, where),) = internals.holders(client, [result.key]).items()
+    assert (key, list(where)) == (result.key, [address])
     assert internals.holders(client, []) == {}
 
 
 def test_processes_say_what_they_are(cluster):
-    def kind(address):
-        return asyncio.run_coroutine_threadsafe(internals.identity_at(address, 5), loop).result()["type"]
-
-    found, _ = cluster
-    loop = internals.event_loop(found.scheduler)
-    assert kind(found.scheduler.address) == "Scheduler"
-    assert kind(min(workers_of(cluster))) == "Worker"
+    scheduler = cluster[0].scheduler
+    for address, kind in ((scheduler.address, "Scheduler"), (min(workers_of(cluster)), "Worker")):
+        assert result_of(scheduler, internals.identity_at(address, 5))["type"] == kind
 
 
 def test_plugins_and_topics_are_removed(cluster):
     found, client = cluster
 
-    class OfScheduler(SchedulerPlugin):
-        name = "test-one-run"
-
-    class OfWorkers(WorkerPlugin):
-        name = "test-two-run"
-
-    class OfOthers(WorkerPlugin):
-        name = "test-two-other"
-
     scheduler, workers = found.scheduler, workers_of(cluster).values()
-    for plugin in (OfScheduler(), OfWorkers(), OfOthers()):
-        client.register_plugin(plugin)
+    client.register_plugin(SchedulerPlugin(), "test-one-run")
+    for name in ("test-two-run", "test-two-other"):
+        client.register_plugin(WorkerPlugin(), name)
     client.log_event("test-topic", "event")
     wait_until(lambda: "test-topic" in scheduler._broker._topics)
     client.run_on_scheduler(internals.remove_plugins, begin="test-", end="-run")
@@ -186,7 +178,7 @@ def test_metrics_are_sent_and_messages_answered_until_forgotten(cluster):
         internals.handle_messages(worker, "test-ask", lambda number: number + 1)
 
     def metrics():
-        asyncio.run_coroutine_threadsafe(internals.send_heartbeat(worker), internals.event_loop(worker)).result()
+        result_of(worker, internals.send_heartbeat(worker))
         return internals.scheduler_identity(client)["workers"][address]["metrics"]
 
     add()

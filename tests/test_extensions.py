@@ -9,12 +9,12 @@ import pytest
 from conftest import SMALL
 from custom_engine import LoopEngine
 from custom_layers import SQUARED_RELU
-from one_number import Dials, Model, bits_after_steps
-from test_model import check_gradient_in_a_random_direction
+from small_runs import fit
+from test_model_choices import CONFIG, EXTENDED
 
 import daskgpt
 from daskgpt import audit
-from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.model.parameters import tensors
 from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of, measure_steps, random_batch
 from daskgpt.profiling.plan import predict
@@ -24,45 +24,19 @@ from daskgpt.training.engine import LocalEngine
 from daskgpt.training.start import resumed_run
 
 RMS = replace(SMALL, norm="rmsnorm")
-
-
-EXTENDED = replace(SMALL, activation="custom_layers:SQUARED_RELU")
 SIGN = "custom_layers:SIGN"
 
 
-def job(config, optimizer, grain):
-    made = job_of(config, BenchConfig(batch_size=4, sequence_length=12), DataflowConfig(grain=grain))
+def job(config, optimizer, **dials):
+    made = job_of(config, BenchConfig(batch_size=4, sequence_length=12), DataflowConfig(**dials))
     return replace(made, optimizer=OptimizerConfig(optimizer=optimizer, schedule="constant"))
-
-
-def test_gradients_agree_with_a_numeric_derivative(random):
-    check_gradient_in_a_random_direction(random, EXTENDED)
-
-
-DIALS = [
-    Dials((4, 12)),
-    Dials((2, 6), "layer", "kernel"),
-    Dials((2, 12), "phase", "chunk", in_place=False),
-    Dials((1, 6), "none", "segment", scheduler="threads", threads=2),
-]
-
-
-@pytest.mark.parametrize(("norm", "optimizer"), [("layernorm", SIGN), ("rmsnorm", "momentum"), ("rmsnorm", SIGN)])
-def test_no_dial_changes_a_bit(norm, optimizer, cluster):
-    """Of a layer and an optimizer from outside, and of others that the package has."""
-    cluster.have(2)
-    model = Model(replace(EXTENDED, norm=norm), (4, 12), optimizer=optimizer)
-    dials = [*DIALS, Dials((2, 12), scheduler=cluster.address)]
-    bits = {dial: bits_after_steps(model, "float32", dial) for dial in dials}
-    assert len(set(bits.values())) == 1, bits
 
 
 @pytest.mark.parametrize(("norm", "optimizer", "rate"), [("layernorm", SIGN, 3e-3), ("rmsnorm", "momentum", 0.1)])
 def test_extended_model_learns(norm, optimizer, rate, small_text):
     config = replace(EXTENDED, vocabulary=257, padded_vocabulary=0, norm=norm)
-    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
     own = OptimizerConfig(optimizer=optimizer, learning_rate=rate, schedule="constant")
-    losses = daskgpt.fit(config, data, own, run=RunConfig(steps=40, validation_batches=1), quiet=True).losses
+    losses = fit(small_text, config=config, optimizer=own, steps=40).losses
     assert losses[-1] < losses[0] - 1
 
 
@@ -75,24 +49,34 @@ def test_rmsnorm_is_a_configuration():
         replace(SMALL, norm="rmsnrm")
 
 
-def moment_bytes(config, of_matrices, of_others):
-    """Where the matrices of the blocks have other moments than the rest."""
-    matrices = [tensor.block is not None and len(tensor.shape) == 2 for tensor in tensors(config).values()]
-    sizes = [4 * prod(tensor.shape) for tensor in tensors(config).values()]
-    return sum(size * (of_matrices if matrix else of_others) for size, matrix in zip(sizes, matrices))
+def of_muon(tensor):
+    """Numbers of the moments of a tensor: the matrices of the blocks have other ones than the rest."""
+    return prod(tensor.shape) * (1 if tensor.block is not None and len(tensor.shape) == 2 else 2)
 
 
+def of_mini(tensor):
+    return prod(tensor.shape) + tensor.shape[0]
+
+
+KERNEL = {"grain": "kernel"}
 MADE = [
-    (EXTENDED, SIGN, "kernel", (0, 0), {"squared_relu.forward", "squared_relu.backward", "sign.update"}),
-    (SMALL, "muon", "block", (1, 2), {"muon.update", "adamw.update"}),
-    (RMS, "momentum", "kernel", (1, 1), {"rmsnorm.forward", "rmsnorm.backward", "momentum.update"}),
+    (EXTENDED, SIGN, KERNEL, lambda tensor: 0, {"squared_relu.forward", "squared_relu.backward", "sign.update"}),
+    (SMALL, "muon", {"grain": "block"}, of_muon, {"muon.update", "adamw.update"}),
+    (RMS, "momentum", KERNEL, lambda t: prod(t.shape), {"rmsnorm.forward", "rmsnorm.backward", "momentum.update"}),
+    (
+        CONFIG,
+        "custom_layers:MINI",
+        KERNEL | {"precision": "bfloat16"},
+        of_mini,
+        {"swiglu.forward", "heads.backward", "mini.update"},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("config", "optimizer", "grain", "moments", "kernels"), MADE)
-def test_plan_bench_and_timeline_of_extensions(config, optimizer, grain, moments, kernels):
-    made = job(config, optimizer, grain)
-    assert predict(made).made["optimizer"] == moment_bytes(config, *moments)
+@pytest.mark.parametrize(("config", "optimizer", "dials", "numbers", "kernels"), MADE)
+def test_plan_bench_and_timeline_of_extensions(config, optimizer, dials, numbers, kernels):
+    made = job(config, optimizer, **dials)
+    assert predict(made).made["optimizer"] == 4 * sum(map(numbers, tensors(config).values()))
     with open_scheduler("threads", 2) as scheduler:
         steps = TimedEngine(made, scheduler, 0)
         assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"]["median"] > 0
@@ -101,11 +85,10 @@ def test_plan_bench_and_timeline_of_extensions(config, optimizer, grain, moments
 
 def test_workers_with_another_module_are_refused(cluster, small_text, monkeypatch):
     cluster.have(2)
-    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
     config = replace(EXTENDED, vocabulary=257, padded_vocabulary=0)
     monkeypatch.setattr("inspect.getsource", lambda module: "another version")
     with pytest.raises(ValueError, match=r"must have the client's modules; got client=.*custom_layers.*, worker="):
-        daskgpt.fit(config, data, dataflow={"scheduler": cluster.address}, run={"steps": 2}, quiet=True)
+        fit(small_text, config=config, dataflow={"scheduler": cluster.address}, steps=2)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +102,8 @@ def test_workers_with_another_module_are_refused(cluster, small_text, monkeypatc
     ],
 )
 def test_rows_that_cannot_be_had_are_refused(settings, error, keyword, small_text):
-    def begun():
-        return daskgpt.fit(daskgpt.preset("tiny", **settings), {"data": str(small_text)}, run={"steps": 1}, quiet=True)
-
     with pytest.raises(error, match=keyword):
-        begun()
+        fit(small_text, config=daskgpt.preset("tiny", **settings))
 
 
 def test_rows_without_a_file_of_source_are_refused(small_text, monkeypatch):
@@ -131,12 +111,11 @@ def test_rows_without_a_file_of_source_are_refused(small_text, monkeypatch):
     module.ROW = SQUARED_RELU
     monkeypatch.setitem(sys.modules, "no_source", module)
     with pytest.raises(ValueError, match="must be a file of source; got module=no_source"):
-        daskgpt.fit(daskgpt.preset("tiny", activation="no_source:ROW"), {"data": str(small_text)}, quiet=True)
+        fit(small_text, config=daskgpt.preset("tiny", activation="no_source:ROW"))
 
 
 def test_a_run_does_not_decide_what_is_imported(small_text, tmp_path, monkeypatch):
-    data, run = {"data": str(small_text), "batch_size": 4, "sequence_length": 12}, {"steps": 1, "out": str(tmp_path)}
-    daskgpt.fit(daskgpt.preset("tiny"), data, {"optimizer": SIGN}, run=run, quiet=True)
+    fit(small_text, tmp_path, optimizer={"optimizer": SIGN}, steps=1)
     monkeypatch.delitem(sys.modules, "custom_layers")
     for again in (lambda: resumed_run(str(tmp_path), {"run": {"steps": 2}}), lambda: audit.main([str(tmp_path)])):
         with pytest.raises(ValueError, match="module=custom_layers"):
@@ -157,7 +136,7 @@ def test_a_file_does_not_decide_what_is_imported(tmp_path, monkeypatch):
 
 
 def test_an_engine_from_outside_gives_the_bits_of_threads():
-    own = replace(job(SMALL, "adamw", "block"), dataflow=DataflowConfig(batch_chunk=2, sequence_chunk=6))
+    own = job(SMALL, "adamw", batch_chunk=2, sequence_chunk=6)
     batches, ends = [random_batch(own, 5, number) for number in range(3)], []
     for engine_class, scheduler, threads in ((LocalEngine, "threads", 2), (LoopEngine, "sync", 1)):
         with open_scheduler(scheduler, threads) as opened:

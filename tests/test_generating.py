@@ -41,15 +41,3 @@ def test_bytes_of_a_token_match_the_arrays():
     expected = {"float32": 4 * (read + kept), "bfloat16": 4 * (read - matrices) + 2 * (matrices + kept)}
     for precision, size in expected.items():
         assert Writing(Weights(config, parameters, precision), 3, EARLY, 1, 0).read == size
-
-
-def test_every_turn_writes_the_same_tokens():
-    config = ModelConfig(blocks=1, heads=2, channels=16, vocabulary=100, positions=64)
-    weights = Weights(config, initial_parameters(config, 0), "float32")
-    writing, whole = (Writing(weights, 2, EARLY, 1, 0, whole) for whole in (False, True))
-    assert len(writing.run(TOKENS)) == TOKENS
-    first = writing.written
-    writing.run(TOKENS)
-    whole.run(TOKENS)
-    assert writing.written == first == whole.written
-    assert [len(text) for text in first] == [TOKENS] * 2

@@ -11,13 +11,12 @@ from operator import attrgetter
 import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
-from one_number import MODELS, Dials, Model, outcomes_of_steps
-from small_runs import MODEL
+from one_number import MODELS, Dials, Model, bits_after_steps
+from small_runs import MODEL, fit
 from steps import run_step, state_of, step_of
 from tolerances import TOLERANCES
 
 import daskgpt
-from daskgpt import train
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.graph import calls, update_in_place
@@ -36,12 +35,6 @@ from daskgpt.training.autotune import GrainChoice
 from daskgpt.training.job import Job
 
 
-def assert_same_bits(result, expected, what):
-    assert result[0] == expected[0], what
-    for name, value in result[1].items():
-        np.testing.assert_array_equal(value, expected[1][name], err_msg=f"{what} {name}")
-
-
 @pytest.mark.parametrize("rows", [1, 40])
 def test_shared_update_tasks_give_the_same_bits(rows, monkeypatch):
     """Two ways to share the embedding: its two gradients in one task, or the first one on its own."""
@@ -50,7 +43,7 @@ def test_shared_update_tasks_give_the_same_bits(rows, monkeypatch):
         monkeypatch.setattr(update_in_place, name, 1)  # each in a task of its own
     config = replace(SMALL, vocabulary=200, padded_vocabulary=0, channels=rows * 2)
     model, dials = Model(config, (4, 12)), [Dials((2, 12), "step", "block", "threads", 2, one) for one in (False, True)]
-    assert_same_bits(*(outcomes_of_steps(model, "float32", one) for one in dials), rows)
+    assert len({bits_after_steps(model, "float32", one) for one in dials}) == 1
     step = step_of(config, (4, 12), (2, 12), OptimizerConfig(), in_place=True)
     shares = [key for key in step.graph if key[0].startswith("adamw-wte.weight")]
     assert len(shares) == 4
@@ -95,8 +88,7 @@ def test_given_parameters_are_not_overwritten(random, small_text):
     config = replace(SMALL, vocabulary=257, padded_vocabulary=0)
     parameters = random_parameters(config, random)
     before = {name: value.copy() for name, value in parameters.items()}
-    data = DataConfig(data=str(small_text), batch_size=4, sequence_length=12)
-    result = daskgpt.fit(config, data, run=RunConfig(steps=2, validation_batches=1), parameters=parameters, quiet=True)
+    result = fit(small_text, config=config, parameters=parameters, steps=2)
     for name, value in parameters.items():
         np.testing.assert_array_equal(value, before[name])
         assert not np.array_equal(result.parameters[name], before[name])
@@ -255,13 +247,3 @@ def test_accumulation_gives_the_bits_of_larger_batches(small_text):
         result = daskgpt.fit(MODEL, data, dataflow=dataflow, run=run, quiet=True)
         results.append((result.losses, result.validation_loss, daskgpt.digest(result.parameters)))
     assert results[1] == results[2] == results[0]
-
-
-REFUSED = [("--accumulate 0", "at least 1")]
-REFUSED += [("--accumulate 2 --batch-chunk 24", "batch_chunk=24, batch_size=12")]
-
-
-@pytest.mark.parametrize(("flags", "told"), REFUSED)
-def test_conflicting_settings_are_refused(flags, told, small_text):
-    with pytest.raises(ValueError, match=told):
-        train.main(["--data", str(small_text), *flags.split()])

@@ -16,7 +16,6 @@ from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import CallOptions, apply
 from daskgpt.graph.sum_order import Chain, Cut, SumOrder
 from daskgpt.kernels import embedding, linear
-from daskgpt.kernels.totals import additions, level
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.profiling.plan import predict
 from daskgpt.training.inference import loss_and_gradients
@@ -62,28 +61,6 @@ def test_groups_are_added_in_a_binary_tree(random, groups, started):
             np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32), err_msg=str(chunks))
     # Numbers of many sizes: each number of groups rounds in its own way.
     assert len({tree(rows, other, table).tobytes() for other in (1, 2, 3, 4, 6, 12)}) == 6
-
-
-@pytest.mark.parametrize("parts", [1, 5, 6, 8, 12])
-def test_partial_sums_are_subtrees(parts):
-    """Totals of consecutive groups, from wherever they begin, are those that meet on the way of the whole sum."""
-    subtrees, waiting = set(), []
-    for part in range(parts):
-        waiting.append((part, part + 1))
-        for _ in range(additions(part, parts=parts)):
-            (low, _), (_, high) = waiting[-2:]
-            waiting[-2:] = [(low, high)]
-            subtrees.add((low, high))
-    assert waiting == [(0, parts)]
-    for first in range(parts):
-        totals = []
-        for part in range(first, parts):
-            assert len(totals) == level(part, first)
-            totals.append((part, part + 1))
-            for _ in range(additions(part, first)):
-                (low, _), (_, high) = totals[-2:]
-                totals[-2:] = [(low, high)]
-                assert totals[-1] in subtrees
 
 
 def test_chunks_are_cut_where_a_group_ends():

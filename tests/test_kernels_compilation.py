@@ -121,14 +121,6 @@ def test_compile_all_leaves_every_wanted_kernel_in_the_cache(weighted, monkeypat
     assert not all_cached(np.float32)
 
 
-def test_processes_share_out_what_is_compiled(weighted, monkeypatch):
-    large = sys.modules["weighted_module"].large
-    monkeypatch.setattr(compilation, "_all_kernels", lambda: [weighted, large])
-    compile_all(np.float32, processes=2)
-    loaded = [bool(kernel.compile("f").stats.cache_hits) for kernel in (weighted, large)]
-    assert loaded == [True, False]
-
-
 def test_what_a_run_may_not_need_is_compiled_later(weighted, monkeypatch):
     weighted.use = "decoding"
     monkeypatch.setattr(compilation, "_all_kernels", lambda: [weighted])

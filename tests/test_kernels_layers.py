@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
-from kernel_cases import CASES, GRADIENTS, VOCABULARY
+from kernel_cases import FORMULAS, LAYERS, VOCABULARY, arrays_of, results_of
 from product_cases import assert_all_same, at_once
 from tolerances import TOLERANCES
 
 from daskgpt.kernels import crossentropy, embedding, layernorm, linear, rmsnorm
 from daskgpt.kernels.floating_point import restore, set_flush_to_zero
+from daskgpt.model.layers import CROSSENTROPY
 
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
-every_gradient = pytest.mark.parametrize(("case", "name"), GRADIENTS, ids=str)
+every_layer = pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 B, T, C, O, V = 2, 37, 48, 70, 72
 RANDOM = np.random.default_rng(8)
@@ -31,12 +31,6 @@ every_sum = pytest.mark.parametrize("name", SUMS)
 every_table = pytest.mark.parametrize("name", [name for name, case in SUMS.items() if len(case[2]) == 2])
 
 
-def everything(case, arrays):
-    """The forward's result and every gradient."""
-    y = case.forward(arrays)
-    return [y, *(gradient(case.dy(y), arrays) for gradient in case.gradients.values())]
-
-
 def in_float64(arrays):
     return {name: array.astype("f8") if array.dtype.kind == "f" else array for name, array in arrays.items()}
 
@@ -50,57 +44,52 @@ def moved_in_memory(array, offset):
     return copy
 
 
-@every_case
+@pytest.mark.parametrize("name", FORMULAS)
 @every_dtype
-def test_forward_agrees_with_the_formula(case, dtype):
-    arrays = case.arrays(dtype)
-    y, expected = case.forward(arrays), case.reference(in_float64(arrays))
+def test_forward_agrees_with_the_formula(name, dtype):
+    layer, formula = FORMULAS[name]
+    arrays = arrays_of(layer, dtype)
+    y, expected = next(iter(results_of(layer, arrays).values())), formula(**in_float64(arrays))
     assert (y.dtype, y.shape) == (dtype, expected.shape)
     np.testing.assert_allclose(y, expected, **TOLERANCES[f"kernel {dtype}"])
 
 
-@every_gradient
-def test_gradient_agrees_with_a_numeric_derivative_in_a_random_direction(case, name):
-    arrays = case.arrays()
-    direction = np.random.default_rng(7).normal(size=arrays[name].shape)
-    dy = case.dy(case.reference(arrays))
-    ends = [case.reference(arrays | {name: arrays[name] + sign * 1e-6 * direction}) for sign in (1, -1)]
-    numeric = ((ends[0] - ends[1]) * dy).sum() / 2e-6
-    exact = (case.gradients[name](dy, arrays) * direction).sum()
-    assert exact == pytest.approx(numeric, **TOLERANCES["numeric derivative"])
+@every_layer
+def test_float32_agrees_with_float64(layer):
+    arrays = arrays_of(layer, "float32")
+    results, wanted = results_of(layer, arrays), results_of(layer, in_float64(arrays))
+    for name, expected in wanted.items():
+        assert (results[name].dtype, results[name].shape) == (np.float32, expected.shape)
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(
+            results[name] / scale, expected / scale, **TOLERANCES["kernel float32"], err_msg=name
+        )
 
 
-@every_gradient
-def test_float32_gradient_agrees_with_float64(case, name):
-    arrays = case.arrays("float32")
-    dy = case.dy(case.forward(arrays))
-    gradient, expected = case.gradients[name](dy, arrays), case.gradients[name](dy.astype("f8"), in_float64(arrays))
-    assert (gradient.dtype, gradient.shape) == (np.float32, arrays[name].shape)
-    scale = np.abs(expected).max()
-    np.testing.assert_allclose(gradient / scale, expected / scale, **TOLERANCES["kernel float32"])
-
-
-@every_case
+@every_layer
 @every_dtype
-def test_bits_do_not_depend_on_memory_or_thread(case, dtype):
-    arrays = case.arrays(dtype)
-    expected = everything(case, {name: array.copy() for name, array in arrays.items()})
+def test_bits_do_not_depend_on_memory_or_thread(layer, dtype):
+    def everything(arrays):
+        return results_of(layer, arrays).values()
+
+    arrays = arrays_of(layer, dtype)
+    expected = everything({name: array.copy() for name, array in arrays.items()})
     before = {name: array.copy() for name, array in arrays.items()}
     for array in arrays.values():
         array.flags.writeable = False
-    assert_all_same(everything(case, arrays), expected)
+    assert_all_same(everything(arrays), expected)
     assert_all_same(arrays.values(), before.values())
     strided = {name: np.repeat(array, 2, axis=-1)[..., ::2] for name, array in arrays.items()}
-    assert_all_same(everything(case, strided), expected)
+    assert_all_same(everything(strided), expected)
     if dtype == "float32":  # a library's float64 product may look at addresses
         for offset in (0, 1, 4, 7):
             moved = {name: moved_in_memory(array, offset) for name, array in arrays.items()}
-            assert_all_same(everything(case, moved), expected)
+            assert_all_same(everything(moved), expected)
 
     def flushed():
         previous = set_flush_to_zero()
         try:
-            return everything(case, arrays)
+            return everything(arrays)
         finally:
             restore(previous)
 
@@ -168,8 +157,7 @@ def test_bad_totals_are_refused(name):
 
 
 def head(dtype):
-    case = CASES[[case.name for case in CASES].index("crossentropy")]
-    return [case.arrays(dtype)[name] for name in ("x", "wte", "targets")]
+    return arrays_of(CROSSENTROPY, dtype).values()
 
 
 @every_dtype

@@ -13,10 +13,14 @@ from daskgpt.kernels import rmsnorm
 from daskgpt.model.layers import LAYERS, LINEAR, RMSNORM, Layer, Row
 from daskgpt.profiling import layer_check
 
+# Below and above the lanes of a sum, and no multiples of them.
+SIZES = {"small": {}, "wide": {"C": 41, "X": 120, "O": 70, "V": 72}}
 
+
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_the_check_finds_nothing_wrong(layer):
-    report = daskgpt.check_layer(layer)
+def test_the_check_finds_nothing_wrong(layer, sizes):
+    report = daskgpt.check_layer(layer, SIZES[sizes])
     assert report, report
     expected = {f"gradient of {name}{end}" for name in layer.backward for end in ("", " in chunks")}
     assert {finding.what for finding in report.findings} == expected | {"output in chunks", "dtype", "arguments"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters, whole_logits
 from one_number import Dials, Model, bits_after_steps
-from small_runs import losses_of, stopping_at, tensors_of
+from small_runs import same, stopping_at
 from test_model import check_gradient_in_a_random_direction
 from tolerances import TOLERANCES
 
@@ -21,10 +21,6 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, Texts
 from daskgpt.model import parameters
-from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of, measure_steps
-from daskgpt.profiling.plan import predict
-from daskgpt.profiling.timeline import summarise
-from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
 
 CONFIG = replace(
@@ -37,6 +33,7 @@ CONFIG = replace(
     position="rotary",
     activation="swiglu",
 )
+EXTENDED = replace(SMALL, activation="custom_layers:SQUARED_RELU")
 LLAMA = replace(CONFIG, norm="rmsnorm", bias="none", head="untied", head_size=12, hidden=40)
 CHOICES = {
     "grouped queries": replace(SMALL, heads=4, kv_heads=2, channels=16),
@@ -48,6 +45,8 @@ CHOICES = {
     "all but norm": CONFIG,
     "llama": LLAMA,
     "from outside": replace(SMALL, position="custom_layers:NO_POSITIONS", attention="custom_layers:SAME_ATTENTION"),
+    "activation from outside": EXTENDED,
+    "the same with rmsnorm": replace(EXTENDED, norm="rmsnorm"),
 }
 
 
@@ -56,19 +55,29 @@ def test_gradients_agree_with_a_numeric_derivative(name, random):
     check_gradient_in_a_random_direction(random, CHOICES[name])
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["grouped queries", "untied", "llama", "from outside"])
-def test_no_dial_changes_a_bit(name, precision):
-    model = Model(CHOICES[name], (4, 12))
-    dials = [Dials((4, 12)), Dials((2, 6), "layer", "kernel"), Dials((1, 12), "none", "chunk")]
-    dials += [Dials((1, 6), "none", "segment", scheduler="threads", threads=2)]
-    assert len({bits_after_steps(model, precision, dial) for dial in dials}) == 1
+TRAINED = [
+    *((name, "adamw", "float32") for name in ("grouped queries", "untied", "llama", "from outside")),
+    *((name, "adamw", "bfloat16") for name in ("grouped queries", "untied", "llama", "from outside")),
+    ("activation from outside", "custom_layers:SIGN", "float32"),
+    ("the same with rmsnorm", "custom_layers:SIGN", "float32"),
+    ("the same with rmsnorm", "momentum", "float32"),
+]
+DIALS = [
+    Dials((4, 12)),
+    Dials((2, 6), "layer", "kernel"),
+    Dials((2, 12), "phase", "chunk", in_place=False),
+    Dials((1, 12), "none", "chunk"),
+    Dials((1, 6), "none", "segment", scheduler="threads", threads=2),
+]
 
 
-def test_workers_give_the_bits_of_one_process(cluster):
+@pytest.mark.parametrize(("name", "optimizer", "precision"), TRAINED)
+def test_no_dial_changes_a_bit(name, optimizer, precision, cluster):
     cluster.have(2)
-    model, dials = Model(LLAMA, (4, 12)), (Dials((2, 12)), Dials((2, 12), scheduler=cluster.address))
-    assert len({bits_after_steps(model, "float32", dial) for dial in dials}) == 1
+    model = Model(CHOICES[name], (4, 12), optimizer=optimizer)
+    dials = [*DIALS, Dials((2, 12), scheduler=cluster.address)]
+    bits = {dial: bits_after_steps(model, precision, dial) for dial in dials}
+    assert len(set(bits.values())) == 1, bits
 
 
 def test_the_tensors_of_a_configuration():
@@ -143,8 +152,7 @@ def test_train_stop_resume_and_generate(small_text, tmp_path, capsys):
         run = RunConfig(steps=40, validation_batches=1, save_every=10, out=str(tmp_path / name))
         daskgpt.fit(CONFIG, data, optimizer, dataflow, run=run, on_step=stop, quiet=True)
     result = daskgpt.fit(resume=tmp_path / "stopped", dataflow={"threads": 2, "sequence_chunk": 16}, quiet=True)
-    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole")
-    assert tensors_of(tmp_path / "stopped") == tensors_of(tmp_path / "whole")
+    assert same(tmp_path / "stopped", tmp_path / "whole")
     assert result.losses[-1] < result.losses[0] - 1
     config, values = daskgpt.load(tmp_path / "whole")
     texts = Texts(Weights(config, values, "float32"), prompts := [list(b"def "), [7], [5] * 9])
@@ -165,17 +173,6 @@ def test_train_stop_resume_and_generate(small_text, tmp_path, capsys):
         daskgpt.save(tmp_path / "model.bin", config, values)
 
 
-def test_every_grain_fuses_the_model_to_the_same_losses():
-    losses = []
-    for grain in ("kernel", "block", "chunk"):
-        dials = DataflowConfig(scheduler="sync", grain=grain, batch_chunk=2, sequence_chunk=12)
-        with open_scheduler("sync", 1) as scheduler:
-            steps = TimedEngine(job_of(CONFIG, BenchConfig(batch_size=4, sequence_length=12), dials), scheduler, 0)
-            steps.run(2)
-            losses.append(steps.losses)
-    assert losses[0] == losses[1] == losses[2]
-
-
 def test_plan_of_a_model_without_a_calibration(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plan = daskgpt.plan(CONFIG, {"batch_size": 4, "sequence_length": 8}, {"optimizer": "custom_layers:MINI"})
@@ -183,17 +180,3 @@ def test_plan_of_a_model_without_a_calibration(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "timing kernels of this model for about" in said
     assert "--calibrate keeps such times" in said
-
-
-def test_plan_bench_and_timeline_of_extensions():
-    made = job_of(
-        CONFIG, BenchConfig(batch_size=4, sequence_length=12), DataflowConfig(grain="kernel", precision="bfloat16")
-    )
-    made = replace(made, optimizer=OptimizerConfig(optimizer="custom_layers:MINI", schedule="constant"))
-    shapes = parameters.parameter_shapes(CONFIG).values()
-    assert predict(made).made["optimizer"] == sum(4 * (int(np.prod(shape)) + shape[0]) for shape in shapes)
-    with open_scheduler("threads", 2) as scheduler:
-        steps = TimedEngine(made, scheduler, 0)
-        assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"]["median"] > 0
-        kernels = {"swiglu.forward", "heads.backward", "mini.update"}
-        assert kernels <= {".".join(names) for names in summarise(steps.timeline(1)).kernels}

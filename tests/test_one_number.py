@@ -16,11 +16,9 @@ from reference_gpt2 import expected
 from tolerances import TOLERANCES
 
 from daskgpt.config.groups import Groups
-from daskgpt.graph.calls import parse
-from daskgpt.graph.sum_order import SumOrder
-from daskgpt.model.layers import LAYERS, Layer
+from daskgpt.model.layers import LAYERS
 from daskgpt.model.tape import Tape
-from daskgpt.profiling.layer_check import OPTIONS, lazy_arguments
+from daskgpt.profiling.layer_check import OPTIONS, lazy_arguments, random_arguments
 
 needs_own_product = pytest.mark.skipif(
     not own_product(), reason="float32 products are a library's here, whose order of summation depends on the shapes"
@@ -80,28 +78,13 @@ def test_none_of_these_dials_changes_a_bit(name, precision):
         assert bits_after_steps(model, precision, dials) == expected, dials
 
 
-def arguments_of(layer: Layer) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(4)
-    values = {}
-    for name, axes in zip(layer.forward.arguments.split(), parse(layer.forward.signature)[0], strict=True):
-        sizes = SIZES | {"heads": {"X": 35}, "swiglu": {"X": 42}}.get(layer.name, {})
-        shape = tuple(sizes[axis] for axis in axes)
-        if name in ("tokens", "targets"):
-            values[name] = random.integers(0, OPTIONS["vocabulary"], shape).astype(np.int32)
-        elif name == "positions":
-            values[name] = np.arange(*shape, dtype=np.int32)
-        else:
-            values[name] = random.integers(-(2**63), 2**63, shape)
-            values[name] = values[name] if name == "streams" else random.normal(size=shape).astype(np.float32)
-    return values
-
-
 @needs_own_product
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 def test_chunks_change_no_bit_of_any_layer(layer, groups):
     """Forward and gradients: no row depends on its company, no sum on where a chunk ends."""
-    values, expected = arguments_of(layer), None
+    sizes = SIZES | {"heads": {"X": 35}, "swiglu": {"X": 42}}.get(layer.name, {})
+    values, expected = random_arguments(layer, np.random.default_rng(4), "f4", sizes), None
     for chunk in CHUNKS["odd"]:
         tape, arrays = Tape(groups=Groups(groups)), lazy_arguments(layer, values, chunk)
         y = tape("here.0", layer, *arrays.values(), **OPTIONS | {"heads": 3})
@@ -112,17 +95,6 @@ def test_chunks_change_no_bit_of_any_layer(layer, groups):
         expected = expected or results
         for name, value in results.items():
             assert value.tobytes() == expected[name].tobytes(), f"{name} {chunk}"
-
-
-def test_rows_enter_a_sum_sequence_by_sequence():
-    whole = SumOrder.of((2, 2), (20,), 1)
-    assert whole == SumOrder((((0, 0),), ((1, 0),)), False, (2, 2))
-    # A chunk of one sequence is one piece; of several, all their token chunks are.
-    assert SumOrder.of((1,), (8, 8), 1).pieces == (((0, 0),), ((0, 1),))
-    assert SumOrder.of((2, 1), (8, 8), 1).pieces == (((0, 0), (0, 1)), ((1, 0),), ((1, 1),))
-    # A tile of 32 tokens that two chunks share is not cut.
-    assert SumOrder.of((1,), (32, 32, 3), 32) == SumOrder((((0, 0),), ((0, 1),), ((0, 2),)), False, (1,))
-    assert SumOrder.of((1,), (16, 16), 32) == SumOrder((((0, 0), (0, 1)),), True, (1,))
 
 
 EXPECTED = json.loads((Path(__file__).parent / "golden" / "bits.json").read_text())

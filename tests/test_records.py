@@ -1,8 +1,6 @@
 """Tests of records of measurements: their content, errors, and complete lines."""
 
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -70,31 +68,6 @@ def test_invalid_records_are_not_written(path, line):
     with pytest.raises(ValueError, match="records: "):
         append_records(path, [RECORD])
     assert path.read_bytes() == RECORD.line() + line + b"\n"
-
-
-def test_partial_last_line_is_overwritten(path):
-    path.write_bytes(RECORD.line() + RECORD.line()[:50])
-    assert read_records(path) == [RECORD]
-    append_records(path, [RECORD])
-    assert path.read_bytes() == RECORD.line() * 2
-
-
-def test_full_disk_leaves_the_file_unchanged(path, monkeypatch):
-    append_records(path, [RECORD])
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="all of the file must be written"):
-        append_records(path, [RECORD])
-    assert path.read_bytes() == RECORD.line()
-
-
-def test_several_add_whole_lines(path):
-    with ThreadPoolExecutor(3) as threads:
-        list(threads.map(lambda _: append_records(path, [RECORD]), range(30)))
-    assert read_records(path) == [RECORD] * 30
 
 
 def test_recorded_command_repeats_the_measurement():

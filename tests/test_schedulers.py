@@ -15,7 +15,7 @@ from distributed import Client, LocalCluster
 from distributed.client import AllExit
 from distributed.core import Status
 from machines import wait_until
-from small_runs import MODEL, fit, losses_of, metrics_of, tensors_of
+from small_runs import MODEL, fit, metrics_of, same
 from threadpoolctl import threadpool_info
 
 import daskgpt
@@ -178,11 +178,9 @@ def where_it_runs():
 
 def test_sweep_runs_side_by_side_in_tasks(small_text):
     """Each run in a task has the task's thread, and the bits of a run that is alone."""
-    run = {"steps": 4, "validation_batches": 1}
-    data = {"data": str(small_text), "batch_size": 4, "sequence_length": 16}
 
     def losses(seed):
-        return daskgpt.fit(MODEL, data, run=run | {"seed": seed}, quiet=True).losses
+        return fit(small_text, steps=4, seed=seed).losses
 
     alone = [losses(seed) for seed in range(4)]
     before = threadpool_info()
@@ -246,8 +244,7 @@ def test_recovery_continues_from_the_newest_state(client, small_text, run, again
     monkeypatch.setattr("daskgpt.training.rank_engine.WINDOW_SECONDS", 0)  # a step each
     fit(small_text, tmp_path / "run", client=client, **run)
     assert [record["lost_steps"] for record in metrics_of(tmp_path / "run") if "lost_steps" in record] == [again]
-    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
-    assert tensors_of(tmp_path / "run") == tensors_of(tmp_path / "whole")
+    assert same(tmp_path / "run", tmp_path / "whole")
     assert not pending, "later steps change a state in place"
 
 

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +11,10 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from command_lines import PATIENCE, write_text
+from command_lines import PATIENCE
 from machines import wait_until
 from small_runs import FLAGS
+from watched_run import WatchedRun
 
 import daskgpt
 from daskgpt.config.stopping import STOPPED, delayed_interrupts, finishing_first, heeding_interrupts
@@ -25,19 +25,17 @@ from daskgpt.kernels.compilation import compile_all
 def test_signal_stops_after_a_step(number, tmp_path):
     """As a process of its own."""
     compile_all(np.float32)
-    out, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
-    command = [sys.executable, "-m", "daskgpt.train", "--data", write_text(tmp_path), *FLAGS.split(), "--out", out]
-    command += ["--steps", "100000", "--keep-best", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    done = lambda: metrics.exists() and metrics.read_text().count("\n") > 3  # noqa: E731
-    wait_until(lambda: done() or process.poll() is not None, "three steps")
-    process.send_signal(number)
-    shown = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == STOPPED, shown
+    run, lines = WatchedRun(tmp_path, FLAGS), []
+    with run.start("auto", "--keep-best", "0", steps=100_000, heard=lines.append):
+        wait_until(lambda: run.step > 3 or run.process.poll() is not None, "three steps")
+        run.process.send_signal(number)
+        code = run.process.wait(PATIENCE)
+    shown = "\n".join([*lines, run.errors.read_text()])
+    assert code == STOPPED, shown
     assert re.search(r"stopped after \d+ of 100,?000 steps", shown)
     assert "daskgpt.train --resume" in shown
     assert not re.search(r"\bnan\b|Traceback|KeyboardInterrupt", shown)
-    assert all(np.isfinite(value).all() for value in daskgpt.load(out)[1].values())
+    assert all(np.isfinite(value).all() for value in daskgpt.load(run.out)[1].values())
 
 
 def swallowed():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
-from daskgpt.config.model import ModelConfig, preset
+from daskgpt.config.model import preset
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import Origin, is_pick
 from daskgpt.graph.fuse import chunk_of
@@ -35,13 +35,9 @@ class Cell:
     columns: tuple[int, ...]
 
 
-def block_grains(config: ModelConfig | None = None, block: int = 1) -> str:
-    """The picture, as SVG.
-
-    config   a model of three blocks or more; None for the preset tiny with three
-    block    which block is drawn: one with another before and another behind it
-    """
-    config = config or preset("tiny", blocks=3)
+def block_grains() -> str:
+    """The picture, as SVG: a block with another before and another behind it."""
+    config, block = preset("tiny", blocks=3), 1
     steps = {}
     for grain, chunk in PANELS:
         steps[grain, chunk] = compile_step(config, BATCH, OptimizerConfig(), Dials(chunk, grain, in_place=True))

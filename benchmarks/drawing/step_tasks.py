@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from daskgpt.config.model import ModelConfig, preset
+from daskgpt.config.model import preset
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import Origin
 from daskgpt.graph.fuse import chunk_of
@@ -21,13 +21,11 @@ BOX, ROW, COLUMN, TOP = (196, 20), 26, 290, 34
 FILLS = {"forward": "#dbe5fb", "backward": "#fbdcd6", "head": "#ece0f8", "update": "#e3e6e9"}
 
 
-def step_tasks(config: ModelConfig | None = None, grain: str = "block") -> str:
-    """The picture, as SVG; config: None for the preset tiny with two blocks."""
-    step = compile_step(
-        config or preset("tiny", blocks=2), BATCH, OptimizerConfig(), Dials(CHUNK, grain, in_place=True)
-    )
+def step_tasks() -> str:
+    """The picture, as SVG."""
+    step = compile_step(preset("tiny", blocks=2), BATCH, OptimizerConfig(), Dials(CHUNK, "block", in_place=True))
     graph = {key: node for key, node in step.graph.items() if not is_leaf(node)}
-    picture = Picture(f"The tasks of a step, grain {grain}")
+    picture = Picture("The tasks of a step, grain block")
     for column, name in enumerate(("chunk 0", "sums and updates", "chunk 1")):
         picture.words(10 + column * COLUMN, 18, name, size=12, bold=True)
     places = _places(step, graph)

@@ -10,7 +10,8 @@ from importlib import import_module
 import pytest
 from command_lines import write_text
 from conftest import GOLDEN
-from documented import ROOT, commands_of, documented
+from documented import commands_of, documented
+from documents import ROOT
 from small_runs import FLAGS, losses_of
 
 VERSIONS = [command for command in commands_of(ROOT / "docs" / "execution.md") if "--steps 8" in command.text]

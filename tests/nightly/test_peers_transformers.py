@@ -11,7 +11,7 @@ from textwrap import dedent
 import numpy as np
 import pytest
 from conftest import SMALL, random_parameters
-from documented import ROOT
+from documents import ROOT
 from small_runs import losses_of
 from test_tokenizers import trained
 from tolerances import TOLERANCES

@@ -17,25 +17,17 @@ from faults import HOST_KINDS, KINDS, disturb
 from machines import KillAsItSends, KillInKernel, KillItself, Machines, wait_until
 from namespaces import Hosts, missing
 from short_lives import short_lives
-from small_runs import FLAGS, fit_in_parts, losses_of, same
+from small_runs import DISTURBED_STEPS, FLAGS, fit_in_parts, losses_of, same
 from watched_run import WatchedRun
 
 import daskgpt
 from daskgpt.config.stopping import STOPPED
 
-STEPS, AT = 30, 12
+AT = 12
 MATTERS = 0.6  # seconds that steps take around a change, so that it is seen before the next one
 
 
-@pytest.fixture(scope="module")
-def whole(small_text, tmp_path_factory):
-    """Return the folder of an undisturbed run with threads."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train(small_text, out, "threads")
-    return out
-
-
-train = partial(fit_in_parts, steps=STEPS)
+train = partial(fit_in_parts, steps=DISTURBED_STEPS, snapshot_every=4)
 
 
 def acting(actions):
@@ -94,9 +86,12 @@ def test_kill_matrix(kind, cluster, small_text, whole, tmp_path, capsys):
     """In forward, backward, update and communication, as ranks begin, as a recovery point and a checkpoint are made."""
     cluster.have(3)
     once = tmp_path / "killed"
-    plugin = KillAsItSends(2, once) if kind == "sending" else KillItself(kind, 1 + (kind == "recovery.copy"), once)
-    if kind in IN_A_STEP:
+    if kind == "sending":
+        plugin = KillAsItSends("state.copy", 2, once)
+    elif kind in IN_A_STEP:
         plugin = KillInKernel(kind, 30, once)
+    else:
+        plugin = KillItself(kind, 1 + (kind == "recovery.copy"), once)
     with Client(cluster.address) as client:
         client.register_plugin(plugin)
         try:

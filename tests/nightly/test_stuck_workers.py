@@ -11,25 +11,17 @@ from command_lines import PATIENCE, refused, run
 from distributed import Client
 from machines import Machines, wait_until
 from namespaces import Hosts, missing
-from small_runs import FLAGS, fit_in_parts, same, steps_in
+from small_runs import DISTURBED_STEPS, FLAGS, fit_in_parts, same, steps_in
 from watched_run import WatchedRun
 
 from daskgpt.config.stopping import STOPPED
 from daskgpt.schedulers.membership import members
 
-STEPS, AT = 16, 8
+AT = 8
 MEMORY, FULL = 1_000_000_000, 870_000_000  # bytes: the limit, and what Dask pauses at (80 %), and a little more
 
 
-@pytest.fixture(scope="module")
-def whole(small_text, tmp_path_factory):
-    """Return the folder of an undisturbed run with threads."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train(small_text, out, "threads")
-    return out
-
-
-train = partial(fit_in_parts, steps=STEPS, save_every=4)
+train = partial(fit_in_parts, steps=DISTURBED_STEPS, save_every=4, snapshot_every=4)
 
 
 @pytest.fixture

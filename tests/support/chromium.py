@@ -1,9 +1,8 @@
-"""A headless Chromium that opens a page and returns its requests, console messages, and a picture."""
+"""A headless Chromium that opens a page and returns its requests and console messages."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import os
 import shutil
@@ -32,7 +31,6 @@ class Visit:
     requests: list[str] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     values: list[object] = field(default_factory=list)
-    picture: bytes = b""
 
 
 def visit(
@@ -40,23 +38,21 @@ def visit(
     folder: Path,
     ready: str,
     expressions: tuple[str, ...] = (),
-    mouse: tuple[int, int] | None = None,
-    size: tuple[int, int] = (1400, 1150),
 ):
-    """Open a page, wait until `ready` is true in it, evaluate expressions, point somewhere, take a picture.
+    """Open a page, wait until `ready` is true in it, and evaluate expressions.
 
     page   a file, or an address
     """
     flags = (
         *FLAGS,
-        f"--window-size={size[0]},{size[1]}",
+        "--window-size=1400,1150",
         f"--user-data-dir={folder}",
         *(["--no-sandbox"] if os.geteuid() == 0 else []),
     )
     with (folder.parent / "chromium.log").open("w") as log:
         process = subprocess.Popen([PATH, *flags, "about:blank"], stdout=log, stderr=log)
     try:
-        return asyncio.run(_visit(page, folder, ready, expressions, mouse))
+        return asyncio.run(_visit(page, folder, ready, expressions))
     finally:
         process.terminate()
         try:
@@ -65,7 +61,7 @@ def visit(
             process.kill()
 
 
-async def _visit(page, folder, ready, expressions, mouse):
+async def _visit(page, folder, ready, expressions):
     socket = await websocket_connect(await _address(folder), max_message_size=1 << 28)
     seen, number = Visit(), 0
 
@@ -101,11 +97,7 @@ async def _visit(page, folder, ready, expressions, mouse):
         assert time.monotonic() < end, f"the page never became ready; {seen}"
         await asyncio.sleep(0.1)
     seen.values = [await value(expression) for expression in expressions]
-    if mouse:
-        for x in (mouse[0] - 1, mouse[0]):
-            await call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=mouse[1])
     await asyncio.sleep(0.5)
-    seen.picture = base64.b64decode((await call("Page.captureScreenshot", format="png"))["data"])
     socket.close()
     return seen
 

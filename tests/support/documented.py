@@ -9,7 +9,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from measurements import PLACE, ROOT, pages
+from measurements import PLACE, pages
 
 FENCE = re.compile(r"^ *```(?:bash|sh)?\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 PROGRAMS = re.compile(
@@ -61,7 +61,6 @@ SHORTER = {
 class Command:
     """A command as a page shows it."""
 
-    page: str
     text: str
 
     @property
@@ -85,10 +84,10 @@ class Command:
 
 def commands_of(page: Path) -> list[Command]:
     """Those of its blocks of code, but not of tables of measurements, without comments; a line may have several."""
-    text, name = PLACE.sub("", page.read_text()), str(page.relative_to(ROOT))
+    text = PLACE.sub("", page.read_text())
     lines = (line.strip().removeprefix("$ ") for block in FENCE.findall(text) for line in block.splitlines())
     parts = (part.strip() for line in lines for part in re.split(r" && | &$", re.split(r"\s+#\s", line)[0]))
-    return [Command(name, part) for part in parts if PROGRAMS.match(part)]
+    return [Command(part) for part in parts if PROGRAMS.match(part)]
 
 
 def documented() -> list[Command]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, DocTest, DocTestRunner
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -18,9 +19,8 @@ SOURCE = re.compile(r'\b(?:src|href)="([^"]+)"')
 
 @dataclass(frozen=True)
 class Table:
-    """One table: the heading above it, its head, and the text of its cells."""
+    """One table: its head, and the text of its cells."""
 
-    heading: str
     head: list[str]
     rows: list[list[str]]
 
@@ -67,12 +67,10 @@ def slug(heading: str) -> str:
 def tables(page: Path) -> list[Table]:
     """Every table of a page; of code and links only the text."""
     tables_of_page: list[Table] = []
-    parsed, heading = tokens(page), ""
+    parsed = tokens(page)
     for number, token in enumerate(parsed):
-        if token.type == "heading_open":
-            heading = _text(parsed[number + 1])
-        elif token.type == "table_open":
-            tables_of_page.append(Table(heading, [], []))
+        if token.type == "table_open":
+            tables_of_page.append(Table([], []))
         elif token.type == "tr_open" and tables_of_page[-1].head:
             tables_of_page[-1].rows.append([])
         elif token.type == "inline" and parsed[number - 1].type == "th_open":
@@ -99,6 +97,13 @@ def excerpts(page: Path) -> list[tuple[Path, str]]:
         if token.type == "fence" and token.info.strip() == "python":
             shown.append((source, token.content))
     return shown
+
+
+def failures(examples: DocTest) -> str:
+    """What is said of the examples that fail."""
+    said: list[str] = []
+    DocTestRunner(optionflags=ELLIPSIS | NORMALIZE_WHITESPACE).run(examples, out=said.append)
+    return "".join(said)
 
 
 def _text(inline: Token) -> str:

@@ -1,178 +1,64 @@
-"""Cases for the tests of kernels: every layer's kernels with an independent float64 formula."""
+"""Layers' kernels called as their rows say, on arrays of odd sizes, and independent formulas of layers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+import reference_gpt2
 
-from daskgpt.kernels import add, attention, crossentropy, embedding, gelu, layernorm, linear, rmsnorm
+from daskgpt.graph.calls import parse
+from daskgpt.model import layers
+from daskgpt.model.layers import Layer, Row
+from daskgpt.profiling.layer_check import random_arguments
 
 Arrays = dict[str, np.ndarray]
 # Not multiples of a vector's length, so that loops have remainders; T is longer than a block of attention's queries.
-B, T, C, HEADS, OUTPUTS, VOCABULARY, PADDED, POSITIONS = 2, 37, 48, 3, 70, 67, 72, 41
+SIZES = {"b": 2, "t": 37, "T": 37, "C": 48, "X": 144, "O": 70, "V": 72, "P": 41}
+VOCABULARY = 67
+OPTIONS = {"heads": 3, "key_heads": 3, "turned_by": 100.0, "vocabulary": VOCABULARY, "place": 5, "rate": 0.3}
+# Those of chunks take lists of arrays.
+LAYERS = [layer for layer in layers.LAYERS if layer not in (layers.GATHER, layers.SPLIT)]
 
 
-def summed(kernel: Callable[..., np.ndarray], like: np.ndarray, *arguments: Any) -> np.ndarray:
-    """A summing kernel's sum; the total starts as NaN, so a sum that reads it shows."""
-    return kernel(*arguments, total=np.full(like.shape, np.nan, like.dtype), accumulate=False)
+def arrays_of(layer: Layer, dtype: str = "float64") -> Arrays:
+    return random_arguments(layer, np.random.default_rng(5), dtype, SIZES)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One layer: `forward` and `reference` take all arrays; a gradient takes dy and all arrays."""
-
-    name: str
-    shapes: dict[str, tuple[int, ...]]
-    forward: Callable[[Arrays], np.ndarray]
-    reference: Callable[[Arrays], np.ndarray]
-    gradients: dict[str, Callable[[np.ndarray, Arrays], np.ndarray]]
-    indices: dict[str, int] = field(default_factory=dict)
-
-    def arrays(self, dtype: str = "float64") -> Arrays:
-        random = np.random.default_rng(5)
-        made = {name: random.normal(size=shape).astype(dtype) for name, shape in self.shapes.items()}
-        for name, end in self.indices.items():
-            made[name] = random.integers(0, end, self.shapes[name]).astype(np.int32)
-        return made
-
-    def dy(self, y: np.ndarray) -> np.ndarray:
-        return np.random.default_rng(6).normal(size=y.shape).astype(y.dtype)
-
-    def __str__(self) -> str:
-        return self.name
+def result_of(row: Row, arrays: Arrays) -> np.ndarray | tuple[np.ndarray, ...]:
+    """What a kernel makes of arrays by their names; a total starts as NaN, so that a sum that reads it shows."""
+    given = [arrays[name] for name in row.arguments.split()]
+    options = {name: OPTIONS[name] for name in row.options.split()}
+    axes = parse(row.signature)[1][0]
+    if not {"b", "t"} & set(axes):
+        total = np.full([SIZES[axis] for axis in axes], np.nan, given[0].dtype)
+        return row.kernel(*given, **options, total=total, accumulate=False)
+    return row.kernel(*given, **options)
 
 
-def _layernorm(a: Arrays) -> np.ndarray:
-    centred = a["x"] - a["x"].mean(-1, keepdims=True)
-    return centred / np.sqrt(centred.var(-1, keepdims=True) + 1e-5) * a["weight"] + a["bias"]
+def results_of(layer: Layer, arrays: Arrays) -> Arrays:
+    """Every output of a layer and every gradient, by name; the gradient of the first output is random."""
+    outputs = result_of(layer.forward, arrays)
+    results = dict(zip(layer.outputs.split(), outputs if isinstance(outputs, tuple) else (outputs,)))
+    y = next(iter(results.values()))
+    dy = np.random.default_rng(6).standard_normal(y.shape, np.float32)
+    known = arrays | results | {"dy": np.asarray(dy, y.dtype)}
+    return results | {f"d{name}": result_of(row, known) for name, row in layer.backward.items() if row}
 
 
-def _gelu(a: Arrays) -> np.ndarray:
-    return 0.5 * a["x"] * (1 + np.tanh(np.sqrt(2 / np.pi) * (a["x"] + 0.044715 * a["x"] ** 3)))
+def _losses(x: np.ndarray, wte: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    logits = x @ wte[:VOCABULARY].T
+    return np.logaddexp.reduce(logits, -1) - np.take_along_axis(logits, targets[..., None].astype(int), -1)[..., 0]
 
 
-def softmax_attention(qkv: np.ndarray, heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Attention with the whole (T, T) matrix: output and log-sum-exp."""
-    b, t, _ = qkv.shape
-    q, k, v = (part.reshape(b, t, heads, -1).transpose(0, 2, 1, 3) for part in np.split(qkv, 3, -1))
-    scores = np.where(np.tri(t, dtype=bool), q @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1]), -np.inf)
-    top = scores.max(-1, keepdims=True)
-    p = np.exp(scores - top)
-    total = p.sum(-1, keepdims=True)
-    return (p / total @ v).transpose(0, 2, 1, 3).reshape(b, t, -1), (top + np.log(total))[..., 0]
-
-
-def softmax_attention_backward(dy: np.ndarray, qkv: np.ndarray, heads: int) -> np.ndarray:
-    """Its gradient from the stored probabilities, all in the arrays' dtype."""
-    b, t, _ = qkv.shape
-    q, k, v = (part.reshape(b, t, heads, -1).transpose(0, 2, 1, 3) for part in np.split(qkv, 3, -1))
-    scale = q.dtype.type(1 / np.sqrt(q.shape[-1]))
-    scores = np.where(np.tri(t, dtype=bool), q @ k.transpose(0, 1, 3, 2) * scale, q.dtype.type(-np.inf))
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    d_out = dy.reshape(b, t, heads, -1).transpose(0, 2, 1, 3)
-    dp = d_out @ v.transpose(0, 1, 3, 2)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
-    parts = ds @ k, ds.transpose(0, 1, 3, 2) @ q, p.transpose(0, 1, 3, 2) @ d_out
-    return np.concatenate([part.transpose(0, 2, 1, 3).reshape(b, t, -1) for part in parts], -1)
-
-
-def _losses(a: Arrays) -> np.ndarray:
-    logits = a["x"] @ a["wte"][:VOCABULARY].T
-    return np.logaddexp.reduce(logits, -1) - np.take_along_axis(logits, a["targets"][..., None].astype(int), -1)[..., 0]
-
-
-def _attention_backward(dy: np.ndarray, a: Arrays) -> np.ndarray:
-    return attention.backward(dy, a["qkv"], *attention.forward(a["qkv"], heads=HEADS), heads=HEADS)
-
-
-def _dlogits(a: Arrays) -> np.ndarray:
-    return crossentropy.forward(a["x"], a["wte"], a["targets"], VOCABULARY)[1]
-
-
-CASES = (
-    Case(
-        "embedding",
-        {"tokens": (B, T), "wte": (PADDED, C), "positions": (T,), "wpe": (POSITIONS, C)},
-        lambda a: embedding.forward(a["tokens"], a["wte"], a["positions"], a["wpe"]),
-        lambda a: a["wte"][a["tokens"]] + a["wpe"][a["positions"]],
-        {
-            "wte": lambda dy, a: summed(embedding.backward_wte, a["wte"], dy, a["tokens"]),
-            "wpe": lambda dy, a: summed(embedding.backward_wpe, a["wpe"], dy, a["positions"]),
-        },
-        {"tokens": VOCABULARY, "positions": POSITIONS},
-    ),
-    Case(
-        "layernorm",
-        {"x": (B, T, C), "weight": (C,), "bias": (C,)},
-        lambda a: layernorm.forward(a["x"], a["weight"], a["bias"]),
-        _layernorm,
-        {
-            "x": lambda dy, a: layernorm.backward_x(dy, a["x"], a["weight"]),
-            "weight": lambda dy, a: summed(layernorm.backward_weight, a["weight"], dy, a["x"]),
-            "bias": lambda dy, a: summed(linear.backward_bias, a["bias"], dy),
-        },
-    ),
-    Case(
-        "rmsnorm",
-        {"x": (B, T, C), "weight": (C,)},
-        lambda a: rmsnorm.forward(a["x"], a["weight"]),
-        lambda a: a["x"] / np.sqrt((a["x"] ** 2).mean(-1, keepdims=True) + 1e-5) * a["weight"],
-        {
-            "x": lambda dy, a: rmsnorm.backward_x(dy, a["x"], a["weight"]),
-            "weight": lambda dy, a: summed(rmsnorm.backward_weight, a["weight"], dy, a["x"]),
-        },
-    ),
-    Case(
-        "linear",
-        {"x": (B, T, C), "weight": (OUTPUTS, C), "bias": (OUTPUTS,)},
-        lambda a: linear.forward(a["x"], a["weight"], a["bias"]),
-        lambda a: a["x"] @ a["weight"].T + a["bias"],
-        {
-            "x": lambda dy, a: linear.backward_x(dy, a["weight"]),
-            "weight": lambda dy, a: summed(linear.backward_weight, a["weight"], dy, a["x"]),
-            "bias": lambda dy, a: summed(linear.backward_bias, a["bias"], dy),
-        },
-    ),
-    Case(
-        "unembedding",
-        {"x": (B, T, C), "wte": (PADDED, C)},
-        lambda a: linear.forward(a["x"], a["wte"]),
-        lambda a: a["x"] @ a["wte"].T,
-        {
-            "x": lambda dy, a: linear.backward_x(dy, a["wte"]),
-            "wte": lambda dy, a: summed(linear.backward_weight, a["wte"], dy, a["x"]),
-        },
-    ),
-    Case(
-        "gelu", {"x": (B, T, C)}, lambda a: gelu.forward(a["x"]), _gelu, {"x": lambda dy, a: gelu.backward(dy, a["x"])}
-    ),
-    Case("add", {"x": (B, T, C), "y": (B, T, C)}, lambda a: add.forward(a["x"], a["y"]), lambda a: a["x"] + a["y"], {}),
-    Case(
-        "attention",
-        {"qkv": (B, T, 3 * C)},
-        lambda a: attention.forward(a["qkv"], heads=HEADS)[0],
-        lambda a: softmax_attention(a["qkv"], HEADS)[0],
-        {"qkv": _attention_backward},
-    ),
-    Case(
-        "crossentropy",
-        {"x": (B, T, C), "wte": (PADDED, C), "targets": (B, T)},
-        lambda a: crossentropy.forward(a["x"], a["wte"], a["targets"], VOCABULARY)[0],
-        _losses,
-        {
-            "x": lambda dy, a: crossentropy.backward_x(dy, _dlogits(a), a["wte"]),
-            "wte": lambda dy, a: summed(crossentropy.backward_wte, a["wte"], dy, _dlogits(a), a["x"]),
-        },
-        {"targets": VOCABULARY},
-    ),
-    Case(
-        "mean",
-        {"losses": (B, T), "shares": (B, T)},
-        lambda a: summed(crossentropy.mean_forward, a["losses"].max(), a["losses"], a["shares"]),
-        lambda a: np.asarray((a["losses"] * a["shares"]).sum()),
-        {"losses": lambda dy, a: crossentropy.mean_backward(dy, a["losses"], a["shares"])},
-    ),
-)
-GRADIENTS = [(case, name) for case in CASES for name in case.gradients]
+# Of a layer's arguments.
+FORMULAS: dict[str, tuple[Layer, Callable[..., np.ndarray]]] = {
+    "embedding": (layers.EMBEDDING, lambda tokens, wte, positions, wpe: wte[tokens] + wpe[positions]),
+    "layernorm": (layers.LAYERNORM, lambda x, weight, bias: reference_gpt2.layernorm(x, weight, bias)[0]),
+    "rmsnorm": (layers.RMSNORM, lambda x, weight: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight),
+    "linear": (layers.LINEAR, lambda x, weight, bias: x @ weight.T + bias),
+    "unembedding": (layers.UNEMBEDDING, lambda x, wte: x @ wte.T),
+    "gelu": (layers.GELU, reference_gpt2.gelu),
+    "add": (layers.ADD, lambda x, y: x + y),
+    "attention": (layers.ATTENTION, lambda qkv: reference_gpt2.attention(qkv, OPTIONS["heads"])[0]),
+    "crossentropy": (layers.CROSSENTROPY, _losses),
+    "mean": (layers.MEAN, lambda losses, shares: np.asarray((losses * shares).sum())),
+}

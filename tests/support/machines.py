@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -111,13 +111,10 @@ class Machines:
             self.kill(name)
         self.log.close()
 
-    def start_worker(
-        self, host: int = 0, *, nanny: bool = False, memory: str = "auto", contact: Sequence[str] = ()
-    ) -> str:
+    def start_worker(self, host: int = 0, *, memory: str = "auto", contact: Sequence[str] = ()) -> str:
         """The name of a new worker, which may take seconds to come.
 
         host    where; 0 = where the fewest are
-        nanny   whether there is a process before it that starts it again
         memory  how much it may take, as `dask worker` takes it
         contact flags for its addresses, in place of --host
         """
@@ -125,15 +122,7 @@ class Machines:
         if self.hosts and not host:
             taken = [self.at[other] for other in self.alive()]
             host = min(range(1, self.hosts.count), key=taken.count)
-        flags = [
-            "--nanny" if nanny else "--no-nanny",
-            "--nthreads",
-            "1",
-            "--name",
-            name,
-            "--local-directory",
-            str(self.folder / name),
-        ]
+        flags = ["--no-nanny", "--nthreads", "1", "--name", name, "--local-directory", str(self.folder / name)]
         self._start(name, host, "worker", self.address, "--memory-limit", memory, *flags, contact=contact)
         return name
 
@@ -189,10 +178,10 @@ class Machines:
         return (self.folder / "machines.log").read_text()
 
 
-class KillItself(WorkerPlugin):
-    """Kills its worker with SIGKILL as it begins with its `after`th task of a kind; of all workers only one.
+class Killing(WorkerPlugin):
+    """Kills its worker with SIGKILL at the `after`th time that something happens; of all workers only one.
 
-    kind   part of the task's name
+    kind   part of the name of what happens
     once   a file that the one who is killed makes
     """
 
@@ -201,32 +190,31 @@ class KillItself(WorkerPlugin):
     def __init__(self, kind: str, after: int, once: Path) -> None:
         self.kind, self.left, self.once = kind, after, once
 
+    def count(self, name: str) -> None:
+        """Count what has happened, if it is of the kind."""
+        self.left -= self.kind in name
+        if self.kind in name and self.left <= 0:
+            with suppress(FileExistsError):  # of another worker
+                self.once.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillItself(Killing):
+    """Kills as its worker begins with a task of a kind."""
+
     def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
-        if finish == "executing" and self.kind in str(key):
-            self.left -= 1
-            if self.left <= 0:
-                kill_once(self.once)
+        if finish == "executing":
+            self.count(str(key))
 
 
-class KillInKernel(WorkerPlugin):
-    """Kills its worker with SIGKILL as it ends its `after`th kernel call of a kind inside of a window of steps.
-
-    kind   part of the call's name
-    """
-
-    name = "kill-itself"
-
-    def __init__(self, kind: str, after: int, once: Path) -> None:
-        self.kind, self.left, self.once = kind, after, once
+class KillInKernel(Killing):
+    """Kills as its worker ends a kernel call of a kind inside of a window of steps."""
 
     def setup(self, worker: Any) -> None:
         self.span = program.Span
 
         def dying(key: Any, *rest: Any) -> Any:
-            if self.kind in key[0]:
-                self.left -= 1
-                if self.left <= 0:
-                    kill_once(self.once)
+            self.count(key[0])
             return self.span(key, *rest)
 
         program.Span = dying
@@ -235,38 +223,19 @@ class KillInKernel(WorkerPlugin):
         program.Span = self.span
 
 
-class KillAsItSends(WorkerPlugin):
-    """Kills one worker with SIGKILL as it sends a part of the state to somebody who is no worker: the client, for a
-    checkpoint.
-
-    after  how often it has done so before
-    """
-
-    name = "kill-itself"
-
-    def __init__(self, after: int, once: Path) -> None:
-        self.left, self.once = after, once
+class KillAsItSends(Killing):
+    """Kills as its worker sends a part of the state to somebody who is no worker: the client, for a checkpoint."""
 
     def setup(self, worker: Any) -> None:
         self.worker, self.send = worker, worker.handlers["get_data"]
         send = self.send
 
         async def dying(comm: Any, keys: Any, **options: Any) -> Any:
-            if any("state.copy" in str(key) for key in keys) and not options.get("who"):
-                self.left -= 1
-                if self.left <= 0:
-                    kill_once(self.once)
+            if not options.get("who"):
+                self.count(" ".join(map(str, keys)))
             return await send(comm, keys=keys, **options)
 
         worker.handlers["get_data"] = dying
 
     def teardown(self, worker: Any) -> None:
         worker.handlers["get_data"] = self.send
-
-
-def kill_once(once: Path) -> None:
-    try:
-        once.touch(exist_ok=False)
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)

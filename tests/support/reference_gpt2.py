@@ -52,7 +52,7 @@ def expected(
     while f"h.{len(kept)}.ln_1.weight" in p:
         x, saved = _block(p, f, f"h.{len(kept)}", x, heads)
         kept.append(saved)
-    last, normed = _layernorm(x, p["ln_f.weight"], p["ln_f.bias"])
+    last, normed = layernorm(x, p["ln_f.weight"], p["ln_f.bias"])
     logits = last @ p["wte.weight"].T
 
     shifted = logits[..., :vocabulary] - logits[..., :vocabulary].max(-1, keepdims=True)
@@ -79,14 +79,14 @@ def expected(
 
 def _block(p: Arrays, f: Arrays, at: str, x: Array, heads: int) -> tuple[Array, dict[str, Any]]:
     s: dict[str, Any] = {}
-    s["y1"], s["normed1"] = _layernorm(x, p[f"{at}.ln_1.weight"], p[f"{at}.ln_1.bias"])
+    s["y1"], s["normed1"] = layernorm(x, p[f"{at}.ln_1.weight"], p[f"{at}.ln_1.bias"])
     qkv = s["y1"] @ p[f"{at}.attn.c_attn.weight"].T + p[f"{at}.attn.c_attn.bias"]
-    s["mixed"], s["attention"] = attention(qkv, heads, f[f"{at}.attn"])
+    s["mixed"], _, s["attention"] = attention(qkv, heads, f[f"{at}.attn"])
     y = s["mixed"] @ p[f"{at}.attn.c_proj.weight"].T + p[f"{at}.attn.c_proj.bias"]
     x = x + y * f[f"{at}.attn.c_proj"]
-    s["y2"], s["normed2"] = _layernorm(x, p[f"{at}.ln_2.weight"], p[f"{at}.ln_2.bias"])
+    s["y2"], s["normed2"] = layernorm(x, p[f"{at}.ln_2.weight"], p[f"{at}.ln_2.bias"])
     s["hidden"] = s["y2"] @ p[f"{at}.mlp.c_fc.weight"].T + p[f"{at}.mlp.c_fc.bias"]
-    s["active"] = _gelu(s["hidden"])
+    s["active"] = gelu(s["hidden"])
     y = s["active"] @ p[f"{at}.mlp.c_proj.weight"].T + p[f"{at}.mlp.c_proj.bias"]
     return x + y * f[f"{at}.mlp.c_proj"], s
 
@@ -107,7 +107,7 @@ def _linear_backward(g: Arrays, p: Arrays, name: str, dy: Array, x: Array) -> Ar
     return dy @ p[f"{name}.weight"]
 
 
-def _layernorm(x: Array, weight: Array, bias: Array) -> tuple[Array, tuple[Array, ...]]:
+def layernorm(x: Array, weight: Array, bias: Array) -> tuple[Array, tuple[Array, ...]]:
     centred = x - x.mean(-1, keepdims=True)
     rstd = 1 / np.sqrt((centred**2).mean(-1, keepdims=True) + EPSILON)
     return centred * rstd * weight + bias, (centred * rstd, rstd)
@@ -121,33 +121,36 @@ def _layernorm_backward(g: Arrays, name: str, dy: Array, normed: tuple[Array, ..
     return rstd * (d_unit - d_unit.mean(-1, keepdims=True) - unit * along)
 
 
-def attention(qkv: Array, heads: int, factors: Array) -> tuple[Array, tuple[Array, ...]]:
-    """y, and what its gradient needs; factors: of dropout, (B, NH, T, T) or 1."""
+def attention(qkv: Array, heads: int, factors: Array | int = 1) -> tuple[Array, Array, tuple[Any, ...]]:
+    """y, the logarithm of each row's sum of exponentials, and what the gradient needs, in the dtype of qkv.
+
+    factors   of dropout, (B, NH, T, T) or 1
+    """
     batch, length, width = qkv.shape
     # (3, B, heads, T, head size)
     q, k, v = qkv.reshape(batch, length, 3, heads, width // 3 // heads).transpose(2, 0, 3, 1, 4)
-    scores = np.einsum("bhqc,bhkc->bhqk", q, k) / np.sqrt(q.shape[-1])
+    scores = q @ k.swapaxes(2, 3) * q.shape[-1] ** -0.5
     scores = np.where(np.arange(length)[:, None] >= np.arange(length), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    mixed = np.einsum("bhqk,bhkc->bqhc", weights * factors, v)
-    return mixed.reshape(batch, length, -1), (q, k, v, weights, factors)
+    largest = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - largest)
+    total = weights.sum(-1, keepdims=True)
+    weights /= total
+    mixed = (weights * factors @ v).transpose(0, 2, 1, 3)
+    return mixed.reshape(batch, length, -1), (largest + np.log(total))[..., 0], (q, k, v, weights, factors)
 
 
-def attention_backward(dy: Array, kept: tuple[Array, ...]) -> Array:
+def attention_backward(dy: Array, kept: tuple[Any, ...]) -> Array:
     """The gradient of queries, keys and values."""
     q, k, v, weights, factors = kept
     batch, heads, length, _ = q.shape
     d_mixed = dy.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
-    d_weights = np.einsum("bhqc,bhkc->bhqk", d_mixed, v) * factors
-    d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True)) / np.sqrt(q.shape[-1])
-    d_q = np.einsum("bhqk,bhkc->bhqc", d_scores, k)
-    d_k = np.einsum("bhqk,bhqc->bhkc", d_scores, q)
-    d_v = np.einsum("bhqk,bhqc->bhkc", weights * factors, d_mixed)
+    d_weights = d_mixed @ v.swapaxes(2, 3) * factors
+    d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True)) * q.shape[-1] ** -0.5
+    d_q, d_k, d_v = d_scores @ k, d_scores.swapaxes(2, 3) @ q, (weights * factors).swapaxes(2, 3) @ d_mixed
     return np.stack([d_q, d_k, d_v]).transpose(1, 3, 0, 2, 4).reshape(batch, length, -1)
 
 
-def _gelu(x: Array) -> Array:
+def gelu(x: Array) -> Array:
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 

@@ -12,6 +12,7 @@ import daskgpt
 
 MODEL = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, vocabulary=257, positions=16)
 STEPS = 12
+DISTURBED_STEPS = 30  # of runs to which something happens
 # The same as flags.
 FLAGS = "--blocks 1 --heads 2 --channels 16 --batch-size 4 --sequence-length 16 --groups 4 --warmup 3"
 FLAGS += " --validation-batches 1 --sample-tokens 0 --save-minutes 0"
@@ -22,25 +23,39 @@ def fit(
     text: Path,
     out: Path | str = "",
     *,
+    config: Any = MODEL,
     optimizer: Any = OPTIMIZER,
     dataflow: Any = None,
     client: Any = None,
     on_step: Any = None,
+    parameters: Any = None,
     **run: Any,
 ) -> Any:
-    """A run from random values."""
+    """A run, from random values if none are given."""
     settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "out": str(out), "sample_tokens": 0} | run
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
-    config = daskgpt.RunConfig(**settings)
-    return daskgpt.fit(MODEL, data, optimizer, dataflow, config, client=client, on_step=on_step, quiet=True)
+    job, more = (config, data, optimizer, dataflow), {"client": client, "on_step": on_step, "parameters": parameters}
+    return daskgpt.fit(*job, daskgpt.RunConfig(**settings), quiet=True, **more)
 
 
-def fit_in_parts(text: Path, out: Path, scheduler: str, on_step: Any = None, **run: Any) -> Any:
-    """A run of which each of four workers may have a part, and which prints what it does."""
-    settings = {"validation_batches": 1, "save_minutes": 0, "sample_tokens": 0, "snapshot_every": 4, "out": str(out)}
+def fit_in_parts(
+    text: Path,
+    out: Path | str,
+    scheduler: str,
+    on_step: Any = None,
+    *,
+    optimizer: Any = OPTIMIZER,
+    client: Any = None,
+    precision: str = "float32",
+    engine: str = "ranks",
+    **run: Any,
+) -> Any:
+    """A run of which each of four workers may have a part, and which prints what it does; return its folder."""
+    settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "sample_tokens": 0, "out": str(out)} | run
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16, groups=4)
-    dataflow = daskgpt.DataflowConfig(scheduler=scheduler, threads=2, batch_chunk=1)
-    return daskgpt.fit(MODEL, data, OPTIMIZER, dataflow, daskgpt.RunConfig(**settings | run), on_step=on_step)
+    dataflow = {"scheduler": scheduler, "threads": 2, "batch_chunk": 1, "precision": precision, "engine": engine}
+    daskgpt.fit(MODEL, data, optimizer, dataflow, daskgpt.RunConfig(**settings), client=client, on_step=on_step)
+    return out
 
 
 def stopping_at(step: int) -> Any:
