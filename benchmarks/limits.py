@@ -107,7 +107,7 @@ def table_of(job: Job, threads: int, seed: int, warmup: int, count: int) -> tupl
         steps = TimedEngine(job, scheduler, seed)
         steps.run(warmup)
         seconds, spans = steps.recorded(count)
-    graph = steps.engine.kernels.graph
+    graph = steps.engine.step.kernels.graph
     for span in spans:
         if (work := work_of(graph, span.key)) is None:
             continue

@@ -22,7 +22,7 @@ def test_the_commands_are_the_modules_of_the_package():
         ("bin/daskgpt trian", 2, "command=trian. Did you mean train?"),
         ("bin/daskgpt --steps 50", 2, "command=--steps. See daskgpt --help."),
         ("bin/daskgpt help plot", 0, "usage: daskgpt plot "),
-        ("bin/daskgpt plot --smoth 1 run", 2, "daskgpt plot: --smoth must be a known flag. Did you mean --smooth?"),
+        ("bin/daskgpt plot --ot 1 run", 2, "daskgpt plot: --ot must be a known flag. Did you mean --out?"),
         ("bin/daskgpt plot run", 2, "out=nothing"),
         ("daskgpt/__main__.py plot -h", 0, "usage: python -m daskgpt plot "),
     ],

@@ -21,7 +21,7 @@ def test_operations_of_all_calls_are_those_of_the_model(chunk, barrier, monkeypa
     cut = dict(zip(("batch_chunk", "sequence_chunk"), chunk))
     job = job_of(SMALL, SHAPE, DataflowConfig(scheduler="sync", grain="block", barrier=barrier, **cut))
     with daskgpt.open_scheduler("sync") as scheduler:
-        graph = TimedEngine(job, scheduler, 0).engine.kernels.graph
+        graph = TimedEngine(job, scheduler, 0).engine.step.kernels.graph
     works = [work for key in graph if (work := work_of(graph, key))]
     products = [
         work for work in works if "b" in (axes := work[0].rpartition(" ")[2]) and len(set(axes) & set("OCV")) == 2

@@ -283,7 +283,7 @@ def sample(jobs: Sequence[Job], cores: int, turns: int) -> Samples:
             for number, engine in enumerate(engines):
                 name, precision = SITUATIONS[number // len(jobs)], engine.job.precision.name
                 for span in engine.recorded(1)[1]:
-                    if work := work_of(engine.engine.kernels.graph, span.key):
+                    if work := work_of(engine.engine.step.kernels.graph, span.key):
                         sizes = tuple(sorted(work[1].items()))
                         seconds[f"{name} {precision} {work[0]}", sizes].append(span.end - span.start)
     for (kind, sizes), times in seconds.items():
