@@ -142,6 +142,18 @@ def test_all_kinds_of_arguments_arrive():
         np.testing.assert_array_equal(slots[1], function(x))
 
 
+def test_arrays_of_another_kind_than_in_the_first_run_are_refused():
+    step = step_of(CONFIG, BATCH, (3, 20), OptimizerConfig(), in_place=True)
+    tokens, scheduler = np.zeros(BATCH, np.int32), local_scheduler("sync", 1)
+    state = state_of(step, start_values(CONFIG))
+    run_step(scheduler, step, state, (tokens, tokens), 1)
+    (pack,) = state.packs
+    for change in (np.asfortranarray, lambda array: array[:-1], lambda array: np.frombuffer(array.tobytes(), "f4")):
+        changed = [change(array) if array.shape == (63, 21) else array for array in pack]
+        with pytest.raises(ValueError, match="the array must have shape"):
+            run_step(scheduler, step, replace(state, packs=[tuple(changed)]), (tokens, tokens), 1)
+
+
 def test_no_native_call_reads_memory_that_it_has_not_written():
     """The C library fills each piece of memory before it hands it out, and when it is given back."""
     code = "from one_number import *; print(bits_after_steps(MODELS['odd'], 'float32', Dials((3, 10), window=1)))"

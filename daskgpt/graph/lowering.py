@@ -74,7 +74,8 @@ class NativeRun:
     calls      rows of address, first word, and number of words
     template   and places: as of `kernels.native.run_calls`
     arena      bytes of values that only this run needs
-    fetched    numbers of arrays that lie in slots: slot, and places in nested tuples
+    fetched    numbers of arrays that lie in slots: slot, and places in nested tuples; with form, and whether the run
+               writes into them
     made       numbers of arrays that it makes, and their forms
     results    slot -> views for it
     ended      slots that no later call reads; dropped: numbers of such arrays
@@ -87,7 +88,7 @@ class NativeRun:
     places: np.ndarray
     arena: int
     numbers: list[int]
-    fetched: dict[int, tuple[int, ...]]
+    fetched: dict[int, tuple[tuple[int, ...], Form, bool]]
     made: dict[int, Form]
     results: dict[int, Any]
     ended: list[int]
@@ -96,11 +97,16 @@ class NativeRun:
 
     def run(self, slots: list[Any], arrays: list[Any], timed: bool) -> Iterator[tuple[Any, float, float, int]]:
         """Run; yield each member with its start, its end and the bytes of its result if they are timed."""
-        for number, (slot, *path) in self.fetched.items():
+        for number, ((slot, *path), form, written) in self.fetched.items():
             value = slots[slot]
             for place in path:
                 value = value[place]
-            arrays[number] = np.ascontiguousarray(value)
+            flags = value.flags
+            if value.shape != form.shape or (written and not (flags.c_contiguous and flags.writeable)):
+                rule = f"the array must have shape {form.shape}" + ", be contiguous and writable" * written
+                got = {"shape": value.shape, "contiguous": flags.c_contiguous, "writable": flags.writeable}
+                raise refusal(ValueError, str(self.members[0][0].key[0]), rule, got, "Compile the step again.")
+            arrays[number] = value if flags.c_contiguous else np.ascontiguousarray(value)
         for number, form in self.made.items():
             arrays[number] = np.empty(*form)
         words = np.empty(len(self.template) + (self.arena + ALIGNMENT) // 8, np.int64)
@@ -279,7 +285,11 @@ class _Plan:
             places=np.array(places, np.int64).reshape(-1, 3),
             arena=arena,
             numbers=numbers,
-            fetched={self.numbers[buffer]: buffer.source for buffer in first if buffer.source},
+            fetched={
+                self.numbers[buffer]: (buffer.source, Form(buffer.shape, buffer.dtype), buffer.written)
+                for buffer in first
+                if buffer.source
+            },
             made={self.numbers[buffer]: Form(buffer.shape, buffer.dtype) for buffer in first if not buffer.source},
             results={slot: self._views(self.values[slot]) for slot in kept},
             ended=[slot for entry in group for slot in entry.call.ended],

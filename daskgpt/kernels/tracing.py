@@ -49,13 +49,15 @@ def tracing() -> Iterator[Trace]:
 class Buffer:
     """Memory that operands are places in.
 
-    source   names what it is outside of the trace; None for memory that a kernel has allocated
     shape    and dtype: those it was made with
+    source   names what it is outside of the trace; None for memory that a kernel has allocated
+    written  whether a native call writes into it
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     source: Any = None
+    written: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -178,11 +180,14 @@ class Trace:
         """Return an array as native functions take it: no owner, sizes, address, shape and strides."""
         dtype = np.dtype({"i": "i", "h": "H", "l": "l", "s": "f", "d": "d"}.get(letter.lower(), kind))
         place: int | Operand = array
+        written = letter in "wHLSD"
         if isinstance(array, np.ndarray):
-            if letter in "wHLSD" or not array.flags.c_contiguous:
+            if written or not array.flags.c_contiguous:
                 raise NotNative("an array among operands")
             self.constants.append(array)
             place = array.ctypes.data
+        elif written:
+            array.buffer.written = True
         if array.dtype != dtype or array.ndim != axes:
             raise NotNative(f"an array of {array.ndim} axes and {array.dtype}")
         strides = [math.prod(array.shape[axis + 1 :]) * array.itemsize for axis in range(axes)]
