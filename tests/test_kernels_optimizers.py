@@ -29,9 +29,10 @@ SHAPES = [(21, 21), (12, 40), (40, 12), (1, 9), (64, 33)]
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
-def hyper(step, moments):
-    """Return the input of an update for a step: the learning rate, and for AdamW its corrections."""
-    return np.array([3e-3, 1 - 0.9**step, 1 - 0.95**step]) if moments == 2 else np.array([step * 1e-2])
+def hyper(name, step):
+    """Return the input of an update for a step: the learning rate, and AdamW's corrections, which Muon's has, too."""
+    rate = 3e-3 if name == "adamw" else step * 1e-2
+    return np.array([rate] if name == "momentum" else [rate, 1 - 0.9**step, 1 - 0.95**step])
 
 
 def adamw_formula(hyper, weight, gradient, m, v):
@@ -88,9 +89,9 @@ def test_in_place_gives_the_same_bits_in_the_same_arrays(name, shape):
         given = [weight.copy(), gradient, *(array.copy() for array in rest)]
         for array in given:
             array.flags.writeable = False
-        expected = new(*given, hyper(step, moments), **options)
+        expected = new(*given, hyper(name, step), **options)
         assert_all_same(given, (weight, gradient, *rest))
-        results = inplace(weight, gradient, *rest, hyper(step, moments), **options)
+        results = inplace(weight, gradient, *rest, hyper(name, step), **options)
         assert all(result is array for result, array in zip(results, (weight, *rest), strict=True))
         assert_all_same(results, expected)
 
@@ -104,8 +105,8 @@ def test_steps_are_those_of_the_formula(name, shape, dtype):
     weight, gradient, *rest = inputs(shape, dtype, moments)
     expected = [array.astype("f8") for array in (weight, *rest)]
     for step in (1, 2, 3):
-        weight, *rest = new(weight, gradient, *rest, hyper(step, moments), **options)
-        expected = FORMULAS[name](hyper(step, moments), expected[0], gradient.astype("f8"), *expected[1:])
+        weight, *rest = new(weight, gradient, *rest, hyper(name, step), **options)
+        expected = FORMULAS[name](hyper(name, step), expected[0], gradient.astype("f8"), *expected[1:])
     for result, wanted in zip((weight, *rest), expected, strict=True):
         assert (result.dtype, result.shape) == (dtype, shape)
         np.testing.assert_allclose(result, wanted, **TOLERANCES[f"kernel {dtype}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from threading import Lock, get_ident
@@ -185,14 +186,15 @@ class Program:
 
     def _lowered(self, slots: list[Any], timed: bool) -> Iterator[tuple[Call, float, float, int]]:
         assert self.lowered is not None
-        arrays: list[Any] = [None] * self.lowered.arrays
-        for item in self.lowered.items:
-            if isinstance(item, NativeRun):
-                yield from item.run(slots, arrays, timed)
-                continue
-            with flush_to_zero():
-                yield self._made(item, slots)
-            _drop(slots, item.ended)
+        items, arrays = self.lowered.items, list[Any]([None] * self.lowered.arrays)
+        # Native runs flush by themselves; to do it from Python takes the interpreter's lock.
+        with nullcontext() if all(isinstance(item, NativeRun) for item in items) else flush_to_zero():
+            for item in items:
+                if isinstance(item, NativeRun):
+                    yield from item.run(slots, arrays, timed)
+                else:
+                    yield self._made(item, slots)
+                    _drop(slots, item.ended)
 
     def _made(self, call: Call, slots: list[Any]) -> tuple[Call, float, float, int]:
         """Make a call from Python; return it with its start, its end and the bytes of its result."""

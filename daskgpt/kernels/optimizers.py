@@ -336,7 +336,7 @@ def muon_inplace(
     An orthogonal matrix times the square root of its longer side has elements of root mean square 1, so a step has the
     root mean square `scale` times the rate.
 
-    Shapes   weight, gradient, m (maps n, k), hyper (1 to 3,) or (6,) float64 -> weight, m; the maps lie one below the
+    Shapes   weight, gradient, m (maps n, k), hyper (3,) or (6,) float64 -> weight, m; the maps lie one below the
              other, and each is orthogonalised on its own
     Dtype    float32 or float64, one for all but hyper
     Source   Jordan et al. 2024, as of `orthogonalised`; the scale: Liu et al. 2025, arXiv:2502.16982
@@ -345,8 +345,7 @@ def muon_inplace(
     rows, columns = len(weight) // maps, weight.shape[1]
     check_shape("muon", "weight", weight, (maps * rows, columns))
     _check_state("muon", weight, gradient, m=m)
-    if hyper.size > 3:
-        _check_hyper("muon", hyper, 3)
+    _check_hyper("muon", hyper, 3)
     for first in range(0, maps * rows, rows):
         rows_of_map = slice(first, first + rows)
         direction = np.empty((rows, columns), weight.dtype, like=weight)
