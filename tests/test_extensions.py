@@ -68,7 +68,7 @@ MADE = [
         "custom_layers:MINI",
         KERNEL | {"precision": "bfloat16"},
         of_mini,
-        {"swiglu.forward", "heads.backward", "mini.update"},
+        {"swiglu.forward", "rotary.backward", "mini.update"},
     ),
 ]
 

@@ -72,6 +72,26 @@ def test_attention_matches_an_independent_program(kind, shape, rate):
     kind.assert_near(gradient, reference_gpt2.attention_backward(kind.seen(dy), kept))
 
 
+@pytest.mark.parametrize("rate", [0, 0.3])
+@pytest.mark.parametrize(("tokens", "heads", "key_heads", "size"), [(33, 6, 2, 16), (130, 4, 1, 24), (5, 6, 3, 3)])
+def test_heads_that_share_keys_match_repeated_keys(kind, tokens, heads, key_heads, size, rate):
+    columns = (heads + 2 * key_heads) * size
+    qkv, dy = (x.astype(kind.dtype) for x in arrays(tokens, (2, tokens, columns), (2, tokens, heads * size)))
+    of_head = np.repeat(np.arange(key_heads), heads // key_heads)
+    parts = np.split(qkv.reshape(2, tokens, -1, size), [heads, heads + key_heads], axis=2)
+    repeated = np.concatenate([parts[0], parts[1][:, :, of_head], parts[2][:, :, of_head]], 2).reshape(2, tokens, -1)
+    keys, options = streams(3, 4, 2) if rate else None, {"heads": heads, "key_heads": key_heads, "place": 7}
+    y, logsumexp = kind.kernels.forward(qkv, keys, rate=rate, **options)
+    gradient = kind.kernels.backward(dy, qkv, y, logsumexp, keys, rate=rate, **options)
+    masks = np.array([[factors(3, 4, s, 7, h, tokens, tokens, rate) for h in range(heads)] for s in range(2)])
+    expected, wanted, kept = reference_gpt2.attention(kind.seen(repeated), heads, masks)
+    kind.assert_near(y, expected)
+    np.testing.assert_allclose(logsumexp, wanted, **TOLERANCES[f"kernel {kind.dtype}"])
+    of_repeated = reference_gpt2.attention_backward(kind.seen(dy), kept).reshape(2, tokens, 3, key_heads, -1, size)
+    shared = of_repeated[:, :, 1:].sum(4).reshape(2, tokens, -1)
+    kind.assert_near(gradient, np.concatenate([of_repeated[:, :, 0].reshape(2, tokens, -1), shared], 2))
+
+
 def test_large_scores_stay_finite(kind):
     qkv, dy = kind.arrays(70, 16, scale=40)  # scores of some thousands: exp(score) would be infinite
     y, logsumexp, gradient = run(kind.kernels, qkv, dy, 2)

@@ -73,15 +73,9 @@ class ModelConfig(Checked):
         return self.hidden or 4 * self.channels
 
     @property
-    def turned_by(self) -> float:
-        """Base of the angles by which queries and keys are turned; 0 = they are not turned."""
-        return self.rope_theta if self.position == "rotary" else 0.0
-
-    @property
     def uses(self) -> frozenset[str]:
         """Features of the model for which kernels are compiled, see `kernels.compilation.Kernel`."""
-        heads = self.position != "learned" or self.key_heads != self.heads
-        return frozenset({self.norm, self.activation, "heads" if heads else ""})
+        return frozenset({self.norm, self.activation, "" if self.position == "learned" else "rotary"})
 
     def beyond_gpt2(self, *allowed: str) -> str:
         """Return the choices and sizes that GPT-2 does not have, such as `position=rotary`; empty if there are none.

@@ -9,19 +9,26 @@ them were dropped.
 
 import math
 
+import numba
 import numpy as np
+from numba.extending import overload
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_shape, checked_indices, contiguous
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.dropout import factors_of_row, threshold_of
 from daskgpt.kernels.float32.blas import gemm, gemm_address
-from daskgpt.kernels.simd.lanes import address_of
-from daskgpt.kernels.simd.math import exp, log, maximum
-from daskgpt.kernels.simd.reductions import dot, sum_of
+from daskgpt.kernels.simd.lanes import LANES, address_of, transpose_square
+from daskgpt.kernels.simd.math import log
+from daskgpt.kernels.simd.softmax import PADDING, exponentials, largest, score_gradients
 
-# Padding of the scratch's rows: rows whose length is a power of two would compete for a few cache lines.
-_GAP = 16
+# Numbers at the end of the scratch's rows: vectors may reach beyond the last token, and rows whose length is a power of
+# two would compete for a few cache lines.
+_GAP = PADDING + 1
+
+# In short sequences, narrow bands save more of the products that the mask makes vain than they cost; the backward pass,
+# whose sums are in the order of bands, keeps wider ones.
+_FEW_TOKENS, _FEW_QUERIES = 128, 16
 
 # Dropout as kernels take it: the streams of the sequences; the number of the place in the model and the word below
 # which a probability is dropped; what the others are multiplied by.
@@ -30,8 +37,7 @@ _NO_DROPOUT: Dropout = (np.empty(0, np.int64), (0, 0), 1.0)
 
 
 @helper
-def _transpose(x, sequence, column, out):
-    """Copy the columns of one head to rows: out[c, j] = x[sequence, j, column + c]."""
+def _transpose_numbers(x, sequence, column, out):
     for first in range(0, x.shape[1], 16):
         last = min(first + 16, x.shape[1])
         for c in range(out.shape[0]):
@@ -40,102 +46,97 @@ def _transpose(x, sequence, column, out):
 
 
 @helper
-def _softmax(scores, row, limit, last, scale):
-    """exp(scale (score - maximum)) of one row up to `limit`, then zeros; returns scale * maximum and the sum.
-
-    Exponentials are computed up to `last`, the end of the band: the vector code then has no remainder, which is
-    cheaper than to stop at `limit`.
-    """
-    top = scale * maximum(scores[row, :limit])
-    for j in range(last):
-        scores[row, j] = exp(scale * scores[row, j] - top)
-    for j in range(limit, last):
-        scores[row, j] = 0
-    return top, sum_of(scores[row, :limit])
+def _transpose_squares(x, sequence, column, out):
+    """Transpose 16 x 16 numbers at a time; rows of `out` have room for the numbers beyond the last token."""
+    step, out_step, size = x.shape[2] * 4, out.shape[1] * 4, out.shape[0]
+    start = address_of(x) + sequence * x.shape[1] * step + column * 4
+    for first in range(0, x.shape[1], LANES):
+        for c in range(0, size, LANES):
+            source, target = start + first * step + c * 4, address_of(out) + c * out_step + first * 4
+            transpose_square(source, step, x.shape[1] - first, size - c, target, out_step)
 
 
-@kernel("n r3 n w3 w3 w2 w2 w1 l1 n2 f w1", cost=6)
-def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, inverses, streams, dropout, kept, factors):
+def _transpose(x, sequence, column, out):
+    """Copy the columns of one head to rows: out[c, j] = x[sequence, j, column + c]."""
+
+
+@overload(_transpose, jit_options={"forceinline": True})
+def _transpose_of(x, sequence, column, out):
+    if x.dtype == numba.float32:
+        return lambda x, sequence, column, out: _transpose_squares(x, sequence, column, out)
+    return lambda x, sequence, column, out: _transpose_numbers(x, sequence, column, out)
+
+
+@kernel("n r3 n2 w3 w3 w2 w2 w1 w1 l1 n2 f w1", cost=6)
+def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, tops, totals, streams, dropout, kept, factors):
     """Compute attention. Dropout comes after the softmax, so dropped probabilities count in a row's sum."""
     wide_vectors()
     real = y.dtype.type
     one, zero = real(1), real(0)
-    (place, threshold), tokens, channels = dropout, y.shape[1], y.shape[2]
-    hs = channels // heads
-    ld, lds, size = 3 * channels, scores.shape[1], y.itemsize
+    (place, threshold), (heads, key_heads), tokens, channels = dropout, heads, y.shape[1], y.shape[2]
+    hs, group = channels // heads, heads // key_heads
+    ld, lds, size = qkv.shape[2], scores.shape[1], y.itemsize
     scale = one / real(math.sqrt(hs))
     band, s, kt = scores.shape[0], address_of(scores), address_of(k_transposed)
     for sequence in range(y.shape[0]):
-        for column in range(0, channels, hs):
-            q = address_of(qkv) + (sequence * tokens * ld + column) * size
-            v = q + 2 * channels * size
-            _transpose(qkv, sequence, channels + column, k_transposed)
+        start = address_of(qkv) + sequence * tokens * ld * size
+        for head in range(heads):
+            column, key = head * hs, channels + head // group * hs
+            q, v = start + column * size, start + (key + key_heads * hs) * size
+            if head % group == 0:
+                _transpose(qkv, sequence, key, k_transposed)
             for first in range(0, tokens, band):
                 last = min(first + band, tokens)
                 n = last - first
                 gemm(blas, 0, 0, n, last, hs, q + first * ld * size, ld, kt, lds, zero, s, lds)
                 for i in range(n):
-                    top, total = _softmax(scores, i, first + i + 1, last, scale)
-                    logsumexp[sequence, column // hs, first + i] = top + log(total)
-                    inverses[i] = one / total
+                    limit = first + i + 1
+                    tops[i] = scale * largest(scores[i], limit)
+                    totals[i] = exponentials(scores[i], limit, last, scale, tops[i])
                     if threshold > 0:
                         row = first + i
-                        factors_of_row(
-                            streams[sequence], place, column // hs, row, threshold, kept, factors, row + 1
-                        )  # fmt: skip
+                        factors_of_row(streams[sequence], place, head, row, threshold, kept, factors, row + 1)
                         for j in range(row + 1):
                             scores[i, j] *= factors[j]
+                for i in range(n):
+                    logsumexp[sequence, head, first + i] = tops[i] + log(totals[i])
                 out = address_of(y) + ((sequence * tokens + first) * channels + column) * size
                 gemm(blas, 0, 0, n, hs, last, s, lds, v, ld, zero, out, channels)
                 for i in range(n):
+                    inverse = one / totals[i]
                     for c in range(column, column + hs):
-                        y[sequence, first + i, c] *= inverses[i]
+                        y[sequence, first + i, c] *= inverse
 
 
-@helper
-def _score_gradients(scores, gradients, row, limit, last, scale, logsumexp):
-    """Replace one row of scores by probabilities, and their gradients by the scores' gradients; zeros from `limit` on.
-
-    A logarithm near 1,000 has a rounding error of 3e-5, which every probability computed from it would share; dividing
-    by the sum of the row removes this error. delta is computed from the same probabilities: sum(dy y) equals it, but
-    its rounding error would dominate ds if one probability is nearly 1.
-    """
-    real = scores.dtype.type
-    for j in range(last):
-        scores[row, j] = exp(scale * scores[row, j] - logsumexp)
-    factor = real(1) / sum_of(scores[row, :limit])
-    for j in range(limit):
-        scores[row, j] *= factor
-    delta = dot(scores[row, :limit], gradients[row, :limit])
-    for j in range(limit):
-        gradients[row, j] = scale * scores[row, j] * (gradients[row, j] - delta)
-    for j in range(limit, last):
-        scores[row, j] = 0
-        gradients[row, j] = 0
-
-
-@kernel("n r3 r3 r3 n w3 w2 w2 w2 w2 l1 n2 f w1", cost=4)
+@kernel("n r3 r3 r3 n2 w3 w2 w2 w2 w2 l1 n2 f w1", cost=4)
 def _backward(
     blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed, streams, dropout, kept,
     factors,
 ):  # fmt: skip
-    """Process the last band of queries first: it reads every key, so its products start the sums of dk and dv."""
+    """Process the last band of queries first: it reads every key, so its products start the sums of dk and dv.
+
+    The sums of keys that several heads share go on from head to head.
+    """
     wide_vectors()
     real = dy.dtype.type
     one, zero = real(1), real(0)
-    (place, threshold), tokens, channels = dropout, dy.shape[1], dy.shape[2]
-    hs = channels // heads
-    ld, lds, size = 3 * channels, scores.shape[1], dy.itemsize
+    (place, threshold), (heads, key_heads), tokens, channels = dropout, heads, dy.shape[1], dy.shape[2]
+    hs, group = channels // heads, heads // key_heads
+    ld, lds, size = qkv.shape[2], scores.shape[1], dy.itemsize
     scale = one / real(math.sqrt(hs))
     band, s, ds = scores.shape[0], address_of(scores), address_of(gradients)
     kt, vt = address_of(k_transposed), address_of(v_transposed)
     for sequence in range(dy.shape[0]):
-        for column in range(0, channels, hs):
-            offset = (sequence * tokens * ld + column) * size
-            q, dq = address_of(qkv) + offset, address_of(dqkv) + offset
-            k, dk, dv = q + channels * size, dq + channels * size, dq + 2 * channels * size
-            _transpose(qkv, sequence, channels + column, k_transposed)
-            _transpose(qkv, sequence, 2 * channels + column, v_transposed)
+        start = sequence * tokens * ld * size
+        for head in range(heads):
+            column, key = head * hs, channels + head // group * hs
+            value = key + key_heads * hs
+            q, k = address_of(qkv) + start + column * size, address_of(qkv) + start + key * size
+            dq, dk = address_of(dqkv) + start + column * size, address_of(dqkv) + start + key * size
+            dv = dk + key_heads * hs * size
+            if head % group == 0:
+                _transpose(qkv, sequence, key, k_transposed)
+                _transpose(qkv, sequence, value, v_transposed)
             for first in range((tokens - 1) // band * band, -1, -band):
                 last = min(first + band, tokens)
                 n = last - first
@@ -145,48 +146,52 @@ def _backward(
                 gemm(blas, 0, 0, n, last, hs, d_out, channels, vt, lds, zero, ds, lds)
                 for i in range(n):
                     row = first + i
-                    lse = logsumexp[sequence, column // hs, row]
                     if threshold > 0:
-                        factors_of_row(
-                            streams[sequence], place, column // hs, row, threshold, kept, factors, row + 1
-                        )  # fmt: skip
+                        factors_of_row(streams[sequence], place, head, row, threshold, kept, factors, row + 1)
                         for j in range(row + 1):
                             gradients[i, j] *= factors[j]
-                    _score_gradients(scores, gradients, i, row + 1, last, scale, lse)
+                    # A logarithm near 1,000 has a rounding error of 3e-5, which every probability computed from it
+                    # would share: division by their sum removes it. The sum of p dp is taken over the same
+                    # probabilities: it equals sum(dy y), whose rounding error would dominate ds if one of them is
+                    # nearly 1.
+                    total = exponentials(scores[i], row + 1, last, scale, logsumexp[sequence, head, row])
+                    score_gradients(scores[i], gradients[i], row + 1, last, scale, total)
                     if threshold > 0:
                         for j in range(row + 1):
                             scores[i, j] *= factors[j]
-                beta = zero if last == tokens else one
+                beta = zero if last == tokens and head % group == 0 else one
                 gemm(blas, 1, 0, last, hs, n, s, lds, d_out, channels, beta, dv, ld)
                 gemm(blas, 1, 0, last, hs, n, ds, lds, q + down, ld, beta, dk, ld)
                 gemm(blas, 0, 0, n, hs, last, ds, lds, k, ld, zero, dq + down, ld)
 
 
 def check_forward(
-    where: str, qkv: np.ndarray, streams: np.ndarray | None, heads: int, place: int, rate: float
-) -> tuple[int, Dropout]:
-    """Return the number of channels, and the dropout arguments in the form that kernels take.
+    where: str, qkv: np.ndarray, streams: np.ndarray | None, heads: tuple[int, int], place: int, rate: float
+) -> tuple[int, tuple[int, int], Dropout]:
+    """Return the channels of y, the numbers of heads of queries and of keys, and dropout in the form that kernels take.
 
-    Errors   ValueError unless qkv has 3 NH HS columns, and there is a stream for each sequence
+    heads    both numbers; the second is 0 if they are equal
+
+    Errors   ValueError unless the columns of qkv are those of the heads, and there is a stream for each sequence
     """
-    channels = qkv.shape[-1] // 3
-    if heads < 1 or qkv.shape[-1] != 3 * channels or channels % heads:
-        rule = "qkv must have 3 * channels columns, channels a multiple of heads"
-        got = {"columns": qkv.shape[-1], "heads": heads}
+    queries, keys = heads[0], heads[1] or heads[0]
+    columns, fits = qkv.shape[-1], queries >= 1 and queries % keys == 0
+    if not fits or columns % (queries + 2 * keys):
+        rule = "qkv must have a column per channel of all heads, and key_heads must divide heads"
+        got = {"columns": columns, "heads": queries, "key_heads": keys}
         raise refusal(ValueError, where, rule, got, "Check the order of the arguments.")
+    channels = columns // (queries + 2 * keys) * queries
     if streams is None:
-        return channels, _NO_DROPOUT
+        return channels, (queries, keys), _NO_DROPOUT
     check_shape(where, "streams", streams, qkv.shape[:1])
-    return channels, (contiguous(streams), (place, threshold_of(rate)), 1 / (1 - rate))
+    return channels, (queries, keys), (contiguous(streams), (place, threshold_of(rate)), 1 / (1 - rate))
 
 
-def check_backward(
-    where: str, dy: np.ndarray, qkv: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, heads: int
-) -> None:
-    """Raise ValueError unless the other arguments of a backward fit qkv, which has passed `check_forward`."""
-    sequences, tokens, columns = qkv.shape
-    check_shape(where, "dy", dy, (sequences, tokens, columns // 3))
-    check_shape(where, "y", y, (sequences, tokens, columns // 3))
+def check_backward(where: str, dy: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless the other arguments of a backward have the shape (b, T, C) of y, and (b, NH, T)."""
+    sequences, tokens, channels, heads = shape
+    check_shape(where, "dy", dy, (sequences, tokens, channels))
+    check_shape(where, "y", y, (sequences, tokens, channels))
     check_shape(where, "logsumexp", logsumexp, (sequences, heads, tokens))
 
 
@@ -200,31 +205,43 @@ def _scratch(tokens: int, like: np.ndarray, *rows: int) -> list[np.ndarray]:
 
 
 def forward(
-    qkv: np.ndarray, streams: np.ndarray | None = None, *, heads: int, place: int = 0, rate: float = 0.0
+    qkv: np.ndarray,
+    streams: np.ndarray | None = None,
+    *,
+    heads: int,
+    key_heads: int = 0,
+    place: int = 0,
+    rate: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return causal self-attention, with scale 1 / sqrt(HS), and the log-sum-exp that `backward` needs.
 
     y = softmax(q kᵀ / sqrt(HS)) v, each query over the keys up to its own position
     logsumexp = log(sum(exp(q kᵀ / sqrt(HS))))
 
+    qkv has the NH heads of queries, then the KH heads of keys, then those of values; NH / KH heads of queries share a
+    head of keys.
+
     With streams, a share `rate` of the probabilities is set to 0 and the others are divided by 1 - rate. Whether one
     is dropped depends on the stream of the sequence, the place in the model, the head, the query and the key alone.
 
-    Shapes   qkv (b, T, 3C), streams (b,) or None -> y (b, T, C), logsumexp (b, NH, T)
+    key_heads   KH, 0 = as many as heads
+
+    Shapes   qkv (b, T, (NH + 2 KH) HS), streams (b,) or None -> y (b, T, NH HS), logsumexp (b, NH, T)
     Dtype    float32 or float64; int64 streams
     Cost     2 b T² C operations in BLAS, b NH T² / 2 exps; scratch O(T)
-    Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135, for the log-sum-exp
-    Errors   ValueError when there are not 3 NH HS columns, or not one stream per sequence
+    Source   Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245, for shared keys; Dao et al.
+             2022, arXiv:2205.14135, for the log-sum-exp
+    Errors   ValueError when there are not (NH + 2 KH) HS columns, or not one stream per sequence
     """
-    channels, dropout = check_forward("attention.forward", qkv, streams, heads, place, rate)
+    channels, numbers, dropout = check_forward("attention.forward", qkv, streams, (heads, key_heads), place, rate)
     sequences, tokens = qkv.shape[:2]
     y = np.empty((sequences, tokens, channels), qkv.dtype, like=qkv)
     logsumexp = np.empty((sequences, heads, tokens), qkv.dtype, like=qkv)
-    band = _band(tokens)
+    band = min(_band(tokens), _FEW_QUERIES) if tokens <= _FEW_TOKENS else _band(tokens)
     scratch = _scratch(tokens, qkv, band, channels // heads)
-    inverses, factors = (np.empty(count, qkv.dtype, like=qkv) for count in (band, tokens + 3))
+    tops, totals, factors = (np.empty(count, qkv.dtype, like=qkv) for count in (band, band, tokens + 3))
     blas, qkv = gemm_address(qkv.dtype), contiguous(qkv)
-    _forward(blas, qkv, heads, y, logsumexp, *scratch, inverses, *dropout, factors)
+    _forward(blas, qkv, numbers, y, logsumexp, *scratch, tops, totals, *dropout, factors)
     return y, logsumexp
 
 
@@ -236,6 +253,7 @@ def backward(
     streams: np.ndarray | None = None,
     *,
     heads: int,
+    key_heads: int = 0,
     place: int = 0,
     rate: float = 0.0,
 ) -> np.ndarray:
@@ -247,20 +265,21 @@ def backward(
     f is 1, or with dropout 0 or 1 / (1 - rate); the dropped probabilities are determined again. y is used in bfloat16
     only, where sum(dy y) replaces sum(p dp).
 
-    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv (b, T, 3C)
+    Shapes   dy (b, T, C), qkv (b, T, (NH + 2 KH) HS), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv
+             as qkv
     Dtype    float32 or float64, one for all; int64 streams
     Cost     5 b T² C operations in BLAS, b NH T² / 2 exps; scratch O(T)
     Source   Dao et al. 2022, arXiv:2205.14135
     Errors   ValueError when the shapes do not fit
     """
-    where = "attention.backward"
-    channels, dropout = check_forward(where, qkv, streams, heads, place, rate)
-    check_backward(where, dy, qkv, y, logsumexp, heads)
-    dqkv, tokens = np.empty(qkv.shape, qkv.dtype, like=qkv), qkv.shape[1]
+    where, (sequences, tokens) = "attention.backward", qkv.shape[:2]
+    channels, numbers, dropout = check_forward(where, qkv, streams, (heads, key_heads), place, rate)
+    check_backward(where, dy, y, logsumexp, (sequences, tokens, channels, heads))
+    dqkv = np.empty(qkv.shape, qkv.dtype, like=qkv)
     dy, qkv, logsumexp = (contiguous(array) for array in (dy, qkv, logsumexp))
     band, size = _band(tokens), channels // heads
     scratch, factors = _scratch(tokens, qkv, band, band, size, size), np.empty(tokens + 3, qkv.dtype, like=qkv)
-    _backward(gemm_address(qkv.dtype), dy, qkv, logsumexp, heads, dqkv, *scratch, *dropout, factors)
+    _backward(gemm_address(qkv.dtype), dy, qkv, logsumexp, numbers, dqkv, *scratch, *dropout, factors)
     return dqkv
 
 

@@ -15,7 +15,7 @@ def _forward(tokens, wte, positions, wpe, y):
             y[i, j] = wte[token, j] + wpe[position, j]
 
 
-@kernel("i1 r2 w2", use="heads")
+@kernel("i1 r2 w2", use="rotary")
 def _of_tokens(tokens, wte, y):
     for i in range(tokens.size):
         for j in range(y.shape[1]):

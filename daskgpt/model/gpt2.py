@@ -89,12 +89,9 @@ class Forward:
         """Return the embedded tokens, plus the embedded positions if these have a table."""
         return self(EMBEDDED, layers.EMBEDDING if self.config.position == "learned" else layers.TOKEN_EMBEDDING)
 
-    def as_heads(self, at: str, qkv: Any) -> Any:
-        """Return queries, keys and values in the form that attention takes."""
-        config, learned = self.config, self.config.position == "learned"
-        if learned and config.key_heads == config.heads:
-            return qkv
-        return self(at, layers.HEADS if learned else chosen(config, "position"), qkv)
+    def with_positions(self, at: str, qkv: Any) -> Any:
+        """Return queries, keys and values with their positions, if the model has no table of positions."""
+        return qkv if self.config.position == "learned" else self(at, chosen(self.config, "position"), qkv)
 
     def drop(self, at: str, x: Any) -> Any:
         """Return x after dropout; x itself if nothing is dropped."""
@@ -112,7 +109,7 @@ def transformer(tape: Any, config: ModelConfig, p: Parameters, inputs: Inputs, r
 
 def block(forward: Forward, at: str, x: Any) -> Any:
     """Return x after a transformer block: x + attention(norm(x)), then x + feed_forward(norm(x))."""
-    qkv = forward.as_heads(f"{at}.attn", forward.linear(f"{at}.attn.c_attn", forward.normalize(f"{at}.ln_1", x)))
+    qkv = forward.with_positions(f"{at}.attn", forward.linear(f"{at}.attn.c_attn", forward.normalize(f"{at}.ln_1", x)))
     y = forward.linear(f"{at}.attn.c_proj", forward(f"{at}.attn", chosen(forward.config, "attention"), qkv))
     x = forward(f"{at}.attn", layers.ADD, x, forward.drop(f"{at}.attn.c_proj", y))
     hidden = forward.linear(f"{at}.mlp.c_fc", forward.normalize(f"{at}.ln_2", x))

@@ -23,10 +23,10 @@ from daskgpt.kernels import (
     dropout,
     embedding,
     gelu,
-    heads,
     layernorm,
     linear,
     rmsnorm,
+    rotary,
     swiglu,
 )
 
@@ -145,15 +145,11 @@ SWIGLU = Layer(
     widens=2,
 )
 
-# Queries and keys turned by their positions, and keys and values once per query head.
-HEADS = Layer(
-    name="heads",
-    forward=Row(heads.forward, "btX, t -> btO", "x positions", "heads key_heads turned_by"),
+ROTARY = Layer(
+    name="rotary",
+    forward=Row(rotary.forward, "btX, t -> btX", "x positions", "heads key_heads rope_theta"),
     outputs="y",
-    backward={"x": Row(heads.backward, "btO, t -> btX", "dy positions", "heads key_heads turned_by")},
-    new_axes=lambda sizes, options: {
-        "O": 3 * options["heads"] * (sizes["X"] // (options["heads"] + 2 * options["key_heads"]))
-    },
+    backward={"x": Row(rotary.backward, "btX, t -> btX", "dy positions", "heads key_heads rope_theta")},
     cheap=True,
 )
 
@@ -175,19 +171,27 @@ DROPOUT = Layer(
 
 DROPPED_ATTENTION = Layer(
     name="attention",
-    forward=Row(attention.forward, "bTX, b -> bTC, bHT", "qkv streams", "heads place rate"),
+    forward=Row(attention.forward, "bTX, b -> bTC, bHT", "qkv streams", "heads key_heads place rate"),
     outputs="y logsumexp",
     backward={
-        "qkv": Row(attention.backward, "bTC, bTX, bTC, bHT, b -> bTX", "dy qkv y logsumexp streams", "heads place rate")
+        "qkv": Row(
+            attention.backward,
+            "bTC, bTX, bTC, bHT, b -> bTX",
+            "dy qkv y logsumexp streams",
+            "heads key_heads place rate",
+        )
     },
-    new_axes=lambda sizes, options: {"C": sizes["X"] // 3, "H": options["heads"]},
+    new_axes=lambda sizes, options: {
+        "C": sizes["X"] // (options["heads"] + 2 * options["key_heads"]) * options["heads"],
+        "H": options["heads"],
+    },
 )
 
 ATTENTION = Layer(
     name="attention",
-    forward=Row(attention.forward, "bTX -> bTC, bHT", "qkv", "heads"),
+    forward=Row(attention.forward, "bTX -> bTC, bHT", "qkv", "heads key_heads"),
     outputs="y logsumexp",
-    backward={"qkv": Row(attention.backward, "bTC, bTX, bTC, bHT -> bTX", "dy qkv y logsumexp", "heads")},
+    backward={"qkv": Row(attention.backward, "bTC, bTX, bTC, bHT -> bTX", "dy qkv y logsumexp", "heads key_heads")},
     new_axes=DROPPED_ATTENTION.new_axes,
     dropped=DROPPED_ATTENTION,
 )
@@ -248,7 +252,7 @@ LAYERS: tuple[Layer, ...] = tuple(row for row in list(globals().values()) if isi
 # The rows that a field of the configuration can name.
 CHOICES: Mapping[str, Mapping[str, Layer]] = {
     "norm": {"layernorm": LAYERNORM, "rmsnorm": RMSNORM},
-    "position": {"learned": EMBEDDING, "rotary": HEADS},
+    "position": {"learned": EMBEDDING, "rotary": ROTARY},
     "attention": {"causal": ATTENTION},
     "activation": {"gelu": GELU, "swiglu": SWIGLU},
 }

@@ -14,7 +14,7 @@ Arrays = dict[str, np.ndarray]
 # Not multiples of a vector's length, so that loops have remainders; T is longer than a block of attention's queries.
 SIZES = {"b": 2, "t": 37, "T": 37, "C": 48, "X": 144, "O": 70, "V": 72, "P": 41}
 VOCABULARY = 67
-OPTIONS = {"heads": 3, "key_heads": 3, "turned_by": 100.0, "vocabulary": VOCABULARY, "place": 5, "rate": 0.3}
+OPTIONS = {"heads": 3, "key_heads": 3, "rope_theta": 100.0, "vocabulary": VOCABULARY, "place": 5, "rate": 0.3}
 # Those of chunks take lists of arrays.
 LAYERS = [layer for layer in layers.LAYERS if layer not in (layers.GATHER, layers.SPLIT)]
 
@@ -49,6 +49,17 @@ def _losses(x: np.ndarray, wte: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return np.logaddexp.reduce(logits, -1) - np.take_along_axis(logits, targets[..., None].astype(int), -1)[..., 0]
 
 
+def _turned(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Queries and keys as complex numbers, multiplied by those of their angles; values as they are."""
+    heads = x.reshape(*x.shape[:2], OPTIONS["heads"] + 2 * OPTIONS["key_heads"], -1)
+    half = heads.shape[-1] // 2
+    angles = positions[:, None, None] / OPTIONS["rope_theta"] ** (np.arange(half) / half)
+    pairs = (heads[..., :half] + 1j * heads[..., half:]) * np.exp(1j * angles)
+    turned = np.concatenate([pairs.real, pairs.imag], -1)
+    turned[:, :, -OPTIONS["key_heads"] :] = heads[:, :, -OPTIONS["key_heads"] :]
+    return turned.reshape(x.shape)
+
+
 # Of a layer's arguments.
 FORMULAS: dict[str, tuple[Layer, Callable[..., np.ndarray]]] = {
     "embedding": (layers.EMBEDDING, lambda tokens, wte, positions, wpe: wte[tokens] + wpe[positions]),
@@ -59,6 +70,7 @@ FORMULAS: dict[str, tuple[Layer, Callable[..., np.ndarray]]] = {
     "gelu": (layers.GELU, reference_gpt2.gelu),
     "add": (layers.ADD, lambda x, y: x + y),
     "attention": (layers.ATTENTION, lambda qkv: reference_gpt2.attention(qkv, OPTIONS["heads"])[0]),
+    "rotary": (layers.ROTARY, _turned),
     "crossentropy": (layers.CROSSENTROPY, _losses),
     "mean": (layers.MEAN, lambda losses, shares: np.asarray((losses * shares).sum())),
 }

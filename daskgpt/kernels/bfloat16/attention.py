@@ -370,24 +370,31 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
 
 
 def forward(
-    qkv: np.ndarray, streams: np.ndarray | None = None, *, heads: int, place: int = 0, rate: float = 0.0
+    qkv: np.ndarray,
+    streams: np.ndarray | None = None,
+    *,
+    heads: int,
+    key_heads: int = 0,
+    place: int = 0,
+    rate: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return causal self-attention as `attention.forward` does, its products' operands rounded to bfloat16.
 
-    The probabilities are rounded before they are divided by their sum, which is taken before rounding. The portable
-    unit rounds q, k and v, but not the probabilities. Dropout drops the same probabilities.
+    The probabilities are rounded before they are divided by their sum, which is taken before rounding. Dropout drops
+    the same probabilities. On the portable unit, and where heads share keys, q, k and v are rounded, but not the
+    probabilities.
 
-    Shapes   qkv (b, T, 3C), streams (b,) or None -> y (b, T, C), logsumexp (b, NH, T)
+    Shapes   qkv (b, T, (NH + 2 KH) HS), streams (b,) or None -> y (b, T, C), logsumexp (b, NH, T)
     Dtype    float32; operands bfloat16, sums and softmax float32; int64 streams
     Cost     2 b T² C operations on the unit, b NH T² / 2 exps; scratch O(T)
     Source   Vaswani et al. 2017, arXiv:1706.03762; Dao et al. 2022, arXiv:2205.14135, for the log-sum-exp
     Errors   TypeError when qkv is not float32; ValueError when the shapes do not fit
     """
     where = "bfloat16.attention.forward"
-    channels, dropout = attention.check_forward(where, qkv, streams, heads, place, rate)
+    channels, (_, keys), dropout = attention.check_forward(where, qkv, streams, (heads, key_heads), place, rate)
     check_float32(where, qkv=qkv)
-    if unit() is Unit.PORTABLE:
-        return attention.forward(rounded(qkv), streams, heads=heads, place=place, rate=rate)
+    if unit() is Unit.PORTABLE or keys != heads:
+        return attention.forward(rounded(qkv), streams, heads=heads, key_heads=keys, place=place, rate=rate)
     sequences, tokens = qkv.shape[:2]
     y, logsumexp = np.empty((sequences, tokens, channels), FLOAT32), np.empty((sequences, heads, tokens), FLOAT32)
     size = channels // heads
@@ -409,6 +416,7 @@ def backward(
     streams: np.ndarray | None = None,
     *,
     heads: int,
+    key_heads: int = 0,
     place: int = 0,
     rate: float = 0.0,
 ) -> np.ndarray:
@@ -417,22 +425,23 @@ def backward(
     p = exp(q kᵀ / sqrt(HS) - logsumexp);  dp = dy vᵀ;  ds = p (dp - sum(dy y)) / sqrt(HS)
     dq = ds k;  dk = dsᵀ q;  dv = pᵀ dy
 
-    On the portable unit q, k, v and dy are rounded, p and ds are not.
+    On the portable unit, and where heads share keys, q, k, v and dy are rounded, p and ds are not.
 
-    Shapes   dy (b, T, C), qkv (b, T, 3C), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv (b, T, 3C)
+    Shapes   dy (b, T, C), qkv (b, T, (NH + 2 KH) HS), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv
+             as qkv
     Dtype    float32; operands bfloat16, everything else float32; int64 streams
     Cost     5 b T² C operations on the unit, b NH T² / 2 exps; scratch O(T)
     Source   Dao et al. 2022, arXiv:2205.14135
     Errors   TypeError when an array is not float32; ValueError when the shapes do not fit
     """
     where = "bfloat16.attention.backward"
-    channels, dropout = attention.check_forward(where, qkv, streams, heads, place, rate)
-    attention.check_backward(where, dy, qkv, y, logsumexp, heads)
-    check_float32(where, dy=dy, qkv=qkv, y=y, logsumexp=logsumexp)
-    if unit() is Unit.PORTABLE:
-        kept = y, logsumexp, streams
-        return attention.backward(rounded(dy), rounded(qkv), *kept, heads=heads, place=place, rate=rate)
     sequences, tokens = qkv.shape[:2]
+    channels, (_, keys), dropout = attention.check_forward(where, qkv, streams, (heads, key_heads), place, rate)
+    attention.check_backward(where, dy, y, logsumexp, (sequences, tokens, channels, heads))
+    check_float32(where, dy=dy, qkv=qkv, y=y, logsumexp=logsumexp)
+    if unit() is Unit.PORTABLE or keys != heads:
+        kept = y, logsumexp, streams
+        return attention.backward(rounded(dy), rounded(qkv), *kept, heads=heads, key_heads=keys, place=place, rate=rate)
     dqkv, size = np.empty(qkv.shape, FLOAT32), channels // heads
     steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
     panels, line = steps * patches * STEP, patches * ROW

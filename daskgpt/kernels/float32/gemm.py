@@ -375,17 +375,18 @@ def _by_packed_columns(work, by_columns, transposed, m, n, k, left, right, c, be
 
 @helper
 def _in_place(work, by_columns, m, n, k, left, right, c, beta):
-    """Compute a small product of whole panels, without packing or fetching ahead."""
+    """Compute a small product of whole vectors, without packing or fetching ahead."""
     (a, a_step), (b, b_step), (at, step) = left, right, c
     kind = tiles.BY_COLUMNS if by_columns else tiles.BY_ROWS
     down = 4 if by_columns else a_step
     for done in range(0, n, 2 * LANES):
+        width = min(2, (n - done) // LANES)
         for row in range(0, m, ROWS):
             sums = at + row * step + done * 4, step
             rows, columns = (a + row * down, a_step), (b + done * 4, b_step)
             ahead = a, 0, 1, 0
             count = min(ROWS, m - row)
-            multiply_rows(work, kind, count, 2, k, rows, columns, 0, sums, 2 * LANES, ahead, beta)
+            multiply_rows(work, kind, count, width, k, rows, columns, 0, sums, width * LANES, ahead, beta)
 
 
 @helper
@@ -412,7 +413,7 @@ def _sgemm(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc
     turned = (n + k) * m < n * k and (m < _FEW or m * n < _RESIDENT)
     if b_transposed and (a_transposed or turned):
         _by_turned_columns(work, not a_transposed, n, m, k, b_part, a_part, c_part, beta)
-    elif not b_transposed and k <= _SHORT and m * k <= _SMALL and n % (2 * LANES) == 0:
+    elif not b_transposed and k <= _SHORT and m * k <= _SMALL and n % LANES == 0:
         _in_place(work, a_transposed, m, n, k, a_part, b_part, c_part, beta)
     elif a_transposed or b_transposed:
         _by_packed_columns(work, a_transposed, b_transposed, m, n, k, a_part, b_part, c_part, beta)

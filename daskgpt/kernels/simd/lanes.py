@@ -270,6 +270,19 @@ def instruction(arguments: str, result: str = "") -> Callable[[Callable[..., Any
     return decorate
 
 
+@instruction("n n n n n n")
+def transpose_square(builder, source, step, rows, columns, target, target_step):
+    """Write the transpose of 16 x 16 float32 numbers, with zeros beyond `rows` of the source, up to row `columns`."""
+    values = []
+    for row in range(LANES):
+        exists = builder.icmp_signed("<", whole(row), rows)
+        mask = builder.select(exists, below(builder, columns), constant(MASK, 0))
+        values.append(load_masked(builder, source, builder.mul(step, whole(row)), mask))
+    for column, value in enumerate(transposed(builder, values)):
+        mask = builder.select(builder.icmp_signed("<", whole(column), columns), constant(MASK, 1), constant(MASK, 0))
+        store_masked(builder, value, target, builder.mul(target_step, whole(column)), mask)
+
+
 @intrinsic
 def address_of(typing_context, array):
     """Return the address of the first element of an array."""

@@ -1,0 +1,85 @@
+"""Rotary positions: queries and keys turned by the positions of their tokens.
+
+A head is turned in pairs of channels i and i + HS / 2, by an angle of position / base^(2 i / HS). Scores then depend on
+the distance of two tokens.
+"""
+
+import math
+
+import numpy as np
+
+from daskgpt.config.errors import require
+from daskgpt.kernels.arguments import check_shape, flat, rows
+from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+
+
+@helper
+def set_angles(position, base, sign, cosines, sines):
+    """Set the cosines and sines of a token; in double precision, so that, rounded, all processors have the same."""
+    half = cosines.size
+    for i in range(half):
+        angle = position / math.pow(base, i / half)
+        cosines[i], sines[i] = math.cos(angle), sign * math.sin(angle)
+
+
+@helper
+def turn(x, start, cosines, sines, y):
+    """Write the turned channels of a head, from `start` on, into the same channels of y."""
+    half = cosines.size
+    for i in range(half):
+        one, two = x[start + i], x[start + half + i]
+        y[start + i] = one * cosines[i] - two * sines[i]
+        y[start + half + i] = one * sines[i] + two * cosines[i]
+
+
+@kernel("r2 i1 n2 f f w1 w1 w2", use="rotary")
+def _turned(x, positions, heads, base, sign, cosines, sines, y):
+    wide_vectors()
+    turned, kept = heads
+    size = x.shape[1] // (turned + kept)
+    # A token of all sequences after the other: they have the same angles.
+    for token in range(positions.size):
+        set_angles(float(positions[token]), base, sign, cosines, sines)
+        for row in range(token, x.shape[0], positions.size):
+            for head in range(turned):
+                turn(x[row], head * size, cosines, sines, y[row])
+            for j in range(turned * size, x.shape[1]):
+                y[row, j] = x[row, j]
+
+
+def _turn(
+    where: str, x: np.ndarray, positions: np.ndarray, heads: int, key_heads: int, base: float, sign: float
+) -> np.ndarray:
+    check_shape(where, "positions", positions, x.shape[1:-1])
+    size = x.shape[-1] // (heads + 2 * key_heads)
+    check_shape(where, "x", x, (*x.shape[:-1], (heads + 2 * key_heads) * size))
+    require(size % 2 == 0, where, "a head must have pairs of channels", {"channels": size}, "Take an even number.")
+    y = np.empty(x.shape, x.dtype, like=x)
+    cosines, sines = (np.empty(size // 2, x.dtype, like=x) for _ in range(2))
+    numbers = heads + key_heads, key_heads
+    _turned(rows(x), flat(positions), numbers, base, sign, cosines, sines, rows(y))
+    return y
+
+
+def forward(x: np.ndarray, positions: np.ndarray, *, heads: int, key_heads: int, rope_theta: float) -> np.ndarray:
+    """Return queries and keys turned by their positions, and values.
+
+    rope_theta   base of the angles
+
+    Shapes   x (b, t, (NH + 2 KH) HS), positions (t,) -> y as x
+    Dtype    int32 positions; float32 or float64
+    Cost     a sine and a cosine per pair of channels of a head and token
+    Errors   ValueError when the shapes do not fit, or HS is odd
+    Source   Su et al. 2021, arXiv:2104.09864
+    """
+    return _turn("rotary.forward", x, positions, heads, key_heads, rope_theta, 1.0)
+
+
+def backward(dy: np.ndarray, positions: np.ndarray, *, heads: int, key_heads: int, rope_theta: float) -> np.ndarray:
+    """Return the gradient of `forward` with respect to x: the same, turned back.
+
+    Shapes   dy (b, t, (NH + 2 KH) HS), positions (t,) -> dx as dy
+    Dtype    int32 positions; float32 or float64
+    Errors   as `forward`
+    """
+    return _turn("rotary.backward", dy, positions, heads, key_heads, rope_theta, -1.0)
