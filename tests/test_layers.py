@@ -37,21 +37,25 @@ def test_check_covers_everything():
     np.testing.assert_allclose(gradients["bias"], dy.sum((0, 1)), **TOLERANCES["kernel float32"])
 
 
-def without_mean(dy, x, weight):
-    return rmsnorm.backward_x(dy, x, weight) + 1e-3 * dy
+def without_mean(dy, x, weight, **options):
+    return rmsnorm.backward_x(dy, x, weight, **options) + 1e-3 * dy
 
 
-def anew(dy, x, *, total, accumulate):
-    return rmsnorm.backward_weight(dy, x, total=total, accumulate=False)
+def anew(dy, x, *, accumulate, **options):
+    return rmsnorm.backward_weight(dy, x, accumulate=False, **options)
 
 
-def across_tokens(x, weight):
-    return rmsnorm.forward(x - x.mean(axis=1, keepdims=True), weight)
+def across_tokens(x, weight, **options):
+    return rmsnorm.forward(x - x.mean(axis=1, keepdims=True), weight, **options)
 
 
-def over_its_argument(x, weight):
+def over_its_argument(x, weight, **options):
     x *= 2
-    return rmsnorm.forward(x, weight)
+    return rmsnorm.forward(x, weight, **options)
+
+
+def of_float64(x, weight, **options):
+    return rmsnorm.forward(x, weight, **options).astype("f8")
 
 
 FORWARD, BACKWARD = RMSNORM.forward, RMSNORM.backward
@@ -60,7 +64,7 @@ FAULTS = {
     "gradient of weight in chunks": {"backward": BACKWARD | {"weight": replace(BACKWARD["weight"], kernel=anew)}},
     "gradient of weight": {"backward": {"x": BACKWARD["x"]}},
     "output in chunks": {"forward": replace(FORWARD, kernel=across_tokens)},
-    "dtype": {"forward": replace(FORWARD, kernel=lambda x, weight: rmsnorm.forward(x, weight).astype("f8"))},
+    "dtype": {"forward": replace(FORWARD, kernel=of_float64)},
     "arguments": {"forward": replace(FORWARD, kernel=over_its_argument)},
 }
 

@@ -34,7 +34,7 @@ CONFIG = replace(
     activation="swiglu",
 )
 EXTENDED = replace(SMALL, activation="custom_layers:SQUARED_RELU")
-LLAMA = replace(CONFIG, norm="rmsnorm", bias="none", head="untied", head_size=12, hidden=40)
+LLAMA = replace(CONFIG, norm="rmsnorm", bias="none", head="untied", head_size=12, hidden=40, norm_eps=1e-3)
 CHOICES = {
     "grouped queries": replace(SMALL, heads=4, kv_heads=2, channels=16),
     "queries of one head, odd": replace(SMALL, heads=3, kv_heads=1, channels=9),
@@ -98,11 +98,25 @@ def test_the_tensors_of_a_configuration():
         ({"kv_heads": 3}, "kv_heads must divide heads"),
         ({"position": "rotary", "head_size": 5}, "even head_size"),
         ({"bias": "some"}, "bias must be known"),
+        ({"norm_eps": 1e-6}, "layernorm must have norm_eps=1e-05"),
+        ({"norm": "rmsnorm", "norm_eps": 0.0}, "above 0"),
     ],
 )
 def test_choices_that_do_not_fit_are_refused(settings, keyword):
     with pytest.raises(ValueError, match=keyword):
         replace(SMALL, heads=4, channels=16, **settings)
+
+
+@pytest.mark.parametrize(("name", "count"), [("smollm2-135m", 134_515_008), ("smollm2-360m", 361_821_120)])
+def test_published_sizes(name, count):
+    assert parameters.parameter_count(daskgpt.preset(name)) == parameters.value_count(daskgpt.preset(name)) == count
+
+
+def test_the_decoding_kernel_takes_no_other_epsilon():
+    config = replace(SMALL, norm="rmsnorm")
+    values = daskgpt.initial_parameters(config, 0)
+    assert not Weights(config, values, "float32").others
+    assert Weights(replace(config, norm_eps=1e-6), values, "float32").others == "norm_eps=1e-06"
 
 
 def loss_of_torch(torch, p, tokens, targets):

@@ -19,7 +19,7 @@ class ModelConfig(Checked):
 
     Errors   ValueError if a number is below 1, heads does not divide channels (without head_size), kv_heads does not
              divide heads, or padding is below the vocabulary; TypeError if one is not a whole number
-    Source   Radford et al. 2019, table 2 (names of the published sizes)
+    Source   Radford et al. 2019, table 2 (GPT-2's sizes); Allal et al. 2025, arXiv:2502.02737 (SmolLM2)
     """
 
     blocks: int = setting(4, "transformer blocks", least=1, most=10_000)
@@ -29,6 +29,7 @@ class ModelConfig(Checked):
     padded_vocabulary: int = setting(0, "rows of the embedding table; 0 = the vocabulary; others stay 0", most=2**25)
     positions: int = setting(64, "longest sequence", unit="tokens", least=1, most=2**24)
     norm: str = setting("layernorm", "normalization of a block's inputs", choices=("layernorm", "rmsnorm"), rows=True)
+    norm_eps: float = setting(1e-5, "what rmsnorm adds to the mean square", above=0, most=1)
     position: str = setting(
         "learned", "a table of positions, or queries and keys that are turned", choices=("learned", "rotary"), rows=True
     )
@@ -53,6 +54,10 @@ class ModelConfig(Checked):
         require(self.heads % self.key_heads == 0, where, rule, got, advice)
         rule, got = "rotary positions must have an even head_size", {"head_size": self.head_channels}
         require(self.position != "rotary" or self.head_channels % 2 == 0, where, rule, got, "Take fewer or more heads.")
+        rule = f"layernorm must have norm_eps={ModelConfig.norm_eps}"
+        advice = "Use rmsnorm, or leave norm_eps out."
+        fits = self.norm != "layernorm" or self.norm_eps == ModelConfig.norm_eps
+        require(fits, where, rule, {"norm_eps": self.norm_eps}, advice)
         rule = "padded_vocabulary must be at least vocabulary"
         got = {"padded_vocabulary": self.padded_vocabulary, "vocabulary": self.vocabulary}
         require(self.padded_vocabulary >= self.vocabulary, where, rule, got, "Use 0 for no padding.")
@@ -83,7 +88,7 @@ class ModelConfig(Checked):
         allowed   fields that are left out
         """
         sizes = {"kv_heads": self.heads, "head_size": self.channels // self.heads, "hidden": 4 * self.channels}
-        gpt2 = {name: getattr(ModelConfig, name) for name in CHOICES} | sizes
+        gpt2 = {name: getattr(ModelConfig, name) for name in (*CHOICES, "norm_eps")} | sizes
         values = {name: getattr(self, name) for name in gpt2.keys() - set(allowed)}
         return ", ".join(sorted(f"{name}={value}" for name, value in values.items() if value not in (0, gpt2[name])))
 
@@ -92,12 +97,16 @@ CHOICES = ("norm", "position", "attention", "activation", "bias", "head")
 
 
 _PUBLISHED: dict[str, Any] = {"vocabulary": 50257, "padded_vocabulary": 50304, "positions": 1024}
+_SMOLLM2: dict[str, Any] = {"vocabulary": 49152, "positions": 8192, "norm": "rmsnorm", "position": "rotary"}
+_SMOLLM2 |= {"rope_theta": 100_000.0, "activation": "swiglu", "bias": "none"}
 PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(blocks=4, heads=4, channels=128, vocabulary=257, positions=64),
     "gpt2": ModelConfig(blocks=12, heads=12, channels=768, **_PUBLISHED),
     "gpt2-medium": ModelConfig(blocks=24, heads=16, channels=1024, **_PUBLISHED),
     "gpt2-large": ModelConfig(blocks=36, heads=20, channels=1280, **_PUBLISHED),
     "gpt2-xl": ModelConfig(blocks=48, heads=25, channels=1600, **_PUBLISHED),
+    "smollm2-135m": ModelConfig(blocks=30, heads=9, kv_heads=3, channels=576, hidden=1536, **_SMOLLM2),
+    "smollm2-360m": ModelConfig(blocks=32, heads=15, kv_heads=5, channels=960, hidden=2560, **_SMOLLM2),
 }
 
 

@@ -99,11 +99,11 @@ LAYERNORM = Layer(
 
 RMSNORM = Layer(
     name="rmsnorm",
-    forward=Row(rmsnorm.forward, "btC, C -> btC", "x weight"),
+    forward=Row(rmsnorm.forward, "btC, C -> btC", "x weight", "norm_eps"),
     outputs="y",
     backward={
-        "x": Row(rmsnorm.backward_x, "btC, btC, C -> btC", "dy x weight"),
-        "weight": Row(rmsnorm.backward_weight, "btC, btC -> C", "dy x"),
+        "x": Row(rmsnorm.backward_x, "btC, btC, C -> btC", "dy x weight", "norm_eps"),
+        "weight": Row(rmsnorm.backward_weight, "btC, btC -> C", "dy x", "norm_eps"),
     },
     cheap=True,
 )

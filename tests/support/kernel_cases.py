@@ -15,6 +15,7 @@ Arrays = dict[str, np.ndarray]
 SIZES = {"b": 2, "t": 37, "T": 37, "C": 48, "X": 144, "O": 70, "V": 72, "P": 41}
 VOCABULARY = 67
 OPTIONS = {"heads": 3, "key_heads": 3, "rope_theta": 100.0, "vocabulary": VOCABULARY, "place": 5, "rate": 0.3}
+OPTIONS |= {"norm_eps": 0.01}
 # Those of chunks take lists of arrays.
 LAYERS = [layer for layer in layers.LAYERS if layer not in (layers.GATHER, layers.SPLIT)]
 
@@ -64,7 +65,10 @@ def _turned(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
 FORMULAS: dict[str, tuple[Layer, Callable[..., np.ndarray]]] = {
     "embedding": (layers.EMBEDDING, lambda tokens, wte, positions, wpe: wte[tokens] + wpe[positions]),
     "layernorm": (layers.LAYERNORM, lambda x, weight, bias: reference_gpt2.layernorm(x, weight, bias)[0]),
-    "rmsnorm": (layers.RMSNORM, lambda x, weight: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight),
+    "rmsnorm": (
+        layers.RMSNORM,
+        lambda x, weight: x / np.sqrt((x**2).mean(-1, keepdims=True) + OPTIONS["norm_eps"]) * weight,
+    ),
     "linear": (layers.LINEAR, lambda x, weight, bias: x @ weight.T + bias),
     "unembedding": (layers.UNEMBEDDING, lambda x, wte: x @ wte.T),
     "gelu": (layers.GELU, reference_gpt2.gelu),
