@@ -1,6 +1,6 @@
 """Decoders, which read tokens of texts and cache keys and values, so that earlier tokens are not computed again.
 
-`Decoder` runs GPT-2 in one kernel (`kernels.decoding`). `EagerDecoder` runs any model: it calls
+`Decoder` runs a model of built-in layers in one kernel (`kernels.decoding`). `EagerDecoder` runs any model: it calls
 `model.gpt2.transformer` with the forward kernel of each layer at once.
 """
 
@@ -18,7 +18,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.kernels.bfloat16.rounding import ceiling, to_bfloat16
-from daskgpt.kernels.decoding.decode_step import OUTSIDE, TENSORS, decode_step, stages
+from daskgpt.kernels.decoding.decode_step import OUTSIDE, SIZES, TENSORS, decode_step, stages
 from daskgpt.kernels.decoding.kv_cache import GROUP
 from daskgpt.kernels.decoding.thread_barrier import APART
 from daskgpt.kernels.simd.lanes import LANES
@@ -28,7 +28,15 @@ from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.local import at_once, own_threads
 
-DECODED_NORMS = ("layernorm", "rmsnorm")
+# Rows of layers that the decoding kernel has, by field of the configuration.
+DECODED = {
+    "norm": ("layernorm", "rmsnorm"),
+    "position": ("learned", "rotary"),
+    "attention": ("causal",),
+    "activation": ("gelu", "swiglu"),
+}
+HEADS = ("wte.weight", "lm_head.weight")  # tensors whose rows the vocabulary numbers
+TABLES = {"tied": ("wpe.weight",), "untied": ("wpe.weight", "wte.weight")}  # of which a token reads a row
 MOST_ROWS = 32  # rows of a step: tokens that are read together, so that each weight is read once for all of them
 BYTES_A_THREAD = 1 << 22  # bytes of weights below which another thread would cost more time than it saves
 
@@ -37,24 +45,26 @@ class Weights:
     """Weights of a model for decoding: the caller's arrays in float32, or rounded copies of matrices in bfloat16.
 
     others     choices of the model that the decoding kernel does not support; empty if there are none
-    bytes      size of the weights that a token reads: all but the table of positions
+    bytes      size of the weights that a token reads: all but tables of which it reads a row
     """
 
     def __init__(self, config: ModelConfig, parameters: Mapping[str, np.ndarray], precision: str) -> None:
         self.config, self.halves, self.precision = config, precision == "bfloat16", precision_of(precision)
-        self.others = config.beyond_gpt2("norm") if config.norm in DECODED_NORMS else config.beyond_gpt2()
+        choices = {name: getattr(config, name) for name in DECODED}
+        self.others = ", ".join(f"{name}={row}" for name, row in choices.items() if row not in DECODED[name])
         self.arrays: dict[str, Any] = {}
         self.bytes = 0
         for name, tensor in tensors(config).items():
             value = np.ascontiguousarray(parameters[name], np.float32)
-            half = self.halves and tensor.multiplied
+            half = self.halves and (tensor.multiplied or name in HEADS)
             if self.others:
                 self.arrays[name] = self.precision.hold(tensor, value)
             else:
                 self.arrays[name] = to_bfloat16(value) if half else value
-            # Rows of the padded vocabulary are not read.
-            rows = config.vocabulary if name == "wte.weight" else len(value)
-            self.bytes += 0 if name == "wpe.weight" else value[:rows].size * (2 if half else 4)
+            # Of a table that is no head, a token reads a row; of the head, all but those of the padded vocabulary.
+            rows = config.vocabulary if name in HEADS else len(value)
+            if name not in TABLES[config.head]:
+                self.bytes += value[:rows].size * (2 if half else 4)
 
 
 def decoder_of(weights: Weights, texts: int, capacity: int, threads: int = 0) -> Decoder | EagerDecoder:
@@ -79,27 +89,36 @@ def _say_slower(others: str) -> None:
 
 
 class Decoder:
-    """Cached keys and values of texts, and scratch memory, for any number of steps of GPT-2; see `decoder_of`."""
+    """Cached keys and values of texts, and scratch memory, for any number of steps; see `decoder_of`."""
 
     most_rows = MOST_ROWS
 
     def __init__(self, weights: Weights, texts: int, capacity: int, threads: int) -> None:
         self.weights, config = weights, weights.config
         self.threads = threads or max(1, min(own_threads(), weights.bytes // BYTES_A_THREAD))
-        channels, heads = config.channels, config.heads
-        self.capacity, width = ceiling(capacity, GROUP), ceiling(channels // heads, LANES)
+        size, heads, key_heads = config.head_channels, config.heads, config.key_heads
+        self.capacity, width = ceiling(capacity, GROUP), ceiling(size, LANES)
         dtype = np.uint16 if weights.halves else np.float32
-        self.keys = np.zeros((config.blocks, texts, heads, self.capacity * (channels // heads)), dtype)
-        self.values = np.zeros((config.blocks, texts, heads, self.capacity * width), dtype)
-        sizes = channels, heads, config.vocabulary, self.capacity, width, weights.halves, config.norm == "layernorm"
-        self.sizes = np.array(sizes, np.int64)
+        self.keys = np.zeros((config.blocks, texts, key_heads, self.capacity * size), dtype)
+        self.values = np.zeros((config.blocks, texts, key_heads, self.capacity * width), dtype)
         self.tensors = self._addresses(weights.arrays)
         self.counters = np.zeros(2 * stages(config.blocks) * APART, np.int64)
-        padded, hidden, real = ceiling(channels, LANES), ceiling(4 * channels, LANES), np.float32
-        self.x, self.y = np.zeros((MOST_ROWS, padded), real), np.zeros((MOST_ROWS, padded), real)
-        self.normal = np.zeros((self.threads, MOST_ROWS, padded), real)
-        self.qkv, self.hidden = np.zeros((MOST_ROWS, 3 * channels), real), np.zeros((MOST_ROWS, hidden), real)
-        self.scores, self.row = np.zeros((self.threads, self.capacity), real), np.zeros((self.threads, width), real)
+        gated, turned = config.activation == "swiglu", config.position == "rotary"
+        sizes = {"channels": config.channels, "heads": heads, "key_heads": key_heads, "head_size": size, "width": width}
+        sizes |= {"hidden": config.hidden_channels, "vocabulary": config.vocabulary, "capacity": self.capacity}
+        sizes |= {"halves": weights.halves, "mean": config.norm == "layernorm", "gated": gated}
+        self.sizes = np.array([sizes[name] for name in SIZES], np.int64)
+
+        def scratch(*shape: int) -> np.ndarray:
+            return np.zeros((*shape[:-1], ceiling(shape[-1], LANES)), np.float32)
+
+        rows, hidden = (self.threads, MOST_ROWS), config.hidden_channels
+        self.normal = scratch(*rows, config.channels)
+        self.gated, self.angles = scratch(*rows, hidden * gated), np.zeros((*rows, size * turned), np.float32)
+        self.x, self.y = scratch(MOST_ROWS, config.channels), scratch(MOST_ROWS, heads * size)
+        self.qkv = scratch(MOST_ROWS, max((heads + 2 * key_heads) * size, config.channels))
+        self.hidden = scratch(MOST_ROWS, hidden * (2 if gated else 1))
+        self.scores, self.row = scratch(self.threads, self.capacity), scratch(self.threads, width)
 
     def _addresses(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the addresses of tensors, a row per block; 0 for those that the model does not have."""
@@ -130,9 +149,10 @@ class Decoder:
         n = len(part)
         self.counters[:] = 0
         self.counters[:: 2 * APART] = self.threads
-        arrays = self.tensors, self.sizes, part, scored, self.x[:n], self.normal, self.qkv[:n], self.y[:n]
-        scratch = self.hidden[:n], self.scores, self.row, scores, self.counters
-        share: Any = partial(decode_step, *arrays, *scratch)
+        config, kept = self.weights.config, (self.tensors, self.sizes)
+        by_thread, by_row = (self.normal, self.gated, self.angles), (self.qkv[:n], self.y[:n], self.hidden[:n])
+        numbers, last = (config.rope_theta, config.norm_eps), (self.scores, self.row, scores, self.counters)
+        share: Any = partial(decode_step, *kept, part, scored, *numbers, self.x[:n], *by_thread, *by_row, *last)
         # Threads wait for each other; if one were interrupted before it began, the others would wait forever.
         with delayed_interrupts() if self.threads > 1 else nullcontext():
             at_once([partial(share, thread, self.threads) for thread in range(self.threads)])
@@ -140,17 +160,16 @@ class Decoder:
 
     def share(self, text: int, others: Sequence[int], length: int) -> None:
         """Copy the cache of the first tokens of a text to others."""
-        config, width = self.weights.config, int(self.sizes[4])
-        ends = ceiling(length, GROUP) * (config.channels // config.heads), length * width
+        ends = ceiling(length, GROUP) * self.weights.config.head_channels, length * self.row.shape[1]
         for kept, end in zip((self.keys, self.values), ends, strict=True):
             for other in others:
                 kept[:, other, :, :end] = kept[:, text, :, :end]
 
     def bytes_read(self, positions: Sequence[int]) -> int:
         """Return the bytes of weights, keys and values that a step reads, each once, for tokens at these positions."""
-        channels, width = self.weights.config.channels, int(self.sizes[4]) * self.weights.config.heads
-        kept = sum(position + 1 for position in positions) * (channels + width) * self.keys.itemsize
-        return self.weights.bytes + kept * self.weights.config.blocks
+        config = self.weights.config
+        numbers: int = config.blocks * config.key_heads * (config.head_channels + self.row.shape[1])
+        return self.weights.bytes + sum(position + 1 for position in positions) * numbers * int(self.keys.itemsize)
 
 
 class EagerDecoder:

@@ -1,7 +1,7 @@
-"""The next tokens of some texts: GPT-2 over a few rows, each a token of a text whose keys and values are kept.
+"""The next tokens of some texts: a model over a few rows, each a token of a text whose keys and values are kept.
 
 No array is allocated here: the caller owns the weights, the kept keys and values, and the scratch memory, and passes
-them to each call. Every thread normalizes all rows itself, which costs less than waiting for another thread.
+them to each call. Every thread normalizes and gates all rows itself, which costs less than waiting for another thread.
 """
 
 import math
@@ -13,9 +13,9 @@ from daskgpt.kernels.decoding.gelu_simd import gelu_at
 from daskgpt.kernels.decoding.gemv import ROWS, rows_times_vectors
 from daskgpt.kernels.decoding.kv_cache import attend, keep
 from daskgpt.kernels.decoding.thread_barrier import meet, next_part
-from daskgpt.kernels.layernorm import EPSILON
+from daskgpt.kernels.rotary import set_angles, turn
 from daskgpt.kernels.simd.lanes import address_of, read, read_real
-from daskgpt.kernels.simd.math import fma
+from daskgpt.kernels.simd.math import fma, sigmoid
 from daskgpt.kernels.simd.reductions import dot, sum_of
 
 # Columns of the table of addresses, which has a row per block; `keys` and `values` are the kept ones of all texts.
@@ -27,15 +27,19 @@ TENSORS = (
 _LN_1, _C_ATTN, _ATTN_PROJ, _LN_2, _C_FC, _MLP_PROJ, _KEYS = range(0, len(TENSORS), 2)  # each with the column after it
 _VALUES = _KEYS + 1
 # Columns of the last row of that table.
-OUTSIDE = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
-_WTE, _WPE, _LN_F = range(3)
+OUTSIDE = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias", "lm_head.weight")
+_WTE, _WPE, _LN_F, _, _LM_HEAD = range(5)
 # Columns of a row: the text, the token's position among its kept tokens, and the token.
 _TEXT, _POSITION, _TOKEN = range(3)
 # Positions in `sizes`.
-_CHANNELS, _HEADS, _VOCABULARY, _CAPACITY, _WIDTH, _HALVES, _MEAN = range(7)
+SIZES = (
+    *("channels", "heads", "key_heads", "head_size", "hidden", "vocabulary", "capacity", "width"),
+    *("halves", "mean", "gated"),
+)
+_CHANNELS, _HEADS, _KEY_HEADS, _HEAD_SIZE, _HIDDEN, _VOCABULARY, _CAPACITY, _WIDTH, _HALVES, _MEAN, _GATED = range(11)
 
 _PART_BYTES = 1 << 16  # of a matrix: a thread takes this much at once
-_ACTIVATED, _ADDED, _KEPT, _SCORES = range(4)
+_ACTIVATED, _GATED_LATER, _ADDED, _KEPT, _SCORES = range(5)
 
 
 def stages(blocks: int) -> int:
@@ -48,7 +52,9 @@ def _embed(halves, wte, wpe, rows, x, channels):
     for i in range(rows.shape[0]):
         position, token = rows[i, _POSITION], rows[i, _TOKEN]
         for j in range(channels):
-            x[i, j] = _weight(halves, wte, token * channels + j) + read_real(wpe, position * channels + j)
+            x[i, j] = _weight(halves, wte, token * channels + j)
+            if wpe != 0:
+                x[i, j] += read_real(wpe, position * channels + j)
 
 
 @helper
@@ -59,7 +65,7 @@ def _weight(halves, place, index):
 
 
 @part
-def _normalise(mean_too, weight, bias, x, i, y, channels):
+def _normalise(mean_too, epsilon, weight, bias, x, i, y, channels):
     """Write the layernorm or rmsnorm of row i into y."""
     stay_apart()
     wide_vectors()
@@ -67,7 +73,7 @@ def _normalise(mean_too, weight, bias, x, i, y, channels):
     mean = sum_of(x[i, :channels]) * inverse if mean_too else np.float32(0)
     for j in range(channels):
         y[j] = x[i, j] - mean
-    scale = np.float32(1) / np.float32(math.sqrt(fma(dot(y[:channels], y[:channels]), inverse, np.float32(EPSILON))))
+    scale = np.float32(1) / np.float32(math.sqrt(fma(dot(y[:channels], y[:channels]), inverse, epsilon)))
     for j in range(channels):
         if mean_too:
             y[j] = fma(y[j] * scale, read_real(weight, j), read_real(bias, j))
@@ -78,10 +84,9 @@ def _normalise(mean_too, weight, bias, x, i, y, channels):
 @helper
 def _finish(what, bias, out, m, first, last, x):
     """Add the bias to the new numbers of one vector, then apply GELU or add them to the residual stream."""
-    if what == _SCORES:
-        return
-    for o in range(first, last):
-        out[m, o] += read_real(bias, o)
+    if bias != 0:
+        for o in range(first, last):
+            out[m, o] += read_real(bias, o)
     if what == _ACTIVATED:
         gelu_at(address_of(out) + 4 * (m * out.shape[1] + first), last - first)
     if what == _ADDED:
@@ -89,20 +94,48 @@ def _finish(what, bias, out, m, first, last, x):
             x[m, o] += out[m, o]
 
 
+@helper
+def _keep_heads(halves, qkv, m, first, last, angles, texts):
+    """Turn the new queries and keys of one vector by its position, if the model does; store its keys and values."""
+    rows, tensors, block, sizes = texts
+    heads, key_heads, size = sizes[_HEADS], sizes[_KEY_HEADS], sizes[_HEAD_SIZE]
+    text, position, half = rows[m, _TEXT], rows[m, _POSITION], angles.shape[2] // 2
+    for head in range(first // size, last // size):
+        if half > 0 and head < heads + key_heads:
+            turn(qkv[m], head * size, angles[0, m, :half], angles[0, m, half:], qkv[m])
+        number = head - heads
+        if number >= 0:
+            values = number >= key_heads
+            at = text * key_heads + number % key_heads
+            numbers, place = address_of(qkv) + 4 * (m * qkv.shape[1] + head * size), tensors[block, _KEYS + values]
+            keep(halves, numbers, place, values, at, position, size, sizes[_CAPACITY], sizes[_WIDTH])
+
+
+@helper
+def _gate(hidden, gated, size):
+    """Write one half of the numbers, passed through SiLU, times the other half."""
+    for m in range(hidden.shape[0]):
+        for j in range(size):
+            gated[m, j] = hidden[m, j] * sigmoid(hidden[m, j]) * hidden[m, size + j]
+
+
 @part
-def _product(what, weight, bias, xs, columns, out, outputs, x, texts, stage, team):
+def _product(what, weight, bias, xs, columns, out, outputs, x, angles, texts, stage, team):
     """Compute out = xs weightᵀ and what follows from it; the threads divide the rows of the weight among themselves.
 
+    angles  cosines and sines of the rows' positions; none if queries and keys are not turned
     texts   rows, table of addresses, block, sizes
     team    counters, thread, threads
     """
     stay_apart()
     wide_vectors()
-    rows, tensors, block, sizes = texts
+    sizes = texts[3]
     counters, thread, threads = team
     halves = sizes[_HALVES] != 0
     pitch = columns * (2 if halves else 4)
     part_rows = max(_PART_BYTES // (ROWS * pitch), 1) * ROWS
+    if what == _KEPT:  # whole heads
+        part_rows = (part_rows + sizes[_HEAD_SIZE] - 1) // sizes[_HEAD_SIZE] * sizes[_HEAD_SIZE]
     parts = (outputs + part_rows - 1) // part_rows
     vectors, index = out.shape[0], np.int64(thread)
     y, x_pitch, y_pitch = address_of(out), xs.shape[1] * 4, out.shape[1] * 4
@@ -119,7 +152,7 @@ def _product(what, weight, bias, xs, columns, out, outputs, x, texts, stage, tea
         for m in range(vectors):
             _finish(what, bias, out, m, first, last, x)
             if what == _KEPT:
-                keep(halves, out[m], first, last, rows[m], tensors[block, _KEYS], tensors[block, _VALUES], sizes)
+                _keep_heads(halves, out, m, first, last, angles, texts)
         index = following
     meet(counters, stage, threads)
 
@@ -132,12 +165,12 @@ def _attention(qkv, y, scores, row, texts, stage, team):
     rows, tensors, block, sizes = texts
     counters, thread, threads = team
     halves = sizes[_HALVES] != 0
-    channels, heads, capacity, width = sizes[_CHANNELS], sizes[_HEADS], sizes[_CAPACITY], sizes[_WIDTH]
-    head_size, size = channels // heads, 2 if halves else 4
+    heads, key_heads, capacity, width = sizes[_HEADS], sizes[_KEY_HEADS], sizes[_CAPACITY], sizes[_WIDTH]
+    head_size, size = sizes[_HEAD_SIZE], 2 if halves else 4
     pair = np.int64(thread)
     while pair < rows.shape[0] * heads:
         m, head = pair // heads, pair % heads
-        number = rows[m, _TEXT] * heads + head
+        number = rows[m, _TEXT] * key_heads + head // (heads // key_heads)
         keys = tensors[block, _KEYS] + number * capacity * head_size * size
         values = tensors[block, _VALUES] + number * capacity * width * size
         query = address_of(qkv) + 4 * (m * qkv.shape[1] + head * head_size)
@@ -148,43 +181,61 @@ def _attention(qkv, y, scores, row, texts, stage, team):
     meet(counters, stage, threads)
 
 
-@kernel("l2 l1 l2 l1 S2 S3 S2 S2 S2 S2 S2 S2 L1 n n", cost=27, use="decoding")
+@kernel("l2 l1 l2 l1 d s S2 S3 S3 S3 S2 S2 S2 S2 S2 S2 L1 n n", cost=27, use="decoding")
 def decode_step(
-    tensors, sizes, rows, wanted, x, normal, qkv, y, hidden, scores, row, logits, counters, thread, threads
-):
+    tensors, sizes, rows, wanted, base, epsilon, x, normal, gated, angles, qkv, y, hidden, scores, row, logits,
+    counters, thread, threads,
+):  # fmt: skip
     """Run one thread's share of a step, from rows of tokens to the logits of the wanted rows.
 
-    x        scratch memory for the residual stream
-    sizes    channels, heads, vocabulary, capacity, width, bfloat16, mean
+    sizes     numbers by the names in SIZES: halves for bfloat16, mean for layernorm, gated for SwiGLU
+    base      of the angles by which queries and keys are turned
+    epsilon   what the normalizations add
+    x         scratch memory for the residual stream, and what follows it, for other steps of a block
 
-    Shapes   tensors (blocks + 1, len(TENSORS)), rows (n, 3), wanted (w,); x, y (n, C16), normal (threads, at least n,
-             C16), qkv (n, 3C), hidden (n, at least 4C), scores (threads, capacity), row (threads, width), logits
-             (w, vocabulary); counters (2 stages(blocks) APART,), each stage's first one at `threads`, its second one
-             at 0. C16 is C up to the next multiple of 16, width likewise the channels of a head; what lies beyond them
-             is 0
+    Shapes   tensors (blocks + 1, len(TENSORS)), rows (n, 3), wanted (w,); x (n, C16), y (n, A16), normal (threads, at
+             least n, C16), gated (threads, at least n, H16), angles (threads, at least n, HS; or 0 numbers, if nothing
+             is turned), qkv (n, at least Q and C), hidden (n, as many as go into the activation), scores (threads,
+             capacity), row (threads, width), logits (w, vocabulary); counters (2 stages(blocks) APART,), each stage's
+             first one at `threads`, its second one at 0. A are the channels of all heads, Q those of queries, keys and
+             values; C16 is C up to the next multiple of 16, width likewise the channels of a head; what lies beyond
+             them is 0
     """
     wide_vectors()
     channels, halves, mean_too = sizes[_CHANNELS], sizes[_HALVES] != 0, sizes[_MEAN] != 0
-    blocks, n = tensors.shape[0] - 1, rows.shape[0]
+    blocks, n, hidden_size = tensors.shape[0] - 1, rows.shape[0], sizes[_HIDDEN]
+    attended = sizes[_HEADS] * sizes[_HEAD_SIZE]
+    all_heads = attended + 2 * sizes[_KEY_HEADS] * sizes[_HEAD_SIZE]
     normed, stage, team = normal[thread], 0, (counters, thread, threads)
+    angles, half = angles[thread : thread + 1], angles.shape[2] // 2
     _embed(halves, tensors[blocks, _WTE], tensors[blocks, _WPE], rows, x, channels)
+    if half > 0:
+        for i in range(n):
+            set_angles(float(rows[i, _POSITION]), base, 1.0, angles[0, i, :half], angles[0, i, half:])
     for block in range(blocks):
         at, texts = tensors[block], (rows, tensors, block, sizes)
         for i in range(n):
-            _normalise(mean_too, at[_LN_1], at[_LN_1 + 1], x, i, normed[i], channels)
-        _product(_KEPT, at[_C_ATTN], at[_C_ATTN + 1], normed, channels, qkv, 3 * channels, x, texts, stage, team)
+            _normalise(mean_too, epsilon, at[_LN_1], at[_LN_1 + 1], x, i, normed[i], channels)
+        weight, bias = at[_C_ATTN], at[_C_ATTN + 1]
+        _product(_KEPT, weight, bias, normed, channels, qkv, all_heads, x, angles, texts, stage, team)
         _attention(qkv, y, scores[thread], row[thread], texts, stage + 1, team)
-        _product(_ADDED, at[_ATTN_PROJ], at[_ATTN_PROJ + 1], y, channels, qkv, channels, x, texts, stage + 2, team)
+        weight, bias = at[_ATTN_PROJ], at[_ATTN_PROJ + 1]
+        _product(_ADDED, weight, bias, y, attended, qkv, channels, x, angles, texts, stage + 2, team)
         for i in range(n):
-            _normalise(mean_too, at[_LN_2], at[_LN_2 + 1], x, i, normed[i], channels)
-        _product(
-            _ACTIVATED, at[_C_FC], at[_C_FC + 1], normed, channels, hidden, 4 * channels, x, texts, stage + 3, team
-        )
-        _product(
-            _ADDED, at[_MLP_PROJ], at[_MLP_PROJ + 1], hidden, 4 * channels, qkv, channels, x, texts, stage + 4, team
-        )
+            _normalise(mean_too, epsilon, at[_LN_2], at[_LN_2 + 1], x, i, normed[i], channels)
+        weight, bias = at[_C_FC], at[_C_FC + 1]
+        if sizes[_GATED] != 0:
+            outputs, activated = 2 * hidden_size, gated[thread]
+            _product(_GATED_LATER, weight, bias, normed, channels, hidden, outputs, x, angles, texts, stage + 3, team)
+            _gate(hidden, activated, hidden_size)
+        else:
+            activated = hidden
+            _product(_ACTIVATED, weight, bias, normed, channels, hidden, hidden_size, x, angles, texts, stage + 3, team)
+        weight, bias = at[_MLP_PROJ], at[_MLP_PROJ + 1]
+        _product(_ADDED, weight, bias, activated, hidden_size, qkv, channels, x, angles, texts, stage + 4, team)
         stage += 5
+    last, texts = tensors[blocks], (rows, tensors, blocks, sizes)
     for i in range(wanted.size):
-        _normalise(mean_too, tensors[blocks, _LN_F], tensors[blocks, _LN_F + 1], x, wanted[i], normed[i], channels)
-    wte, texts = tensors[blocks, _WTE], (rows, tensors, blocks, sizes)
-    _product(_SCORES, wte, 0, normed, channels, logits, sizes[_VOCABULARY], x, texts, stage, team)
+        _normalise(mean_too, epsilon, last[_LN_F], last[_LN_F + 1], x, wanted[i], normed[i], channels)
+    table = last[_LM_HEAD] if last[_LM_HEAD] != 0 else last[_WTE]
+    _product(_SCORES, table, 0, normed, channels, logits, sizes[_VOCABULARY], x, angles, texts, stage, team)

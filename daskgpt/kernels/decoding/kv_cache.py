@@ -23,6 +23,7 @@ from daskgpt.kernels.simd.lanes import (
     fma,
     instruction,
     load,
+    read_real,
     splat,
     store,
     whole,
@@ -75,32 +76,21 @@ def _nearest_half(value):
 
 
 @helper
-def keep(halves, numbers, first, last, row, keys, values, sizes):
-    """Store the keys and values among numbers first .. last - 1 of a token's queries, keys and values.
+def keep(halves, numbers, kept, values, head, position, size, capacity, width):
+    """Store the key, or with `values` the value, of one head of a token.
 
-    row           text, position, token
-    keys, values  addresses of the kept keys and values of a block
-    sizes         channels, heads, vocabulary, capacity, width
+    numbers   address of `size` float32 numbers
+    kept      address of the kept keys or values of all heads of all texts, of which this is number `head`
     """
-    channels, capacity, width = sizes[0], sizes[3], sizes[4]
-    head_size, text, position = channels // sizes[1], row[0], row[1]
-    o = max(first, channels)
-    while o < last:
-        c = (o - channels) % channels
-        number, inner = text * sizes[1] + c // head_size, c % head_size
-        end = min(last, o + head_size - inner)
-        if o < 2 * channels:
-            place, step = keys, GROUP
-            index = (number * capacity + position // GROUP * GROUP) * head_size + inner * GROUP + position % GROUP
+    step, index = 1, (head * capacity + position) * width
+    if not values:
+        step, index = GROUP, (head * capacity + position // GROUP * GROUP) * size + position % GROUP
+    for i in range(size):
+        number = read_real(numbers, i)
+        if halves:
+            write(kept, index + i * step, _nearest_half(number))
         else:
-            place, step, index = values, 1, (number * capacity + position) * width + inner
-        for i in range(o, end):
-            if halves:
-                write(place, index, _nearest_half(numbers[i]))
-            else:
-                write_real(place, index, numbers[i])
-            index += step
-        o = end
+            write_real(kept, index + i * step, number)
 
 
 @helper
