@@ -12,7 +12,7 @@ from typing import Any
 from compare.llmc_program import compare_llmc, require_program
 from compare.pipes import TorchOptions
 from compare.processes import TorchSide, TransformersSide, require_installed
-from compare.programs import Apart, OnWorkers, Programs, WorkerTime, check_losses, require_published_model, warm_up
+from compare.programs import Apart, OnWorkers, Programs, WorkerTime, check_losses, require_published, warm_up
 from compare.turns import take_turns, undisturbed
 from generation import EARLY, TOKENS, Writing, measure_generation, random_prompts
 from records import Figure, add_record_flag, check_record, record
@@ -123,7 +123,7 @@ def compare_torch(steps: TimedEngine, options: TorchOptions, timing: BenchConfig
 
     Errors   RuntimeError if its process fails, or the losses differ
     """
-    require_published_model(steps.job)
+    require_published(steps.job)
     with TorchSide(steps.job, steps.seed, steps.scheduler.threads, options) as torch:
         sides = (steps, torch)
         for side in sides:
@@ -215,7 +215,7 @@ def on_threads(job: Job, threads: int) -> Job:
 
 def checked_workers(job: Job, scheduler: Scheduler) -> int:
     """Return how many workers there are. Errors as of `compare_ddp`."""
-    require_published_model(job)
+    require_published(job)
     workers, threads = len(scheduler.addresses()), scheduler.threads
     rule, got = "the workers must have one thread each, as PyTorch's processes", {"workers": workers}
     require(threads == workers, "against", rule, got | {"threads": threads}, "Start them with --nthreads 1.")

@@ -9,7 +9,7 @@ import against
 import numpy as np
 import pytest
 from compare.llmc_program import compare_llmc, run_program
-from compare.programs import Apart, Programs, WorkerTime, check_losses, require_published_model, steps_of_a_turn
+from compare.programs import Apart, Programs, WorkerTime, check_losses, require_published, steps_of_a_turn
 from compare.turns import Turn, take_turns, undisturbed
 from conftest import SMALL
 
@@ -157,12 +157,12 @@ def test_first_losses_must_agree():
 
 
 def test_peers_train_the_same_settings():
-    require_published_model(JOB)
+    require_published(JOB)
     momentum = replace(JOB, optimizer=OptimizerConfig(optimizer="momentum"))
-    other = momentum, replace(JOB, config=replace(SMALL, norm="rmsnorm"))
-    for job, keyword in zip(other, ("optimizer=momentum", "norm=rmsnorm")):
+    other = momentum, replace(JOB, config=replace(SMALL, activation="custom_layers:SQUARED_RELU"))
+    for job, keyword in zip(other, ("optimizer=momentum", "activation=custom_layers")):
         with pytest.raises(ValueError, match=keyword):
-            require_published_model(job)
+            require_published(job)
 
 
 def test_ddp_comparison_uses_a_local_cluster():

@@ -13,7 +13,8 @@ import subprocess
 from pathlib import Path
 from typing import IO
 
-from compare.programs import Programs, require_published_model
+from compare.processes import require_gpt2
+from compare.programs import Programs, require_published
 from compare.turns import Turn
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import ModelConfig
@@ -29,7 +30,8 @@ def compare_llmc(steps: TimedEngine, program: Path, warmup: int, timed: int) -> 
 
     Errors   ValueError if its model is of another size, RuntimeError if it prints too few steps
     """
-    require_published_model(steps.job)
+    require_gpt2(steps.job.config)
+    require_published(steps.job)
     steps.run(warmup)
     steps.reset_peak()
     before = Spread.of(steps.run(timed)).median

@@ -33,10 +33,10 @@ def require_installed(program: str, *packages: str) -> None:
         raise refusal(RuntimeError, "against", f"{program} must be installed", f"{missing[0]}=not installed", advice)
 
 
-def require_layernorm(config: ModelConfig) -> None:
+def require_gpt2(config: ModelConfig) -> None:
     """Errors   ValueError for another model than GPT-2"""
-    rule, advice = "other programs must have this model", "Leave --norm out, or compare nothing."
-    require(config.norm == "layernorm", "against", rule, {"norm": config.norm}, advice)
+    others, rule = config.beyond_gpt2(), "the other program must have this model, which is not GPT-2"
+    require(not others, "against", rule, {"model": others}, "Compare it with torch.")
 
 
 class OtherProcesses:
@@ -91,7 +91,7 @@ class TorchSide(OtherProcesses):
         job, size = self.job, self.count
         with ExitStack() as running:
             meeting = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="daskgpt-"))) / "meeting"
-            self.processes = [running.enter_context(Process("torch_gpt2")) for _ in range(size)]
+            self.processes = [running.enter_context(Process("torch_model")) for _ in range(size)]
             for rank, process in enumerate(self.processes):
                 member = (rank, size, str(meeting), PATIENCE_MINUTES) if size > 1 else None
                 process.send("start", job.config, job.optimizer, self.seed, self.threads, self.options, member)
@@ -123,7 +123,7 @@ class TransformersSide(OtherProcesses):
 
     def __init__(self, config: ModelConfig, seed: int, threads: int, prompt: list[int]) -> None:
         super().__init__()
-        require_layernorm(config)
+        require_gpt2(config)
         self.start, self.prompt = (config, seed, threads), prompt
         self.written: list[int] = []
 

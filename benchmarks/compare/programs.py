@@ -11,9 +11,9 @@ from typing import Any
 
 from records import Figure, figures_of
 
-from compare.processes import require_layernorm
 from compare.turns import Turn, disturbed
 from daskgpt.config.errors import refusal, require
+from daskgpt.config.model import CHOICES
 from daskgpt.profiling.measure import Spread, TimedEngine
 from daskgpt.profiling.timeline import is_message
 from daskgpt.schedulers import machine
@@ -176,11 +176,14 @@ def warm_up(sides: Sequence[Any], warmup: int) -> int:
     return steps_of_a_turn(min(fastest), max(fastest))
 
 
-def require_published_model(job: Job) -> None:
-    """Errors   ValueError for another model than GPT-2 or another optimizer than AdamW: others cannot train it"""
-    require_layernorm(job.config)
-    rule, advice = "other programs must be able to train the same", "Leave --optimizer out."
-    require(job.optimizer.optimizer == "adamw", "against", rule, {"optimizer": job.optimizer.optimizer}, advice)
+def require_published(job: Job) -> None:
+    """Errors   ValueError for layers from outside or another optimizer than AdamW: others cannot train it"""
+    rule, advice = "other programs must be able to train the same", "Leave this choice out."
+    choices = {name: getattr(job.config, name) for name in CHOICES}
+    others = {name: row for name, row in choices.items() if ":" in row}
+    if job.optimizer.optimizer != "adamw":
+        others["optimizer"] = job.optimizer.optimizer
+    require(not others, "against", rule, others, advice)
 
 
 def check_losses(first: tuple[float, float], precision: str) -> None:

@@ -1,7 +1,7 @@
-"""GPT-2 in PyTorch, as its users write it, trained in a process of its own on batches that come over a pipe.
+"""A model in PyTorch, as its users write it, trained in a process of its own on batches that come over a pipe.
 
-The model has GPT-2's published names, so daskgpt's parameters are its state. The embedding has no padding rows: a loss
-over a part of the rows would cost PyTorch a pass over the whole table.
+Its parameters have daskgpt's names. The embedding has no padding rows: a loss over a part of the rows would cost
+PyTorch a pass over the whole table.
 """
 
 from __future__ import annotations
@@ -23,73 +23,102 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.model.parameters import initial_parameters, tensors
 
 
+class Rotary(nn.Module):
+    """Channels i and i + half of each head, turned by the angles of their position."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        half = config.head_channels // 2
+        rates = config.rope_theta ** -(torch.arange(half, device="cpu", dtype=torch.float64) / half)
+        angles = torch.outer(torch.arange(config.positions, device="cpu"), rates)
+        self.cosines, self.sines = angles.cos().float(), angles.sin().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        cosines, sines = (table[: x.shape[2]] for table in (self.cosines, self.sines))
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.c_attn = nn.Linear(config.channels, 3 * config.channels)
-        self.c_proj = nn.Linear(config.channels, config.channels)
+        self.size, self.parts = config.head_channels, (config.heads, config.key_heads, config.key_heads)
+        inside = config.heads * self.size
+        self.c_attn = nn.Linear(config.channels, sum(self.parts) * self.size, bias=config.bias != "none")
+        self.c_proj = nn.Linear(inside, config.channels, bias=config.bias == "all")
+        self.turn = Rotary(config) if config.position == "rotary" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        size, length, channels = x.shape
-        q, k, v = (
-            part.view(size, length, self.heads, channels // self.heads).transpose(1, 2)
-            for part in self.c_attn(x).split(channels, dim=2)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).contiguous().view(size, length, channels))
+        q, k, v = self.c_attn(x).unflatten(-1, (-1, self.size)).transpose(1, 2).split(self.parts, dim=1)
+        shared = self.parts[0] != self.parts[1]
+        y = F.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True, enable_gqa=shared)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.channels, 4 * config.channels)
-        self.c_proj = nn.Linear(4 * config.channels, config.channels)
+        hidden, self.gated = config.hidden_channels, config.activation == "swiglu"
+        self.c_fc = nn.Linear(config.channels, hidden * (2 if self.gated else 1), bias=config.bias == "all")
+        self.c_proj = nn.Linear(hidden, config.channels, bias=config.bias == "all")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        x = self.c_fc(x)
+        if not self.gated:
+            return self.c_proj(F.gelu(x, approximate="tanh"))
+        gate, up = x.chunk(2, dim=-1)
+        return self.c_proj(F.silu(gate) * up)
+
+
+def norm_of(config: ModelConfig) -> nn.Module:
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return kind(config.channels, eps=config.norm_eps)
 
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(config.channels), Attention(config)
-        self.ln_2, self.mlp = nn.LayerNorm(config.channels), FeedForward(config)
+        self.ln_1, self.attn = norm_of(config), Attention(config)
+        self.ln_2, self.mlp = norm_of(config), FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT2(nn.Module):
-    """The mean loss of a batch. The embedding's matrix is the unembedding's too."""
+class Model(nn.Module):
+    """The mean loss of a batch. Without an untied head, the embedding's matrix is the unembedding's too."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocabulary, config.channels)
-        self.wpe = nn.Embedding(config.positions, config.channels)
+        self.wpe = nn.Embedding(config.positions, config.channels) if config.position == "learned" else None
         self.h = nn.ModuleList(Block(config) for _ in range(config.blocks))
-        self.ln_f = nn.LayerNorm(config.channels)
+        self.ln_f = norm_of(config)
+        self.lm_head = None if config.head == "tied" else nn.Linear(config.channels, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        x = self.wte(tokens)
+        if self.wpe is not None:
+            x = x + self.wpe(torch.arange(tokens.shape[1]))
         for block in self.h:
             x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)
+        logits = F.linear(self.ln_f(x), (self.lm_head or self.wte).weight)
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
-def model_of(config: ModelConfig, seed: int) -> GPT2:
+def model_of(config: ModelConfig, seed: int) -> Model:
     """Return the model with the initial values that daskgpt starts from."""
     with torch.device("meta"):
-        model = GPT2(config)
+        model = Model(config)
     values = {name: torch.from_numpy(value) for name, value in initial_parameters(config, seed).items()}
-    values["wte.weight"] = values["wte.weight"][: config.vocabulary].clone()
+    for table in values.keys() & {"wte.weight", "lm_head.weight"}:
+        values[table] = values[table][: config.vocabulary].clone()
     model.load_state_dict(values, assign=True)
     return model
 
 
-def optimizer_of(model: GPT2, size: ModelConfig, config: OptimizerConfig) -> torch.optim.Optimizer:
+def optimizer_of(model: Model, size: ModelConfig, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Fused AdamW; the same tensors decay."""
     table = tensors(size)
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
