@@ -1,0 +1,98 @@
+"""Conversations as text: the chat template of a model (Jinja), which its tokenizer's files hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from daskgpt.config.errors import refusal, require
+
+WHERE = "chat"
+USER, ASSISTANT = "user", "assistant"  # roles
+Message = Mapping[str, str]  # role and content
+
+
+class Part(NamedTuple):
+    """A part of a conversation's text, and whether the assistant wrote it."""
+
+    text: str
+    written: bool
+
+
+class _Generation(Extension):
+    """The tag by which templates mark what the assistant writes; what stands inside of it is rendered as it is."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """The form of conversations.
+
+    source   of the template, in Jinja
+    names    what it may use besides the messages: bos_token, eos_token
+
+    It is rendered as transformers does, in a sandbox, but for `strftime_now`: with the date in it, a text would have
+    other tokens every day.
+
+    Errors   ValueError if it is no template
+    """
+
+    def __init__(self, source: str, names: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals["raise_exception"] = _refuse
+        self.names = names
+        try:
+            self.template = environment.from_string(source)
+        except TemplateError as error:
+            got = {"line": getattr(error, "lineno", 0), "error": str(error)[:80]}
+            advice = "Correct the tokenizer's files, or give another --template."
+            raise refusal(ValueError, WHERE, "the chat template must be valid", got, advice) from None
+
+    def text(self, messages: Sequence[Message], reply: bool = False) -> str:
+        """Return a conversation as text; with `reply`, up to where the assistant's next message begins.
+
+        Errors   ValueError if the template refuses the messages
+        """
+        try:
+            return self.template.render(messages=messages, add_generation_prompt=reply, **self.names)
+        except (TemplateError, TypeError) as error:
+            roles = [message.get("role") for message in messages]
+            rule, got = "the chat template must take these messages", {"roles": roles, "error": str(error)[:80]}
+            raise refusal(ValueError, WHERE, rule, got, "Correct their roles and contents.") from None
+
+    def parts(self, messages: Sequence[Message]) -> list[Part]:
+        """Return a conversation's text up to the assistant's last message, divided where its messages begin and end.
+
+        Each part that the assistant wrote comes after what it would read in a conversation: the text with `reply`.
+
+        Errors   ValueError if the template refuses the messages, or changes the text of earlier ones
+        """
+        parts, done = list[Part](), ""
+        for number, message in enumerate(messages):
+            if message.get("role") != ASSISTANT:
+                continue
+            before, after = self.text(messages[:number], reply=True), self.text(messages[: number + 1])
+            rule = "the chat template must leave the text of earlier messages as it is"
+            advice = "Train on pairs of prompt and response instead."
+            fits = before.startswith(done) and after.startswith(before)
+            require(fits, WHERE, rule, {"message": number + 1}, advice)
+            parts += [Part(before[len(done) :], False), Part(after[len(before) :], True)]
+            done = after
+        return parts
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,63 @@
+"""Tests of chat templates: conversations as text, what the assistant wrote in it, and templates that do not fit."""
+
+import pytest
+
+from daskgpt.data.chat import ChatTemplate, Part
+
+CHATML = """{% for message in messages %}
+{% if loop.first and message['role'] != 'system' %}
+{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}
+{%- endif %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + eos_token + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+NAMES = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+TALK = [
+    {"role": "user", "content": "Who?"},
+    {"role": "assistant", "content": "I."},
+    {"role": "user", "content": "é <b> 'quoted'"},
+    {"role": "assistant", "content": "Yes\nindeed"},
+    {"role": "user", "content": "Bye"},
+]
+
+
+def test_a_conversation_as_text():
+    template = ChatTemplate(CHATML, NAMES)
+    begin = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
+    assert template.text(TALK[:1]) == begin
+    assert template.text(TALK[:1], reply=True) == begin + "<|im_start|>assistant\n"
+    system = [{"role": "system", "content": "Short."}]
+    assert template.text(system + TALK[:1]).startswith("<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\n")
+
+
+def test_what_the_assistant_wrote():
+    template = ChatTemplate(CHATML, NAMES)
+    parts = template.parts(TALK)
+    assert [part.text for part in parts if part.written] == ["I.<|im_end|>\n", "Yes\nindeed<|im_end|>\n"]
+    assert "".join(part.text for part in parts) == template.text(TALK[:4])
+    assert parts[0] == Part(template.text(TALK[:1], reply=True), False)
+    assert template.parts(TALK[:1]) == []
+
+
+def test_what_templates_may_use():
+    source = """{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif -%}
+    {% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}{% endgeneration %}{% else -%}
+    {{ {'a': m.content} | tojson }}{% endif %}{% endfor %}{{ strftime_now is defined }}"""
+    talk = [{"role": "tool", "content": ""}, TALK[2], {"role": "assistant", "content": " x "}]
+    assert ChatTemplate(source, NAMES).text(talk) == """{"a": "é <b> 'quoted'"}xFalse"""
+
+
+@pytest.mark.parametrize(
+    ("source", "keyword"),
+    [
+        ("{% for message in messages %}", "must be valid; got line=1"),
+        ("{{ raise_exception('roles must alternate') }}", "must take these messages.*roles must alternate"),
+        ("{{ messages[0]['content'] + 1 }}", "must take these messages"),
+        ("{{ messages.append(1) }}", "must take these messages.*append"),
+        ("{{ ''.__class__.__mro__ }}", "must take these messages.*__class__"),
+        ("{{ messages | length }}{{ messages[-1].content }}", "must leave the text of earlier messages"),
+    ],
+)
+def test_templates_that_do_not_fit_are_refused(source, keyword):
+    with pytest.raises(ValueError, match=keyword):
+        ChatTemplate(source, NAMES).parts(TALK)
