@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 class _Generation(Extension):
     """The tag by which templates mark what the assistant writes; what stands inside of it is rendered as it is."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  # as Jinja has it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
