@@ -217,17 +217,17 @@ def test_merges_of_a_few_tokens():
 REFUSED = [
     ({"activation_function": "relu"}, "gelu_new or gelu_pytorch_tanh"),
     ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon must be"),
-    ({"n_inner": 17}, "n_inner must be null or 64"),
+    ({"n_inner": 17}, r"mlp.c_fc.weight must have shape .16, 17."),
     ({"scale_attn_weights": False}, "scale_attn_weights must be true"),
     ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be false"),
     ({"tie_word_embeddings": False}, "tie_word_embeddings must be true"),
     ({"quantization_config": {"bits": 4}}, "quantization_config must be null"),
-    ({"model_type": "llama"}, "model_type must be gpt2"),
+    ({"model_type": "bert"}, "model_type must be gpt2 or llama"),
     ({"n_layer": 10**4}, "every block must have its tensors"),
     ({"n_layer": 3}, "missing=h.2.attn.c_attn.bias .12 in all"),
     ({"n_layer": 1}, "unknown=h.1.attn.c_attn.bias .12 in all"),
     ({"vocab_size": 30}, r"wte.weight must have shape \(30, 16\)"),
-    ({"n_head": 3}, "must describe a GPT-2.*heads=4"),
+    ({"n_head": 3}, "must describe a model.*heads=4"),
 ]
 
 
@@ -318,7 +318,7 @@ INSTEAD = {
     "tf_model.h5": "from_tf",
     "flax_model.msgpack": "from_flax",
     "model.ckpt.index": "from_tf",
-    "f16.gguf": "not read",
+    "f16.gguf": "Give the file itself",
     "model_00000020.bin": "Give the file itself",
     "gpt2.safetensors": "beside config.json",
     "checkpoint-500/config.json": "such as checkpoint-500",
@@ -336,8 +336,8 @@ def test_folders_with_other_models_get_advice(tmp_path, name, keyword):
 
 
 NO_MODEL = [
-    (b"GGUF\3\0\0\0", "model.gguf", "not read: give the model"),
-    (b"GGUF\3\0\0\0", "model", "not read: give the model"),
+    (b"GGUF\3\0\0\0", "model.gguf", "complete GGUF file.*ends early"),
+    (b"GGUF\4\0\0\0", "model", "complete GGUF file.*version 4"),
     (b"\x89HDF", "tf_model.h5", "from_tf"),
     (bytes(100), "adapter_model.safetensors", "merge_and_unload"),
     (b"", "model", "first bytes=none"),

@@ -196,7 +196,7 @@ WRONG_CONFIGURATIONS = [
     ({"positions": 2**24}, "wpe.weight must have shape"),
     ({"padded_vocabulary": 7, "vocabulary": 6}, r"wte.weight must have shape \(6, 4\) or \(7, 4\)"),
     ({"encoding": "runes"}, "encoding must be one of"),
-    *[({"blocks": value}, "must describe a GPT-2") for value in (2.5, "2", True, None, [2])],
+    *[({"blocks": value}, "must describe a model") for value in (2.5, "2", True, None, [2])],
 ]
 
 

@@ -82,13 +82,22 @@ class ModelConfig(Checked):
         """Features of the model for which kernels are compiled, see `kernels.compilation.Kernel`."""
         return frozenset({self.norm, self.activation, "" if self.position == "learned" else "rotary"})
 
+    @property
+    def _usual(self) -> dict[str, int]:
+        """Sizes that follow from others unless they are given."""
+        return {"kv_heads": self.heads, "head_size": self.channels // self.heads, "hidden": 4 * self.channels}
+
+    def shortest(self) -> ModelConfig:
+        """Return the same model with a 0 for each size that follows from others."""
+        unneeded: dict[str, Any] = {name: 0 for name, size in self._usual.items() if getattr(self, name) == size}
+        return replace(self, **unneeded)
+
     def beyond_gpt2(self, *allowed: str) -> str:
         """Return the choices and sizes that GPT-2 does not have, such as `position=rotary`; empty if there are none.
 
         allowed   fields that are left out
         """
-        sizes = {"kv_heads": self.heads, "head_size": self.channels // self.heads, "hidden": 4 * self.channels}
-        gpt2 = {name: getattr(ModelConfig, name) for name in (*CHOICES, "norm_eps")} | sizes
+        gpt2 = {name: getattr(ModelConfig, name) for name in (*CHOICES, "norm_eps")} | self._usual
         values = {name: getattr(self, name) for name in gpt2.keys() - set(allowed)}
         return ", ".join(sorted(f"{name}={value}" for name, value in values.items() if value not in (0, gpt2[name])))
 

@@ -1,4 +1,4 @@
-"""Writer of GGUF, llama.cpp's files: a GPT-2 and its tokenizer in one file.
+"""GGUF, llama.cpp's files: a GPT-2 or a Llama with its tokenizer in one file, read and written.
 
 The library `gguf` writes the header and knows llama.cpp's names and number formats. The values follow in pieces.
 """
@@ -7,26 +7,150 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken
 
-from daskgpt.config.errors import require, require_package
+from daskgpt.config.errors import refusal, require, require_package
 from daskgpt.config.files import replacing
-from daskgpt.formats.stored_model import FilePath, StoredModel, held, pieces, require_defaults, short
-from daskgpt.formats.tokenizer_folder import LibraryEncoding, splitting_of
-from daskgpt.formats.vocabulary import Vocabulary, library_of
-from daskgpt.model.parameters import tensors
+from daskgpt.config.model import ModelConfig
+from daskgpt.formats.byte_characters import CHARACTERS
+from daskgpt.formats.gguf_file import READ, GGUFTensor, open_gguf_file
+from daskgpt.formats.layouts import FAMILIES, GPT2, LLAMA, Part, explicit, family_of, open_tensors, paired, parts_of
+from daskgpt.formats.stored_model import FilePath, StoredModel, held, pieces, short
+from daskgpt.formats.tokenizer_folder import SPLITTINGS, LibraryEncoding, content_of, splitting_of
+from daskgpt.formats.vocabulary import Vocabulary, encoding_of_content, library_of
+from daskgpt.model.parameters import Tensor, tensors
 
 WRITE = "write_gguf"
 # Dtypes of the matrices, with the library's names of a file's type and of the numbers.
 DTYPES = {"float32": ("ALL_F32", "F32"), "float16": ("MOSTLY_F16", "F16"), "bfloat16": ("MOSTLY_BF16", "BF16")}
 DTYPES |= {"q8_0": ("MOSTLY_Q8_0", "Q8_0")}
-SIZES = ("blocks", "heads", "channels", "vocabulary", "padded_vocabulary", "positions")
-EPSILON = 1e-5  # of layernorm
 FLOAT32 = np.dtype(np.float32)
+
+# Entries, after the family's name, and the settings that they are.
+_SIZES = {"block_count": "blocks", "context_length": "positions", "embedding_length": "channels"}
+_SIZES |= {"feed_forward_length": "hidden", "attention.head_count": "heads"}
+ENTRIES: dict[str, dict[str, str]] = {
+    GPT2: _SIZES | {"attention.layer_norm_epsilon": "norm_eps"},
+    LLAMA: _SIZES | {"attention.layer_norm_rms_epsilon": "norm_eps"},
+}
+# Those that a Llama may lack, and the size of a head where it is written again.
+OPTIONAL = {"attention.head_count_kv": "kv_heads", "attention.key_length": "head_size", "rope.freq_base": "rope_theta"}
+HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
+# Entries that change the computation of a model, with the only values that are supported.
+MEANT = {"expert_count": 0, "attention.sliding_window": 0, "rope.scaling.type": "none", "rope.scale_linear": 1.0}
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+TOKENIZER, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
+OTHERS = "Other models are not supported."
+
+
+def open_gguf(path: FilePath) -> StoredModel:
+    """Open a GPT-2 or a Llama of llama.cpp. No tensor is read.
+
+    Dtype    those of `gguf_file.TYPES` in the file
+    Errors   FileNotFoundError; RuntimeError if the library gguf is missing; ValueError for a damaged file, a model that
+             this program cannot express, with the entry, and for tensors that are missing, unknown or of another shape
+    Source   llama.cpp, its reader of both families
+    """
+    path = Path(path)
+    entries, stored = open_gguf_file(path)
+    family, config = _config_of(path, entries, stored)
+    kinds = ", ".join(sorted({tensor.kind for tensor in stored.values()}))
+    parameters = open_tensors(path, stored, config, READ, _layout(config, family))
+    encoding = _encoding_in(path, entries)
+    return StoredModel(config, parameters, encoding, 0, "GGUF", kinds, (path,))
+
+
+def _config_of(path: Path, entries: Mapping[str, Any], stored: dict[str, GGUFTensor]) -> tuple[str, ModelConfig]:
+    """Return the family and the configuration of a file; an output layer that equals the embedding is left out."""
+
+    def check(name: str, right: bool, rule: str) -> None:
+        got = {"path": path, name: short(entries.get(name, "missing"))}
+        require(right, READ, f"{name} must be {rule}", got, OTHERS)
+
+    family = str(entries.get("general.architecture"))
+    check("general.architecture", family in (GPT2, LLAMA), f"{GPT2} or {LLAMA}")
+    for name, value in MEANT.items():
+        check(f"{family}.{name}", entries.get(f"{family}.{name}", value) == value, str(value))
+    made: dict[str, Any] = dict(FAMILIES[family][1])
+    for key, field in (ENTRIES[family] | (OPTIONAL if family == LLAMA else {})).items():
+        value = entries.get(name := f"{family}.{key}")
+        check(name, type(value) in (int, float) or (key in OPTIONAL and value is None), "a number")
+        if value is not None:  # of a float32, the shortest number that means it
+            made[field] = float(str(np.float32(value))) if isinstance(value, float) else value
+    shape = stored[EMBEDDING].shape if EMBEDDING in stored else ()
+    require(len(shape) == 2, READ, f"{EMBEDDING} must be a matrix", {"path": path, "shape": shape}, OTHERS)
+    table, head = stored[EMBEDDING], stored.get(HEAD)
+    if head and head.kind == table.kind and np.array_equal(head.values, table.values):
+        del stored[HEAD]
+    made |= {"vocabulary": shape[0], "head": "untied" if HEAD in stored else "tied"}
+    if family == LLAMA:
+        names = {"all": "blk.0.attn_output.bias", "qkv": "blk.0.attn_q.bias"}
+        made["bias"] = next((bias for bias, name in names.items() if name in stored), "none")
+    try:
+        config = ModelConfig(**made).shortest()
+    except (ValueError, TypeError) as error:
+        raise refusal(ValueError, READ, "the file must describe a model", {"path": path}, str(error)) from error
+    for name in (f"{family}.{key}" for key in HEAD_SIZES):
+        check(name, entries.get(name, config.head_channels) == config.head_channels, f"{config.head_channels}")
+    return family, config
+
+
+def _layout(config: ModelConfig, family: str) -> Callable[[Tensor], Sequence[Part]]:
+    """Return what gives the parts of a tensor under their names in a file; there, rows that are turned are in pairs."""
+    import gguf
+
+    @cache
+    def published() -> Any:
+        return gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.blocks)
+
+    def layout(tensor: Tensor) -> list[Part]:
+        prefix = "transformer." if family == GPT2 else ""
+        return [
+            replace(
+                part,
+                name=published().get_name(prefix + part.name, (".weight", ".bias")),
+                transposed=False,
+                interleaved=part.turned > 0,
+            )
+            for part in parts_of(config, tensor, family)
+        ]
+
+    return layout
+
+
+def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
+    """Return the name of a file's encoding; "" if it is not byte-level BPE, or splits text in an unknown way.
+
+    Errors   ValueError if it is damaged
+    """
+    tokenizer = {name.removeprefix(TOKENIZER): value for name, value in entries.items()}
+    if tokenizer.get("model") != "gpt2" or tokenizer.get("pre") not in SPLITTINGS:
+        return ""
+    from gguf import TokenType
+
+    try:
+        tokens, kinds = tokenizer["tokens"], tokenizer["token_type"]
+        ids = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != TokenType.UNUSED}
+        pairs = [pair.split(" ") for pair in tokenizer["merges"]]
+        merges = [pair for pair in pairs if "".join(pair) in ids]
+        special = {token: kinds[i] == TokenType.CONTROL for token, i in ids.items() if kinds[i] != TokenType.NORMAL}
+        if not merges and list(ids)[:-1] == [CHARACTERS[byte] for byte in range(256)]:
+            return "bytes"
+        end, template = tokens[tokenizer["eos_token_id"]], str(entries.get(TEMPLATE, ""))
+        added = [AddedToken(token, special=control, normalized=False) for token, control in special.items()]
+        content = content_of((ids, merges, tokenizer["pre"]), added, end, template, path)
+    except (LookupError, TypeError, AttributeError) as error:
+        got, advice = f"path={path} ({type(error).__name__})", "It is damaged: copy it again."
+        raise refusal(ValueError, READ, "the tokenizer must be whole", got, advice) from error
+    return encoding_of_content(content, str(path))
 
 
 def write_gguf(
@@ -38,51 +162,60 @@ def write_gguf(
     dtype        dtype of the matrices that activations are multiplied by, one of DTYPES; q8_0 has 8 bits per number
                  and a factor per 32 numbers. All other tensors are float32
 
-    Layout   matrices (out, in), no rows of padding, no output layer (llama.cpp takes token_embd.weight)
+    Layout   matrices (out, in), no rows of padding, no output layer if it is the embedding (llama.cpp takes that)
     Cost     16 MiB, and a tensor if tensors are read later
-    Errors   ValueError for a configuration that llama.cpp's gpt2 cannot express, for q8_0 if channels is not a multiple
-             of 32, for a token that is not a merge of two earlier ones, and for a tokenizer that llama.cpp does not
-             know; RuntimeError if the library gguf is missing; FileNotFoundError if the folder is missing; OSError if
-             the system refuses
-    Source   llama.cpp, its converter and its reader of gpt2
+    Errors   ValueError for a configuration that llama.cpp's gpt2 and llama cannot express, for q8_0 if rows of a
+             matrix are not a multiple of 32, for a token that is not a merge of two earlier ones, and for a tokenizer
+             that llama.cpp does not know; RuntimeError if the library gguf is missing; FileNotFoundError if the folder
+             is missing; OSError if the system refuses
+    Source   llama.cpp, its converter and its reader of both families
     """
     require_package("gguf", "gguf", WRITE)
     import gguf
 
     config = replace(model.config, padded_vocabulary=model.config.vocabulary)
-    require_defaults(config, SIZES, WRITE, "llama.cpp's gpt2")
+    family = family_of(config, WRITE, "llama.cpp's file")
     file_type, *names = DTYPES[dtype]
     matrices, others = (gguf.GGMLQuantizationType[name] for name in (*names, "F32"))
-    block = gguf.GGML_QUANT_SIZES[matrices][0]
-    rule, got = f"channels must be a multiple of {block} for {dtype}", {"channels": config.channels}
-    require(config.channels % block == 0, WRITE, rule, got, "Write float16 instead.")
-    table, published = tensors(config), gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.blocks)
+    table, layout = tensors(config), _layout(config, family)
     kinds = {name: matrices if tensor.multiplied else others for name, tensor in table.items()}
+    for name, kind in kinds.items():
+        (block, _), row = gguf.GGML_QUANT_SIZES[kind], table[name].shape[-1]
+        rule, got = f"rows of matrices must be a multiple of {block} for {dtype}", {name: row}
+        require(row % block == 0, WRITE, rule, got, "Write float16 instead.")
     with replacing(path, WRITE) as file:
-        writer = gguf.GGUFWriter(file.name, "gpt2")
-        writer.add_block_count(config.blocks)
-        writer.add_context_length(config.positions)
-        writer.add_embedding_length(config.channels)
-        writer.add_feed_forward_length(4 * config.channels)
-        writer.add_head_count(config.heads)
-        writer.add_layer_norm_eps(EPSILON)
+        writer = gguf.GGUFWriter(file.name, family)
+        _add_settings(writer, config, family)
         writer.add_file_type(gguf.LlamaFileType[file_type])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_vocabulary(writer, vocabulary, config.vocabulary)
         for name, tensor in table.items():
-            entry = published.get_name(f"transformer.{name}", (".weight", ".bias"))
-            block, size = gguf.GGML_QUANT_SIZES[kinds[name]]
-            writer.add_tensor_info(entry, tensor.shape, FLOAT32, prod(tensor.shape) // block * size, kinds[name])
+            for part in layout(tensor):
+                block, size = gguf.GGML_QUANT_SIZES[kinds[name]]
+                writer.add_tensor_info(part.name, part.shape, FLOAT32, prod(part.shape) // block * size, kinds[name])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         writer.close()
         file.seek(0, os.SEEK_END)
         for name, tensor in table.items():
-            file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
-            for piece in pieces(held(tensor, model.parameters[name])):
-                file.write(gguf.quants.quantize(piece, kinds[name]).data)
+            values = held(tensor.shape, model.parameters[name])
+            for part in layout(tensor):
+                file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+                rows = values[part.rows]
+                for piece in pieces(paired(rows, part.turned) if part.interleaved else rows):
+                    file.write(gguf.quants.quantize(piece, kinds[name]).data)
         file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+
+
+def _add_settings(writer: Any, config: ModelConfig, family: str) -> None:
+    settings = explicit(config)
+    values = {key: settings[field] for key, field in ENTRIES[family].items()}
+    if family == LLAMA:
+        values |= {key: settings[field] for key, field in OPTIONAL.items()}
+        values |= dict.fromkeys(HEAD_SIZES, config.head_channels) | {"vocab_size": config.vocabulary}
+    for key, value in values.items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{family}.{key}", value)
 
 
 def _add_vocabulary(writer: Any, vocabulary: Vocabulary | LibraryEncoding, size: int) -> None:
@@ -111,3 +244,5 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary | LibraryEncoding, size:
     writer.add_bos_token_id(number)
     writer.add_eos_token_id(number)
     writer.add_add_bos_token(False)
+    if isinstance(vocabulary, LibraryEncoding) and vocabulary.chat_template:
+        writer.add_chat_template(vocabulary.chat_template)

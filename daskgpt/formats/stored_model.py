@@ -2,7 +2,7 @@
 programs wrote.
 
 Hugging Face's GPT-2 has the matrices of the blocks as (in, out) and a vocabulary without padding; llm.c has both as
-this package has them. Both formats may have 16-bit values. Values that are read are always float32, in the shape of
+this package has them. All formats may have 16-bit values. Values that are read are always float32, in the shape of
 the table.
 """
 
@@ -22,7 +22,6 @@ from numpy.typing import DTypeLike
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import ModelConfig
-from daskgpt.model.parameters import Tensor
 
 # The dtypes of values that can be read, by safetensors' names; bfloat16 is read as the uint16 of its bits.
 READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -37,13 +36,13 @@ MERGE = "An adapter only changes a model: merge it by peft's merge_and_unload(),
 _LOAD = "Load it with transformers (from_tf=True, from_flax=True), and give what save_pretrained writes."
 _PICKLE = f"Pickles are not opened. {CONVERT}"
 NOT_READ = {"adapter_config.json": MERGE, "adapter_model.*": MERGE, "*.h5": _LOAD, "*.msgpack": _LOAD, "*.index": _LOAD}
-NOT_READ |= dict.fromkeys(("*.gguf", "*.onnx"), "This format is not read: give the model that it was made from.")
+NOT_READ |= {"*.onnx": "This format is not read: give the model that it was made from."}
 IN_PLACE = NOT_READ | {"pytorch_model*.bin": _PICKLE} | {f"*{ending}": _PICKLE for ending in PICKLE_ENDINGS}
 IN_PLACE |= {"model-*-of-*.safetensors": "Its index, model.safetensors.index.json, is missing: copy it as well."}
 IN_PLACE |= {
     "*.safetensors": "Give the file if daskgpt wrote it; Hugging Face's is model.safetensors beside config.json."
 }
-IN_PLACE |= dict.fromkeys(("model_*.bin", "gpt2*.bin"), "Give the file itself.")
+IN_PLACE |= dict.fromkeys(("model_*.bin", "gpt2*.bin", "*.gguf"), "Give the file itself.")
 IN_MODELS = ("config.json", "config.toml", "snapshots")  # in folders of models, of runs, and of the hub's cache
 
 
@@ -98,34 +97,38 @@ class StoredModel:
 # Tensors in files
 
 
-def require_defaults(config: ModelConfig, names: Collection[str], where: str, file: str) -> None:
-    """Check that all settings that a format cannot hold are GPT-2's, since a reader would assume those.
+def require_defaults(
+    config: ModelConfig, names: Collection[str], where: str, file: str, choices: Mapping[str, Any] | None = None
+) -> None:
+    """Check that all settings that a format cannot hold are those that a reader would assume.
 
     names    names of the settings that the file holds
     file     name of the file, for error messages
+    choices  settings of all models in such files that are not GPT-2's
 
     Errors   ValueError
     """
+    shortest = config.shortest()
     for f in fields(config):
-        value = getattr(config, f.name)
-        rule, advice = f"{file} has no {f.name}, which must be {f.default}", "Write a .safetensors file instead."
-        require(f.name in names or value == f.default, where, rule, {f.name: value}, advice)
+        value, wanted = getattr(shortest, f.name), (choices or {}).get(f.name, f.default)
+        rule, advice = f"{file} has no {f.name}, which must be {wanted}", "Write a .safetensors file instead."
+        require(f.name in names or value == wanted, where, rule, {f.name: value}, advice)
 
 
-def held(tensor: Tensor, values: np.ndarray, dtype: str = "F32") -> np.ndarray:
+def held(shape: tuple[int, ...], values: np.ndarray, dtype: str = "F32") -> np.ndarray:
     """Return values of a file in the table's shape: rows of padding are added as 0, or left out.
 
-    tensor   the tensor of the table, whose shape has the number of rows to return
+    shape    shape of the result
     values   values in the table's layout, with any number of rows
     dtype    dtype of the values, one of READABLE
 
     Dtype    float32; 16-bit values are widened, which is exact
     Cost     none for float32 with all rows, of which a view is returned, maybe read-only; else memory of the tensor
     """
-    values = values[: tensor.shape[0]]
-    if dtype == "F32" and values.shape == tensor.shape:
+    values = values[: shape[0]]
+    if dtype == "F32" and values.shape == shape:
         return values
-    array = np.zeros(tensor.shape, np.float32)
+    array = np.zeros(shape, np.float32)
     if dtype == "BF16":
         bits = array.view(np.uint32)
         bits[: len(values)] = values

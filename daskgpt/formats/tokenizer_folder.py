@@ -1,7 +1,7 @@
 """Tokenizers in Hugging Face's folders: byte-level BPE with any pipeline, which the library `tokenizers` computes.
 
 A tokenizer is kept as one text, which is stored with a model: JSON with `end_of_text`, the token that ends a document,
-and `tokenizer`, the content of a tokenizer.json that has all added tokens.
+`tokenizer`, the content of a tokenizer.json that has all added tokens, and `chat_template`, if it has one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from daskgpt.formats.stored_model import read_json, short
 
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 SETTINGS, SPECIALS, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+TEMPLATE = "chat_template.jinja"
 # Files of tokenizers that are not byte-level BPE, or hold it in a form that only their own libraries read.
 FOREIGN = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "tekken.json")
 WHERE = "read_tokenizer"
@@ -34,14 +35,19 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 PIECE = 2**18  # characters that the library gets at once: each takes it some hundred bytes of memory
 AROUND = 512  # characters on both sides of a cut, which are encoded with and without it
+# Published vocabularies lack some bytes, which are then left out of texts, as transformers does: control characters
+# but white space, and bytes that begin no character of today's Unicode.
+_RARE = {*range(9), 11, 12, *range(14, 32), 127, 0xC0, 0xC1, *range(0xF1, 0x100)}
+_NEEDED = {character for character, byte in BYTES.items() if byte not in _RARE}
 _BETWEEN_WORDS = re.compile(r"(?<=\w)(?:\n(?=\w)|(?= \w))")
 
 
 class LibraryEncoding:
     """An encoding that the library computes, with the part of tiktoken's interface that daskgpt uses.
 
-    specials   special tokens with their ids, end-of-text first
-    tokens     the bytes of each id, none for an id without a token
+    specials       special tokens with their ids, end-of-text first
+    tokens         the bytes of each id, none for an id without a token
+    chat_template  the form of a conversation (Jinja), "" without one
     """
 
     def __init__(self, digest: str, content: str, origin: str) -> None:
@@ -52,9 +58,10 @@ class LibraryEncoding:
         Errors    ValueError if it is no such content
         """
         try:
-            end, pipeline = map(json.loads(content).get, ("end_of_text", "tokenizer"))
+            end, pipeline, template = map(json.loads(content).get, ("end_of_text", "tokenizer", "chat_template"))
         except ValueError:
-            end, pipeline = "", {}
+            end, pipeline, template = "", {}, None
+        self.chat_template: str = template or ""
         self.content, self.library = content, _library_of(pipeline, origin)
         ids: dict[str, int] = self.library.get_vocab()
         require(end in ids, WHERE, "end_of_text must name a token", {"path": origin, "end_of_text": end}, OTHERS)
@@ -103,24 +110,52 @@ class LibraryEncoding:
         yield text[start:]
 
 
-def pipeline_of(ids: Mapping[str, int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return the content of a tokenizer.json with GPT-2's pipeline and the given tokens."""
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+# Ways to split text before its bytes are merged, by llama.cpp's names.
+SPLITTINGS = {"gpt-2": [_LEVEL], "smollm": [{"type": "Digits", "individual_digits": True}, _LEVEL]}
+
+
+def pipeline_of(ids: Mapping[str, int], merges: Sequence[Sequence[str]], splitting: str = "gpt-2") -> dict[str, Any]:
+    """Return the content of a tokenizer.json with the given tokens, which splits text as GPT-2's or as `splitting`."""
     pipeline = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
     model = {"type": "BPE", "vocab": ids, "merges": merges}
-    return pipeline | {"added_tokens": [], "pre_tokenizer": level, "decoder": level, "model": model}
+    first, *others = SPLITTINGS[splitting]
+    split = {"type": "Sequence", "pretokenizers": [first, *others]} if others else first
+    return pipeline | {"added_tokens": [], "pre_tokenizer": split, "decoder": _LEVEL, "model": model}
 
 
 def splitting_of(pipeline: Mapping[str, Any]) -> str:
     """Return llama.cpp's name for the way in which a pipeline splits text; "" if it has none."""
     parts = pipeline["pre_tokenizer"].get("pretokenizers", [pipeline["pre_tokenizer"]])
-    kinds = [
-        (part["type"], part.get("individual_digits", part.get("use_regex")), part.get("add_prefix_space", False))
-        for part in parts
-    ]
-    level = ("ByteLevel", True, False)
-    names = {"gpt-2": [level], "smollm": [("Digits", True, False), level]}
-    return "" if pipeline["normalizer"] else next((name for name, form in names.items() if form == kinds), "")
+    same = [part | {"trim_offsets": True} if part["type"] == "ByteLevel" else part for part in parts]
+    return "" if pipeline["normalizer"] else next((name for name, form in SPLITTINGS.items() if form == same), "")
+
+
+def content_of(
+    form: tuple[Mapping[str, int], Sequence[Sequence[str]], str],
+    added: Sequence[AddedToken],
+    end: str,
+    template: str,
+    origin: Path,
+) -> str:
+    """Return a tokenizer as text.
+
+    form      tokens, merges and splitting, see `pipeline_of`
+    added     those of its tokens that are recognized in texts
+    end       the token that ends a text
+    template  its chat template; "" without one
+
+    Errors    ValueError if it is not byte-level BPE
+    """
+    library = _library_of(pipeline_of(*form), origin)
+    library.add_tokens(list(added))
+    _check(origin, library)
+    return _text_of(library, end, template)
+
+
+def _text_of(library: Tokenizer, end: str, template: str) -> str:
+    content = {"end_of_text": end, "tokenizer": json.loads(library.to_str())}
+    return json.dumps(content | ({"chat_template": template} if template else {}), ensure_ascii=False)
 
 
 # Folders
@@ -136,13 +171,17 @@ def read_folder(folder: Path) -> str:
             return ""
         library = _library_of(pipeline, folder)
         _check(folder, library)
-        end = _end_of_text(folder, library, _add_tokens(library, folder))
+        settings = _add_tokens(library, folder)
+        end = _end_of_text(folder, library, settings.get("eos_token"))
+        template = settings.get("chat_template")
+        if (folder / TEMPLATE).is_file():
+            template = (folder / TEMPLATE).read_text(encoding="utf-8")
     except (AttributeError, KeyError, TypeError, UnicodeError) as error:
         got, advice = f"path={folder} ({type(error).__name__})", "Copy them again."
         raise refusal(ValueError, WHERE, "the tokenizer's files must be whole", got, advice) from error
     library.no_truncation()
     library.no_padding()
-    return json.dumps({"end_of_text": end, "tokenizer": json.loads(library.to_str())}, ensure_ascii=False)
+    return _text_of(library, end, template if isinstance(template, str) else "")
 
 
 def _pipeline_in(folder: Path) -> dict[str, Any]:
@@ -163,7 +202,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _check(folder: Path, library: Tokenizer) -> None:
-    """Check that a tokenizer is byte-level BPE: every text has tokens, always the same ones, and each has its bytes.
+    """Check that a tokenizer is byte-level BPE: a text has always the same tokens, and each has its bytes.
 
     Errors   ValueError naming the part that differs
     """
@@ -173,7 +212,7 @@ def _check(folder: Path, library: Tokenizer) -> None:
     right["pre_tokenizer"] = BYTES.keys() >= set("".join(piece for piece, _ in pieces))
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         right[f"model.{name}"] = not getattr(model, name, None)
-    right["model.vocab with all bytes"] = library.get_vocab(with_added_tokens=False).keys() >= BYTES.keys()
+    right["model.vocab with all bytes"] = library.get_vocab(with_added_tokens=False).keys() >= _NEEDED
     for name, holds in right.items():
         got = {"path": folder, "kind": type(getattr(library, name.split(".")[0])).__name__}
         require(holds, WHERE, f"{name} must be that of byte-level BPE", got, OTHERS)
@@ -187,8 +226,8 @@ def _library_of(pipeline: Mapping[str, Any], origin: Path | str) -> Tokenizer:
         raise refusal(ValueError, WHERE, "the tokenizer's files must be whole", got, advice) from error
 
 
-def _add_tokens(library: Tokenizer, folder: Path) -> Any:
-    """Add the tokens that the files beside tokenizer.json name; return the setting `eos_token`.
+def _add_tokens(library: Tokenizer, folder: Path) -> dict[str, Any]:
+    """Add the tokens that the files beside tokenizer.json name; return the settings in tokenizer_config.json.
 
     Source   transformers, PreTrainedTokenizerBase._from_pretrained and PreTrainedTokenizerFast
     """
@@ -212,7 +251,7 @@ def _add_tokens(library: Tokenizer, folder: Path) -> Any:
     prefix, level = settings.get("add_prefix_space"), library.pre_tokenizer
     if isinstance(prefix, bool) and isinstance(level, pre_tokenizers.ByteLevel):
         level.add_prefix_space = prefix
-    return settings.get("eos_token")
+    return settings
 
 
 def _content(token: str | Mapping[str, Any]) -> str:

@@ -156,15 +156,22 @@ def encoding_in(folder: Path) -> str:
 
     Errors   ValueError naming the difference if it is not byte-level BPE, or if it is damaged
     """
-    if not (content := read_folder(folder)):
-        return ""
-    name = know_vocabulary(content, str(folder))
+    content = read_folder(folder)
+    return encoding_of_content(content, str(folder)) if content else ""
+
+
+def encoding_of_content(content: str, origin: str) -> str:
+    """Return the name of the encoding of a tokenizer in Hugging Face's form; GPT-2's own one is gpt2.
+
+    origin   where it comes from, for error messages
+    """
+    name = know_vocabulary(content, origin)
     encoding = KNOWN[name]
     if encoding.n_vocab == GPT2_IDS and isinstance(encoding, LibraryEncoding):
         plain = written_vocabulary({token: i for i, token in enumerate(encoding.tokens[:-1])})
         added, is_gpt2 = len(encoding.specials), hashlib.sha256(plain.encode()).hexdigest().startswith(GPT2)
         if is_gpt2 and added == 1 and splitting_of(json.loads(encoding.library.to_str())) == "gpt-2":
-            return know_vocabulary(plain, str(folder))
+            return know_vocabulary(plain, origin)
     return name
 
 
@@ -181,6 +188,8 @@ def tokenizer_files(vocabulary: Vocabulary | LibraryEncoding, positions: int) ->
     settings: dict[str, object] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
     settings |= {"model_max_length": positions, "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {TOKENIZER: library.to_str().encode()}
+    if isinstance(vocabulary, LibraryEncoding) and vocabulary.chat_template:
+        settings["chat_template"] = vocabulary.chat_template
     if isinstance(vocabulary, Vocabulary):
         settings |= {"add_prefix_space": False, "tokenizer_class": "GPT2Tokenizer"}
         model = json.loads(files[TOKENIZER])["model"]

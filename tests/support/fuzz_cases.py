@@ -17,12 +17,15 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from llama_files import llama_tensors, write_gguf_llama
 from llmc_samples import SMALL, in_shards, small_debug_state, small_parameters, write_debug_state, write_tokens
 
 import daskgpt
+from daskgpt.formats.gguf import write_gguf
 from daskgpt.formats.huggingface import write_huggingface, write_run_model
 from daskgpt.formats.llmc import read_debug_state, read_tokens, write_model
 from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.vocabulary import known_vocabulary
 from daskgpt.training.checkpoint import Checkpoint, write_checkpoint
 
 STEP = "step-00000003"
@@ -89,6 +92,12 @@ def _write_foreign(folder: Path) -> None:
     save_file(load_file(path), path, {"format": "pt"})
 
 
+def _write_gguf_gpt2(folder: Path) -> None:
+    config = daskgpt.preset("tiny", blocks=1, heads=2, channels=8, vocabulary=257, positions=6)
+    model = StoredModel(config, daskgpt.initial_parameters(config, 0), "bytes")
+    write_gguf(folder / "m.gguf", model, known_vocabulary("bytes"))
+
+
 FORMATS: dict[str, Format] = {
     "daskgpt": Format(
         lambda folder: daskgpt.save(folder / "m.safetensors", SMALL, _parameters(), encoding="bytes"),
@@ -105,6 +114,10 @@ FORMATS: dict[str, Format] = {
         lambda folder: _write_folder(folder, 800),
         ("hf/config.json", "hf/model.safetensors.index.json", "hf/model-00002-of-00003.safetensors"),
         _model("hf"),
+    ),
+    "GGUF, GPT-2": Format(_write_gguf_gpt2, ("m.gguf",), _model("m.gguf")),
+    "GGUF, Llama": Format(
+        lambda folder: write_gguf_llama(folder / "m.gguf", llama_tensors()) and None, ("m.gguf",), _model("m.gguf")
     ),
     "checkpoint": Format(
         _write_checkpoint,
@@ -202,9 +215,12 @@ class Example:
         assert differing <= allowed, f"{differing} numbers differ, {touched} bytes do"
 
     def _check_config(self, file: str, config: Any) -> None:
-        # How many heads there are says one number of the file alone; so does llm.c's vocabulary, within its padding.
+        # How many heads there are says one number of the file alone; so does llm.c's vocabulary, within its padding,
+        # and what a Llama computes with beside its tensors.
         expected = self.expected["config"]
         free = {"hf/config.json": {"heads"}, "m.bin": {"heads", "vocabulary"}}.get(file, set())
+        if file == "m.gguf":
+            free = {"heads"} if expected.position == "learned" else {"positions", "norm_eps", "rope_theta"}
         wrong = {name for name, value in vars(expected).items() if getattr(config, name) != value} - free
         assert not wrong, wrong
 
