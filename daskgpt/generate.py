@@ -8,6 +8,9 @@ rate at which weights, keys and values were read.
 An empty line lets it continue. Ctrl-C ends its reply, Ctrl-D the chat. A model that was not trained on questions and
 answers does not answer, but continues the text; with --until "\\n" it writes one line.
 
+A model with a chat template in its tokenizer's files answers: --prompt is what the user says, and so is each line of
+-i, where the model reads the conversation so far. --template "{}" makes it continue texts.
+
 If a run was trained on pairs whose prompts have a common form, such as "Question: ...\\nAnswer:", each typed line
 becomes a prompt of that form, and begins a new text, as in training. --template gives a form to any model, and to
 --prompt: "Question: {}\\nAnswer:".
@@ -20,8 +23,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command, text
 from daskgpt.config.settings import documented, setting
+from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Message, template_of
 from daskgpt.data.prompt_form import PromptForm
 from daskgpt.data.tokenizer import Encoding, encode, get_encoding
 from daskgpt.generation.decoder import Weights
@@ -43,10 +48,11 @@ class GenerateConfig(DecodingConfig, Choice):
     until: str = setting("", "end a text at these words; \\n is a line break", blank=True)
     template: str = setting(
         "",
-        "form of prompts, in which {} is the place of --prompt or of a line of -i; \\n is a line break; empty = for -i "
-        "that of the pairs that the run was trained on, else none",
+        "form of prompts, in which {} is the place of --prompt or of a line of -i; \\n is a line break; empty = the "
+        "model's chat template, or for -i that of the pairs that the run was trained on, else none",
         blank=True,
     )
+    system: str = setting("", "what a model with a chat template is told before a conversation", blank=True)
     end: str = setting("stop", "whether end-of-text ends a text", choices=("stop", "ignore"))
 
 
@@ -58,6 +64,7 @@ class Writer:
     weights: Weights
     encoding: Encoding
     context: int
+    template: ChatTemplate | None = None
 
     def ids(self, text: str) -> list[int]:
         """Return a text as tokens. Errors   ValueError if it is empty, or a token is not in the model's vocabulary"""
@@ -65,6 +72,12 @@ class Writer:
 
     def texts(self, prompts: list[list[int]], longest: int = 0) -> Texts:
         return Texts(self.weights, prompts, self.context, longest, self.options.threads)
+
+    def asking(self, messages: list[Message]) -> str:
+        """Return a conversation as text, up to where the model's answer begins."""
+        assert self.template is not None
+        told = [{"role": "system", "content": self.options.system}] if self.options.system else []
+        return self.template.text([*told, *messages], reply=True)
 
     def write(self, texts: Texts) -> Iterator[list[int | None]]:
         return texts.write(self.options.tokens, self.options, self.options.seed, self.end)
@@ -93,10 +106,17 @@ def main(arguments: list[str]) -> int:
     model, state = open_with_state(values.model)
     encoding_name, context = encoding_and_length(model, options.encoding)
     weights = Weights(model.config, model.loaded().parameters, options.precision)
-    writer = Writer(options, weights, get_encoding(encoding_name), context)
+    encoding = get_encoding(encoding_name)
+    template = None if options.template else template_of(encoding)
+    rule, got = "a model without a chat template is told nothing before a text", {"system": options.system}
+    require(template is not None or not options.system, "generate", rule, got, "Put it into --prompt.")
+    writer = Writer(options, weights, encoding, context, template)
     form = PromptForm.of_template(unescaped(options.template)) if options.template else PromptForm()
-    given = [form.around(prompt) for prompt in values.prompt or ([""] if any(form) else ["\n"])]
-    prompts = [(prompt, writer.ids(prompt)) for prompt in given for _ in range(options.samples)]
+    if template:
+        given = [(f"{text}\n", writer.asking([{"role": USER, "content": text}])) for text in values.prompt or [""]]
+    else:
+        given = [(form.around(text),) * 2 for text in values.prompt or ([""] if any(form) else ["\n"])]
+    prompts = [(shown, writer.ids(text)) for shown, text in given for _ in range(options.samples)]
     if not options.template:
         form = PromptForm.of_state(state.get("data", {}).get("form"))
     compile_kernels(uses=model.config.uses | {"decoding"})
@@ -128,9 +148,10 @@ def write_all(writer: Writer, prompts: list[tuple[str, list[int]]]) -> Texts:
 def chat(writer: Writer, form: PromptForm) -> Texts | None:
     """Let the user and the model write in turns; return the last text, None if nothing was typed.
 
-    form   form of a prompt; without one, all lines and replies are one text
+    form   form of a prompt; without one, or a chat template, all lines and replies are one text
     """
-    if any(form):
+    messages: list[Message] = []
+    if any(form) and not writer.template:
         print(f"each line is a prompt of its own: {'...'.join(form)!r} (--template changes it)", file=sys.stderr)
     with suppress(ImportError):
         import readline  # noqa: F401  # for editing and recalling lines
@@ -141,18 +162,33 @@ def chat(writer: Writer, form: PromptForm) -> Texts | None:
         except EOFError:
             print()
             return texts
-        if any(form) and (line or texts is None):
-            new = writer.texts([writer.ids(form.around(line))])
-            if texts:
-                new.rate, new.random = texts.rate, texts.random
-            texts = new
+        if writer.template:
+            messages.append({"role": USER, "content": line})
+            texts = continued(writer, texts, writer.ids(writer.asking(messages)))
+        elif any(form) and (line or texts is None):
+            texts = continued(writer, texts, writer.ids(form.around(line)))
         elif texts is None:
             texts = writer.texts([writer.ids(line + "\n")])
         elif line:
             texts.tokens[0] += writer.ids(line + "\n")
+        length = len(texts.tokens[0])
         with suppress(KeyboardInterrupt):  # ends the reply, not the chat
             writer.print(tokens[0] for tokens in writer.write(texts))
         print(flush=True)
+        if writer.template:
+            reply = [token for token in texts.tokens[0][length:] if token != writer.encoding.eot_token]
+            messages.append({"role": ASSISTANT, "content": writer.encoding.decode(reply)})
+
+
+def continued(writer: Writer, texts: Texts | None, ids: list[int]) -> Texts:
+    """Return a text of these tokens; the same one, with its cache, if they continue its own."""
+    if texts and ids[: len(texts.tokens[0])] == texts.tokens[0]:
+        texts.tokens[0][:] = ids
+        return texts
+    new = writer.texts([ids])
+    if texts:
+        new.rate, new.random = texts.rate, texts.random
+    return new
 
 
 def describe_rate(rate: Rate, threads: int, precision: str) -> str:

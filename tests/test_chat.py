@@ -1,8 +1,16 @@
 """Tests of chat templates: conversations as text, what the assistant wrote in it, and templates that do not fit."""
 
-import pytest
+import io
 
+import pytest
+from llama_files import llama_tensors, write_gguf_llama
+
+import daskgpt
+from daskgpt import generate
 from daskgpt.data.chat import ChatTemplate, Part
+from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.formats.models import open_model_file
+from daskgpt.generation.sanitize import sanitized
 
 CHATML = """{% for message in messages %}
 {% if loop.first and message['role'] != 'system' %}
@@ -61,3 +69,33 @@ def test_what_templates_may_use():
 def test_templates_that_do_not_fit_are_refused(source, keyword):
     with pytest.raises(ValueError, match=keyword):
         ChatTemplate(source, NAMES).parts(TALK)
+
+
+def test_models_with_a_chat_template_answer(tmp_path, monkeypatch, capsys):
+    """A prompt is what a user says; a chat is one conversation, with what was said before, and the model told."""
+    pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
+    path = tmp_path / "model.gguf"
+    write_gguf_llama(path, llama_tensors())
+    encoding, (config, parameters) = get_encoding(open_model_file(path).encoding), daskgpt.load(path)
+
+    def answer(text):
+        """What the model says after a text, up to the end of its message: as text, and as it is shown."""
+        ids = encode(encoding, text, "test")
+        tokens = daskgpt.sample(config, parameters, ids, 5, temperature=0, end=encoding.eot_token)
+        reply = [token for token in tokens if token != encoding.eot_token]
+        return encoding.decode(reply), "".join(sanitized(map(encoding.decode_single_token_bytes, reply)))
+
+    def said(typed, *flags):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        assert generate.main([str(path), "--tokens", "5", "--temperature", "0", *flags]) == 0
+        return capsys.readouterr().out
+
+    first, shown = answer("a 12<|end|>")
+    assert said("", "--prompt", "a 12") == f"a 12\n{shown}\n"
+    _, then_shown = answer(f"a 12<|end|>{first}<|end|>b<|end|>")
+    assert said("a 12\nb\n", "-i") == f"{shown}\n{then_shown}\n\n"
+    _, shown = answer("Hush<|end|>a 12<|end|>")
+    assert said("a 12\n", "-i", "--system", "Hush") == f"{shown}\n\n"
+    assert said("", "--prompt", "a 12", "--template", "{}").startswith("a 12")
+    with pytest.raises(ValueError, match="without a chat template"):
+        said("", "--template", "{}", "--system", "Hush")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -92,6 +92,13 @@ class ChatTemplate:
             parts += [Part(before[len(done) :], False), Part(after[len(before) :], True)]
             done = after
         return parts
+
+
+def template_of(encoding: Any) -> ChatTemplate | None:
+    """Return the chat template that an encoding's files have; None if there is none."""
+    source = getattr(encoding, "chat_template", "")
+    end = next(iter(encoding.specials)) if source else ""
+    return ChatTemplate(source, {"eos_token": end}) if source else None
 
 
 def _refuse(message: str) -> None:
