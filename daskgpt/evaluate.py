@@ -124,10 +124,9 @@ def loss_of_pairs(
     """Return loss, perplexity and bits per byte of responses and the end-of-text after each."""
     count = min(options.limit or examples.count, examples.count)
     rows = [examples.row(number) for number in range(count)]
-    check_tokens(np.concatenate(rows), weights.config.vocabulary)
-    prompts = examples.prompts[:count].tolist()
-    counted = np.concatenate([row[prompt:] for row, prompt in zip(rows, prompts)])
-    losses = response_losses(weights, rows, prompts, length, options.threads)
+    check_tokens(np.concatenate([tokens for tokens, _ in rows]), weights.config.vocabulary)
+    counted = np.concatenate([tokens[counts] for tokens, counts in rows])
+    losses = response_losses(weights, rows, length, options.threads)
     return {"pairs": count} | _summed(weights, losses, encoding, counted) | {"sequence_length": length}
 
 

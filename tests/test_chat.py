@@ -1,13 +1,16 @@
 """Tests of chat templates: conversations as text, what the assistant wrote in it, and templates that do not fit."""
 
 import io
+import json
 
+import numpy as np
 import pytest
 from llama_files import llama_tensors, write_gguf_llama
 
 import daskgpt
 from daskgpt import generate
 from daskgpt.data.chat import ChatTemplate, Part
+from daskgpt.data.dataset import load_dataset
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats.models import open_model_file
 from daskgpt.generation.sanitize import sanitized
@@ -99,3 +102,21 @@ def test_models_with_a_chat_template_answer(tmp_path, monkeypatch, capsys):
     assert said("", "--prompt", "a 12", "--template", "{}").startswith("a 12")
     with pytest.raises(ValueError, match="without a chat template"):
         said("", "--template", "{}", "--system", "Hush")
+
+
+def test_pairs_are_learned_in_the_form_of_the_template(tmp_path):
+    pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
+    write_gguf_llama(tmp_path / "model.gguf", llama_tensors())
+    name = open_model_file(tmp_path / "model.gguf").encoding
+    encoding, pairs = get_encoding(name), [{"prompt": f"a{n}", "response": f"the {n}"} for n in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    examples = load_dataset(str(tmp_path / "pairs.jsonl"), name, sequence_length=12).training
+    assert examples.count == 27
+    tokens, counted = examples.row(3)
+    assert encoding.decode(tokens) == "a3<|end|>the 3<|end|>"
+    assert encoding.decode(tokens[counted]) == "the 3<|end|>"
+    assert examples.prompt(3) == encode(encoding, "a3<|end|>", "test").tolist()
+    rows, targets, weights = examples.batch(np.array([3, 4]), 12)
+    assert encoding.decode(targets[0][weights[0] > 0]) == "the 3<|end|>"
+    assert weights.mean() == pytest.approx(1)
+    assert (rows[0, len(tokens) :] == encoding.eot_token).all()

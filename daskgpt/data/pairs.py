@@ -1,8 +1,9 @@
 """Pairs of a prompt and its response, and the examples that they become.
 
-An example is the tokens of prompt, response and end-of-text. A sequence holds one example, from its first token on, and
-is filled up with end-of-text; only the tokens after the prompt count as targets. So a response is learned in the very
-context in which the model will write it, and attention never reads another example.
+An example is the tokens of prompt, response and end-of-text, or of a conversation in the form of the model's chat
+template. A sequence holds one example, from its first token on, and is filled up with end-of-text; only what the model
+is to write counts as targets. So a response is learned in the very context in which the model will write it, and
+attention never reads another example.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import digest_of
+from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
 from daskgpt.data.file_kinds import pair_fields
 from daskgpt.data.reading import records
 from daskgpt.data.source import Source
@@ -68,16 +70,16 @@ class Examples:
     """Prompts with responses as tokens, one example after the other.
 
     lengths  of the examples
-    prompts  lengths of their prompts
+    counted  whether a token is one that the model is to write
     filler   the id after the end of an example
 
-    Shapes   tokens (N,), lengths and prompts (n,)
-    Dtype    tokens uint16 or uint32, lengths and prompts int64
+    Shapes   tokens and counted (N,), lengths (n,)
+    Dtype    tokens uint16 or uint32, lengths int64, counted bool
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
-    prompts: np.ndarray
+    counted: np.ndarray
     filler: int
     starts: np.ndarray = field(init=False)
 
@@ -96,13 +98,14 @@ class Examples:
 
     def prompt(self, number: int) -> list[int]:
         """Return the tokens of a prompt."""
-        tokens: list[int] = self.row(number)[: self.prompts[number]].tolist()
-        return tokens
+        tokens, counted = self.row(number)
+        prompt: list[int] = tokens[: counted.argmax()].tolist()
+        return prompt
 
-    def row(self, number: int) -> np.ndarray:
-        """Return the tokens of an example."""
-        start = self.starts[number]
-        return self.tokens[start : start + self.lengths[number]]
+    def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of an example, and which of them count."""
+        place = slice(self.starts[number], self.starts[number] + self.lengths[number])
+        return self.tokens[place], self.counted[place]
 
     def batch(self, numbers: np.ndarray, sequence_length: int) -> Weighted:
         """Return some examples as sequences. The weights' mean is 1, and they are equal where targets count, else 0.
@@ -114,9 +117,9 @@ class Examples:
         """
         places = np.arange(sequence_length + 1)
         inside = places < self.lengths[numbers, None]
-        rows = self.tokens[np.minimum(self.starts[numbers, None] + places, self.size - 1)]
-        rows = np.where(inside, rows, self.filler).astype(np.int32)
-        counted = (inside & (places >= self.prompts[numbers, None]) & (numbers >= 0)[:, None])[:, 1:]
+        indices = np.minimum(self.starts[numbers, None] + places, self.size - 1)
+        rows = np.where(inside, self.tokens[indices], self.filler).astype(np.int32)
+        counted = (inside & self.counted[indices] & (numbers >= 0)[:, None])[:, 1:]
         weights = counted * (counted.size / counted.sum())
         return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]), weights
 
@@ -139,31 +142,34 @@ def read_examples(
 
     fraction   held out; with 0, all examples are in the first part, and the second one is empty
 
-    Prompt and response are encoded apart, as in generation, where only the prompt is known. An example that is longer
-    than a sequence and the token after it is cut there; one whose response would be lost is left out.
+    An example that is longer than a sequence and the token after it is cut there; one whose response would be lost is
+    left out.
 
     Errors   as of read_pairs; ValueError if a part would have no example
     """
     pairs, wrong = read_pairs(source)
-    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    prompts: tuple[list[int], list[int]] = ([], [])
+    parts: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = ([], [])
     most, cut, lost = sequence_length + 1, 0, 0
+    template = template_of(codec)
     for run in runs(len(pairs), 1, fraction, held_out):
-        for texts in pairs[run.start : run.stop]:
-            prompt, response = (encode(codec, text, source.name) for text in texts)
-            whole = np.concatenate([prompt, response, np.array([codec.eot_token], prompt.dtype)])
-            if prompt.size >= most:
+        for pair in pairs[run.start : run.stop]:
+            tokens, counted = _example(pair, codec, template, source.name)
+            if not counted[:most].any():
                 lost += 1
                 continue
-            cut += whole.size > most
-            parts[run.held_out].append(whole[:most])
-            prompts[run.held_out].append(prompt.size)
+            cut += tokens.size > most
+            parts[run.held_out].append((tokens[:most], counted[:most]))
     rule, got = "each part must have an example that fits", {"data": source.name, "pairs": len(pairs), "too long": lost}
     advice = "Give more pairs, a larger --sequence-length, or another --validation-fraction."
     require(all(parts[: 1 + (fraction > 0)]), WHERE, rule, got, advice)
     examples = [
-        Examples(np.concatenate(rows), np.array([row.size for row in rows]), np.array(sizes), codec.eot_token)
-        for rows, sizes in zip(parts, prompts)
+        Examples(
+            np.concatenate([tokens for tokens, _ in rows]),
+            np.array([tokens.size for tokens, _ in rows]),
+            np.concatenate([counted for _, counted in rows]),
+            codec.eot_token,
+        )
+        for rows in parts
         if rows
     ]
     facts = [source.described, f"{len(parts[0]):,} pairs" + (f" and {len(parts[1]):,} held out" if parts[1] else "")]
@@ -171,3 +177,21 @@ def read_examples(
     facts += [f"{lost:,} left out: their prompts alone are longer"] if lost else []
     facts += [f"{len(wrong):,} left out: empty or half a character ({wrong[0]})"] if wrong else []
     return examples, f"{source.name} ({'; '.join(facts)})", digest_of(pairs)
+
+
+def _example(pair: Pair, codec: Encoding, template: ChatTemplate | None, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of an example, and which of them the model is to write: up to an end-of-text.
+
+    Each part is encoded apart, as in generation, where only what comes before it is known.
+    """
+    parts = [Part(pair[0], False), Part(pair[1], True)]
+    if template:
+        parts = template.parts([{"role": USER, "content": pair[0]}, {"role": ASSISTANT, "content": pair[1]}])
+    encoded = [encode(codec, part.text, name) for part in parts]
+    if not template:
+        encoded[-1] = np.append(encoded[-1], np.array(codec.eot_token, encoded[-1].dtype))
+    counted = [np.full(tokens.size, part.written) for tokens, part in zip(encoded, parts)]
+    for tokens, numbers in zip(encoded, counted):
+        (ends,) = np.nonzero(tokens == codec.eot_token)
+        numbers[ends[-1] + 1 if ends.size else tokens.size :] = False
+    return np.concatenate(encoded), np.concatenate(counted)

@@ -51,20 +51,18 @@ def sequence_losses(weights: Weights, tokens: np.ndarray, length: int, threads: 
 
 
 def response_losses(
-    weights: Weights, rows: Sequence[np.ndarray], prompts: Sequence[int], length: int, threads: int = 0
+    weights: Weights, rows: Sequence[tuple[np.ndarray, np.ndarray]], length: int, threads: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yield an array per example with the loss, in nats, of each token after the prompt.
+    """Yield an array per example with the loss, in nats, of each token that counts.
 
-    rows     tokens of prompt and response, at most `length` and one more
-    prompts  lengths of the prompts
+    rows     tokens, at most `length` and one more, and whether each counts; the first one does not
 
-    Shapes   each row (n,), n above its prompt's length -> (n - prompt,) float64
+    Shapes   both of a row (n,) -> (number that count,) float64
     """
     decoder = decoder_of(weights, 1, length, threads)
-    for row, prompt in zip(rows, prompts):
-        tokens = row.tolist()
-        read = [(0, position, token) for position, token in enumerate(tokens[:-1])]
-        yield losses_of(decoder, read, [-1] * (prompt - 1) + tokens[prompt:])
+    for tokens, counted in rows:
+        read = [(0, position, token) for position, token in enumerate(tokens[:-1].tolist())]
+        yield losses_of(decoder, read, np.where(counted, tokens.astype(np.int64), -1)[1:].tolist())
 
 
 def answers(
