@@ -39,7 +39,7 @@ torch-ddp     turns of three: a cluster of workers of one thread each (--schedul
               --apart one of them is in memory at a time: each is started for each of its turns, takes --warmup steps,
               and then those that count.
 llm.c PATH    a compiled train_gpt2 of llm.c between two halves of ours; its batch is 4 x 64 tokens
-transformers  Hugging Face's GPT-2 beside `generation.py`: the same weights in float32, its cache on
+transformers  Hugging Face's program beside `generation.py`: the same weights in float32, its cache on
 """
 NEEDS = {"torch": ["torch"], "torch-ddp": ["torch"], "transformers": ["transformers", "torch"], "llm.c": []}
 WORKERS = 2  # of a local cluster, unless --threads says otherwise

@@ -119,17 +119,16 @@ class TorchSide(OtherProcesses):
 
 
 class TransformersSide(OtherProcesses):
-    """Hugging Face's GPT-2: each turn writes tokens after the same prompt, the likeliest ones, its cache on."""
+    """Hugging Face's program: each turn writes tokens after the same prompt, the likeliest ones, its cache on."""
 
     def __init__(self, config: ModelConfig, seed: int, threads: int, prompt: list[int]) -> None:
         super().__init__()
-        require_gpt2(config)
         self.start, self.prompt = (config, seed, threads), prompt
         self.written: list[int] = []
 
     def __enter__(self) -> TransformersSide:
         with ExitStack() as running:
-            self.processes = [running.enter_context(Process("transformers_gpt2"))]
+            self.processes = [running.enter_context(Process("transformers_model"))]
             self.name = self.processes[0].call("start", *self.start)
             self._running = running.pop_all()
         return self

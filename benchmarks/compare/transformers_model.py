@@ -1,7 +1,9 @@
-"""GPT-2 in Hugging Face's transformers, in a process of its own that writes text on request."""
+"""A model in Hugging Face's transformers, in a process of its own that writes text on request."""
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -10,32 +12,19 @@ import transformers
 
 from compare.pipes import serve
 from daskgpt.config.model import ModelConfig
-from daskgpt.model.parameters import initial_parameters, tensors
+from daskgpt.formats.huggingface import write_huggingface
+from daskgpt.formats.stored_model import StoredModel
+from daskgpt.model.parameters import initial_parameters
 
 
 def model_of(config: ModelConfig, seed: int) -> Any:
-    """Return their model with our initial values."""
-    settings = transformers.GPT2Config(
-        n_layer=config.blocks,
-        n_head=config.heads,
-        n_embd=config.channels,
-        n_positions=config.positions,
-        vocab_size=config.vocabulary,
-        bos_token_id=0,
-        eos_token_id=None,
-    )
-    model: Any = transformers.GPT2LMHeadModel(settings)
+    """Return their model with our initial values, read from a folder of theirs."""
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="daskgpt-") as folder:
+        write_huggingface(Path(folder) / "model", StoredModel(config, initial_parameters(config, seed)), {})
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype=torch.float32)
     model.eval()
-    values = initial_parameters(config, seed)
-    state = {}
-    for name, tensor in tensors(config).items():
-        value = values[name][: config.vocabulary] if name == "wte.weight" else values[name]
-        state[f"transformer.{name}"] = torch.from_numpy(value.T.copy() if tensor.row.is_conv1d else value.copy())
-    missing, unexpected = model.load_state_dict(
-        state | {"lm_head.weight": state["transformer.wte.weight"]}, strict=False
-    )
-    assert not unexpected, unexpected
-    assert all(name.endswith((".attn.bias", ".attn.masked_bias")) for name in missing), missing
+    model.generation_config.eos_token_id = None
     return model
 
 
