@@ -30,6 +30,7 @@ CHOICES = {
     "grouped": {"kv_heads": 2},
     "untied": {"head": "untied", "rope_theta": 500.0},
     "biases": {"bias": "all", "kv_heads": 1, "head_size": 32},
+    "qwen2": {"bias": "qkv", "kv_heads": 2, "rope_theta": 1e6},
 }
 TOKENS = np.random.default_rng(5).integers(0, 300, 40).tolist()
 
@@ -40,10 +41,14 @@ def theirs_of(config):
     sizes = {"num_hidden_layers": config.blocks, "num_attention_heads": config.heads, "hidden_size": config.channels}
     sizes |= {"num_key_value_heads": config.key_heads, "head_dim": config.head_channels, "vocab_size": 300}
     sizes |= {"intermediate_size": config.hidden, "max_position_embeddings": 64, "rms_norm_eps": config.norm_eps}
-    bias, rope = config.bias == "all", {"rope_type": "default", "rope_theta": config.rope_theta}
-    sizes |= {"attention_bias": bias, "mlp_bias": bias, "tie_word_embeddings": config.head == "tied"}
-    made = transformers.LlamaConfig(**sizes, rope_theta=config.rope_theta, rope_parameters=rope)
-    model = transformers.LlamaForCausalLM(made).eval()
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    sizes |= {"tie_word_embeddings": config.head == "tied", "rope_theta": config.rope_theta, "rope_parameters": rope}
+    if config.bias == "qkv":
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)).eval()
+    else:
+        bias = config.bias == "all"
+        made = transformers.LlamaConfig(**sizes, attention_bias=bias, mlp_bias=bias)
+        model = transformers.LlamaForCausalLM(made).eval()
     with torch.no_grad():
         for name, values in model.named_parameters():
             values.add_(torch.randn_like(values) * (0.3 if "embed" in name or values.ndim == 1 else 0.1))
