@@ -26,6 +26,7 @@ from daskgpt.kernels import (
     heads,
     layernorm,
     linear,
+    relu2,
     rmsnorm,
     swiglu,
 )
@@ -132,6 +133,14 @@ GELU = Layer(
     forward=Row(gelu.forward, "btC -> btC", "x"),
     outputs="y",
     backward={"x": Row(gelu.backward, "btC, btC -> btC", "dy x")},
+    cheap=True,
+)
+
+RELU2 = Layer(
+    name="relu2",
+    forward=Row(relu2.forward, "btC -> btC", "x"),
+    outputs="y",
+    backward={"x": Row(relu2.backward, "btC, btC -> btC", "dy x")},
     cheap=True,
 )
 
@@ -250,7 +259,7 @@ CHOICES: Mapping[str, Mapping[str, Layer]] = {
     "norm": {"layernorm": LAYERNORM, "rmsnorm": RMSNORM},
     "position": {"learned": EMBEDDING, "rotary": HEADS},
     "attention": {"causal": ATTENTION},
-    "activation": {"gelu": GELU, "swiglu": SWIGLU},
+    "activation": {"gelu": GELU, "swiglu": SWIGLU, "relu2": RELU2},
 }
 
 

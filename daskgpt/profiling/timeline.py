@@ -42,6 +42,7 @@ COLORS = {
     "momentum": "#7f8c99",
     "rmsnorm": "#3ca951",
     "swiglu": "#efb118",
+    "relu2": "#efb118",
     "heads": "#f2b6a0",
     "dropout": "#c8b0ec",
     "unembedding": "#4269d0",
