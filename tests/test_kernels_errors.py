@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from product_cases import using
 
-from daskgpt.kernels import add, attention, crossentropy, embedding, gelu, layernorm, linear, rmsnorm
+from daskgpt.kernels import add, attention, crossentropy, embedding, gelu, layernorm, linear, relu2, rmsnorm
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm as bfloat16
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
@@ -56,6 +56,7 @@ def read_only(array):
 FITTING = {
     "add": (add.forward, X, X),
     "gelu": (gelu.backward, X, X),
+    "relu2": (relu2.backward, X, X),
     "linear": (linear.forward, X, TABLE, np.ones(9)),
     "linear without bias": (linear.forward, X, TABLE),
     "linear x": (linear.backward_x, LOGITS, TABLE),

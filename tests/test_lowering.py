@@ -55,7 +55,7 @@ def test_updates_that_are_clipped_or_skipped_are_native(name):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"norm": "rmsnorm"},
+        {"norm": "rmsnorm", "activation": "relu2"},
         {"position": "rotary", "channels": 24, "activation": "swiglu", "bias": "none", "head": "untied"},
     ],
 )

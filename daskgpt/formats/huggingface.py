@@ -1,4 +1,4 @@
-"""Models as safetensors: Hugging Face's folders of GPT-2 and Llama, and this program's own files.
+"""Models as safetensors: Hugging Face's folders of GPT-2, Llama and Qwen2, and this program's own files.
 
 Hugging Face's folders have config.json, and optional files of a tokenizer. This program's own file has its
 configuration as metadata.
@@ -52,7 +52,7 @@ READ, WRITE = "read_huggingface", "write_huggingface"
 
 @dataclass(frozen=True)
 class Fields:
-    """Fields of config.json for a family of models.
+    """Fields of config.json for a type of models.
 
     model    class of transformers
     sizes    whole numbers, and their names in ModelConfig
@@ -84,22 +84,21 @@ _LLAMA_SIZES = {"num_hidden_layers": "blocks", "num_attention_heads": "heads", "
 _LLAMA_SIZES |= {"vocab_size": "vocabulary", "max_position_embeddings": "positions", "intermediate_size": "hidden"}
 _LLAMA_NUMBERS = {"num_key_value_heads": "kv_heads", "head_dim": "head_size"}
 _LLAMA_NUMBERS |= {"rope_theta": "rope_theta", "rms_norm_eps": "norm_eps"}
-_LLAMA_MEANT: dict[str, tuple[object, ...]] = {
+_ROTARY_MEANT: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
-    "attention_bias": (False, True),
-    "mlp_bias": (False, True),
     "tie_word_embeddings": (False, True),
     "rope_type": ("default",),
     "type": ("default",),  # the same in older files
     "partial_rotary_factor": (1.0, 1),
-    "rope_interleaved": (False,),
-    "sliding_window": (None,),
-    "num_local_experts": (None,),
     "quantization_config": (None,),
 }
+_LLAMA_MEANT = _ROTARY_MEANT | {"attention_bias": (False, True), "mlp_bias": (False, True)}
+_LLAMA_MEANT |= {"rope_interleaved": (False,), "sliding_window": (None,), "num_local_experts": (None,)}
+QWEN2 = "qwen2"  # a Llama with biases of queries, keys and values
 FIELDS = {
     GPT2: Fields("GPT2LMHeadModel", _GPT2_SIZES, {"n_inner": "hidden"}, _GPT2_MEANT),
     LLAMA: Fields("LlamaForCausalLM", _LLAMA_SIZES, _LLAMA_NUMBERS, _LLAMA_MEANT),
+    QWEN2: Fields("Qwen2ForCausalLM", _LLAMA_SIZES, _LLAMA_NUMBERS, _ROTARY_MEANT | {"use_sliding_window": (False,)}),
 }
 LLAMA_EPSILON = 1e-6  # of a file without the field
 # Tensors that follow from the configuration, which older files hold for each block: triangles of ones, frequencies.
@@ -129,8 +128,8 @@ def is_huggingface(path: Path) -> bool:
 
 
 def open_huggingface(path: FilePath) -> StoredModel:
-    """Open a GPT-2 or a Llama of Hugging Face. No tensor is read except a tied output layer, which must equal the
-    embedding.
+    """Open a GPT-2, a Llama or a Qwen2 of Hugging Face. No tensor is read except a tied output layer, which must equal
+    the embedding.
 
     path     the folder, or a file in it
 
@@ -138,7 +137,7 @@ def open_huggingface(path: FilePath) -> StoredModel:
     Errors   FileNotFoundError if the folder has no config.json or no model.safetensors and no index of one; ValueError
              for a configuration that this program cannot express, with the field, and for tensors that are missing,
              unknown, duplicated, or of another shape or dtype
-    Source   transformers, GPT2Config and GPT2LMHeadModel, LlamaConfig and LlamaForCausalLM
+    Source   transformers, GPT2Config and GPT2LMHeadModel, and those of Llama and Qwen2
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
@@ -199,9 +198,9 @@ def _config_of(path: Path) -> tuple[str, ModelConfig]:
         value = short(_json(settings[name])) if name in settings else "missing"
         require(right, READ, f"{name} must be {rule}", {"path": path, name: value}, advice)
 
-    family = str(settings.get("model_type"))
-    check("model_type", family in FIELDS, " or ".join(FIELDS), "Other models are not supported.")
-    kind = FIELDS[family]
+    model_type = str(settings.get("model_type"))
+    check("model_type", model_type in FIELDS, " or ".join(FIELDS), "Other models are not supported.")
+    family, kind = GPT2 if model_type == GPT2 else LLAMA, FIELDS[model_type]
     for name in kind.sizes:
         size = settings.get(name)
         check(name, type(size) is int and 1 <= size < 2**31, "a whole number from 1 on", DAMAGED)
@@ -216,10 +215,10 @@ def _config_of(path: Path) -> tuple[str, ModelConfig]:
     names = kind.sizes | kind.numbers
     made = {field: settings[name] for name, field in names.items() if settings.get(name) is not None}
     if family == LLAMA:
-        bias, same = settings.get("attention_bias", False), "the same as attention_bias"
-        check("mlp_bias", settings.get("mlp_bias", False) == bias, same, "Other values are not supported.")
-        tied = settings.get("tie_word_embeddings", False)
-        choices = {"bias": "all" if bias else "none", "head": "tied" if tied else "untied"}
+        with_bias, same = settings.get("attention_bias", False), "the same as attention_bias"
+        check("mlp_bias", settings.get("mlp_bias", False) == with_bias, same, "Other values are not supported.")
+        bias = "qkv" if model_type == QWEN2 else "all" if with_bias else "none"
+        choices = {"bias": bias, "head": "tied" if settings.get("tie_word_embeddings", False) else "untied"}
         made = {"norm_eps": LLAMA_EPSILON} | FAMILIES[LLAMA][1] | choices | made
     try:
         return family, ModelConfig(**made).shortest()
@@ -245,11 +244,9 @@ def write_huggingface(
     Cost     memory of the largest tensor, if it is not float32 in `model`
     Errors   ValueError if the folder exists already, and for a configuration that config.json cannot express;
              FileNotFoundError if its parent is missing; OSError if the system refuses
-    Source   transformers, GPT2Config and LlamaConfig
+    Source   transformers, GPT2Config, LlamaConfig and Qwen2Config
     """
     family = family_of(model.config, WRITE, CONFIG)
-    rule, advice = "bias must be all or none", "Write a .safetensors file instead."
-    require(model.config.bias != "qkv", WRITE, rule, {"bias": model.config.bias}, advice)
     model = replace(model, config=replace(model.config, padded_vocabulary=model.config.vocabulary))
     ids: dict[str, object] = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     with appearing(folder, WRITE) as inside:
@@ -264,17 +261,19 @@ def write_huggingface(
 
 
 def _fields(config: ModelConfig, family: str) -> dict[str, object]:
-    kind, settings = FIELDS[family], explicit(config)
+    model_type = QWEN2 if family == LLAMA and config.bias == "qkv" else family
+    kind, settings = FIELDS[model_type], explicit(config)
     sizes = {name: settings[field] for name, field in (kind.sizes | kind.numbers).items()}
     meant = {name: values[0] for name, values in kind.meant.items() if values[0] not in ({}, None)}
     # Dropout belongs to a run, not to its model; 0.02 is the standard deviation of initial values.
     others: dict[str, object] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02}
     if family == LLAMA:
-        bias, rope = config.bias == "all", {"rope_type": meant.pop("rope_type"), "rope_theta": config.rope_theta}
-        others = {"attention_bias": bias, "mlp_bias": bias, "tie_word_embeddings": config.head == "tied"}
-        others |= {"rope_parameters": rope, "rope_scaling": None, "attention_dropout": 0.0, "initializer_range": 0.02}
+        rope = {"rope_type": meant.pop("rope_type"), "rope_theta": config.rope_theta}
+        others = {"rope_parameters": rope, "rope_scaling": None, "attention_dropout": 0.0, "initializer_range": 0.02}
+        others |= {"tie_word_embeddings": config.head == "tied"}
+        others |= {name: config.bias == "all" for name in ("attention_bias", "mlp_bias") if name in meant}
         del meant["type"]
-    names = {"architectures": [kind.model], "model_type": family, "dtype": "float32", "torch_dtype": "float32"}
+    names = {"architectures": [kind.model], "model_type": model_type, "dtype": "float32", "torch_dtype": "float32"}
     return names | sizes | meant | others | {"use_cache": True, "daskgpt_version": __version__}
 
 

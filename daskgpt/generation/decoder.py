@@ -18,7 +18,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.kernels.bfloat16.rounding import ceiling, to_bfloat16
-from daskgpt.kernels.decoding.decode_step import OUTSIDE, SIZES, TENSORS, decode_step, stages
+from daskgpt.kernels.decoding.decode_step import ACTIVATIONS, OUTSIDE, SIZES, TENSORS, decode_step, stages
 from daskgpt.kernels.decoding.kv_cache import GROUP
 from daskgpt.kernels.decoding.thread_barrier import APART
 from daskgpt.kernels.simd.lanes import LANES
@@ -33,7 +33,7 @@ DECODED = {
     "norm": ("layernorm", "rmsnorm"),
     "position": ("learned", "rotary"),
     "attention": ("causal",),
-    "activation": ("gelu", "swiglu"),
+    "activation": ACTIVATIONS,
 }
 HEADS = ("wte.weight", "lm_head.weight")  # tensors whose rows the vocabulary numbers
 TABLES = {"tied": ("wpe.weight",), "untied": ("wpe.weight", "wte.weight")}  # of which a token reads a row
@@ -106,7 +106,8 @@ class Decoder:
         gated, turned = config.activation == "swiglu", config.position == "rotary"
         sizes = {"channels": config.channels, "heads": heads, "key_heads": key_heads, "head_size": size, "width": width}
         sizes |= {"hidden": config.hidden_channels, "vocabulary": config.vocabulary, "capacity": self.capacity}
-        sizes |= {"halves": weights.halves, "mean": config.norm == "layernorm", "gated": gated}
+        sizes |= {"halves": weights.halves, "mean": config.norm == "layernorm"}
+        sizes |= {"activation": ACTIVATIONS.index(config.activation)}
         self.sizes = np.array([sizes[name] for name in SIZES], np.int64)
 
         def scratch(*shape: int) -> np.ndarray:

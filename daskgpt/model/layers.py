@@ -25,6 +25,7 @@ from daskgpt.kernels import (
     gelu,
     layernorm,
     linear,
+    relu2,
     rmsnorm,
     rotary,
     swiglu,
@@ -132,6 +133,14 @@ GELU = Layer(
     forward=Row(gelu.forward, "btC -> btC", "x"),
     outputs="y",
     backward={"x": Row(gelu.backward, "btC, btC -> btC", "dy x")},
+    cheap=True,
+)
+
+RELU2 = Layer(
+    name="relu2",
+    forward=Row(relu2.forward, "btC -> btC", "x"),
+    outputs="y",
+    backward={"x": Row(relu2.backward, "btC, btC -> btC", "dy x")},
     cheap=True,
 )
 
@@ -254,7 +263,7 @@ CHOICES: Mapping[str, Mapping[str, Layer]] = {
     "norm": {"layernorm": LAYERNORM, "rmsnorm": RMSNORM},
     "position": {"learned": EMBEDDING, "rotary": ROTARY},
     "attention": {"causal": ATTENTION},
-    "activation": {"gelu": GELU, "swiglu": SWIGLU},
+    "activation": {"gelu": GELU, "swiglu": SWIGLU, "relu2": RELU2},
 }
 
 

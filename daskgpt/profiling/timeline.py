@@ -31,6 +31,7 @@ COLORS = {
     "attention": "#ff725c",
     "layernorm": "#3ca951",
     "gelu": "#efb118",
+    "relu2": "#efb118",
     "add": "#a463f2",
     "gather": "#17becf",
     "embedding": "#9c6b4e",

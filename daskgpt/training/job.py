@@ -26,6 +26,7 @@ from daskgpt.config.run import (
 from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.source import STANDARD_LIBRARY
+from daskgpt.formats.models import PACKAGED
 from daskgpt.kernels.cache import PLACE
 from daskgpt.model.layers import CHOICES, chosen
 from daskgpt.model.optimizer import optimizer_of
@@ -105,6 +106,7 @@ class Job:
         data, run, encoding = self.data, self.run, self.tokens.encoding_name
         sources = {"data": data.data, "validation_data": data.validation_data}
         places = {name: path if path == STANDARD_LIBRARY else from_root(path) for name, path in sources.items()}
+        init = run.init if run.init in PACKAGED else from_root(run.init)
         dials = {"batch_chunk": chunk[0], "sequence_chunk": chunk[1], "grain": grain, "threads": scheduler.threads}
         dials |= {"scheduler": resolved_address(self.dataflow.scheduler), "precision": self.precision.name}
         return {
@@ -112,7 +114,7 @@ class Job:
             "data": asdict(data) | places | {"encoding": encoding, "order": self.order, "groups": self.groups},
             "optimizer": asdict(self.optimizer),
             "dataflow": asdict(self.dataflow) | dials,
-            "run": asdict(run) | {"init": from_root(run.init), "out": from_root(run.out), "steps": self.steps},
+            "run": asdict(run) | {"init": init, "out": from_root(run.out), "steps": self.steps},
         }
 
     @property

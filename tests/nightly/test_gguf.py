@@ -23,10 +23,27 @@ TEXT = inspect.getsource(argparse)
 TEXTS, LENGTH = 40, 250
 
 
-@pytest.mark.parametrize("encoding", ["bytes", "learn:600", "gpt2"])
-def test_llama_cpp_scores_and_writes_the_same(encoding, tmp_path):
+LLAMA = "--position rotary --norm rmsnorm --norm-eps 1e-6 --activation swiglu --bias none --kv-heads 2 --hidden 160"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "choices"), [("bytes", ""), ("learn:600", ""), ("gpt2", ""), ("learn:600", LLAMA)]
+)
+def test_llama_cpp_scores_and_writes_the_same(encoding, choices, tmp_path):
     run, file = str(tmp_path / "run"), str(tmp_path / "model.gguf")
-    flags = ["--encoding", encoding, "--blocks", "2", "--channels", "64", "--positions", "256", "--steps", "100"]
+    flags = [
+        *choices.split(),
+        "--encoding",
+        encoding,
+        "--blocks",
+        "2",
+        "--channels",
+        "64",
+        "--positions",
+        "256",
+        "--steps",
+        "100",
+    ]
     try:
         assert train.main([*FLAGS.split(), "--sequence-length", "128", *flags, "--out", run]) == 0
     except FileNotFoundError as error:  # GPT-2's vocabulary

@@ -51,7 +51,8 @@ def llama_tensors(fields: Mapping[str, Any] = FIELDS, seed: int = 0) -> Tensors:
         linear |= {f"mlp.{part}_proj": (hidden, channels) for part in ("gate", "up")}
         for name, shape in linear.items():
             shapes[f"{at}.{name}.weight"] = shape
-            if fields["mlp_bias" if "mlp" in name else "attention_bias"]:
+            always = fields["model_type"] == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj")
+            if always or fields["mlp_bias" if "mlp" in name else "attention_bias"]:
                 shapes[f"{at}.{name}.bias"] = shape[:1]
     shapes["model.norm.weight"] = (channels,)
     if not fields["tie_word_embeddings"]:

@@ -34,12 +34,16 @@ _TEXT, _POSITION, _TOKEN = range(3)
 # Positions in `sizes`.
 SIZES = (
     *("channels", "heads", "key_heads", "head_size", "hidden", "vocabulary", "capacity", "width"),
-    *("halves", "mean", "gated"),
+    *("halves", "mean", "activation"),
 )
-_CHANNELS, _HEADS, _KEY_HEADS, _HEAD_SIZE, _HIDDEN, _VOCABULARY, _CAPACITY, _WIDTH, _HALVES, _MEAN, _GATED = range(11)
+_CHANNELS, _HEADS, _KEY_HEADS, _HEAD_SIZE, _HIDDEN, _VOCABULARY, _CAPACITY, _WIDTH, _HALVES, _MEAN, _ACTIVATION = range(
+    11
+)
 
 _PART_BYTES = 1 << 16  # of a matrix: a thread takes this much at once
-_ACTIVATED, _GATED_LATER, _ADDED, _KEPT, _SCORES = range(5)
+# What follows a product; the first ones are activations, in the order of their numbers in `sizes`.
+_GELU, _SWIGLU, _RELU2, _ADDED, _KEPT, _SCORES = range(6)
+ACTIVATIONS = ("gelu", "swiglu", "relu2")
 
 
 def stages(blocks: int) -> int:
@@ -83,12 +87,16 @@ def _normalise(mean_too, epsilon, weight, bias, x, i, y, channels):
 
 @helper
 def _finish(what, bias, out, m, first, last, x):
-    """Add the bias to the new numbers of one vector, then apply GELU or add them to the residual stream."""
+    """Add the bias to the new numbers of one vector, then apply GELU or ReLU², or add them to the residual stream."""
     if bias != 0:
         for o in range(first, last):
             out[m, o] += read_real(bias, o)
-    if what == _ACTIVATED:
+    if what == _GELU:
         gelu_at(address_of(out) + 4 * (m * out.shape[1] + first), last - first)
+    if what == _RELU2:
+        for o in range(first, last):
+            positive = max(out[m, o], np.float32(0))
+            out[m, o] = positive * positive
     if what == _ADDED:
         for o in range(first, last):
             x[m, o] += out[m, o]
@@ -188,7 +196,7 @@ def decode_step(
 ):  # fmt: skip
     """Run one thread's share of a step, from rows of tokens to the logits of the wanted rows.
 
-    sizes     numbers by the names in SIZES: halves for bfloat16, mean for layernorm, gated for SwiGLU
+    sizes     numbers by the names in SIZES: halves for bfloat16, mean for layernorm, activation of those in ACTIVATIONS
     base      of the angles by which queries and keys are turned
     epsilon   what the normalizations add
     x         scratch memory for the residual stream, and what follows it, for other steps of a block
@@ -224,13 +232,12 @@ def decode_step(
         for i in range(n):
             _normalise(mean_too, epsilon, at[_LN_2], at[_LN_2 + 1], x, i, normed[i], channels)
         weight, bias = at[_C_FC], at[_C_FC + 1]
-        if sizes[_GATED] != 0:
-            outputs, activated = 2 * hidden_size, gated[thread]
-            _product(_GATED_LATER, weight, bias, normed, channels, hidden, outputs, x, angles, texts, stage + 3, team)
+        what, activated, outputs = sizes[_ACTIVATION], hidden, hidden_size
+        if what == _SWIGLU:
+            activated, outputs = gated[thread], 2 * hidden_size
+        _product(what, weight, bias, normed, channels, hidden, outputs, x, angles, texts, stage + 3, team)
+        if what == _SWIGLU:
             _gate(hidden, activated, hidden_size)
-        else:
-            activated = hidden
-            _product(_ACTIVATED, weight, bias, normed, channels, hidden, hidden_size, x, angles, texts, stage + 3, team)
         weight, bias = at[_MLP_PROJ], at[_MLP_PROJ + 1]
         _product(_ADDED, weight, bias, activated, hidden_size, qkv, channels, x, angles, texts, stage + 4, team)
         stage += 5
