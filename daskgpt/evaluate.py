@@ -9,7 +9,7 @@ bits a byte   all nats / ln 2 / bytes of predicted text (end-of-text has none), 
 
 Pairs of prompt and response: the same figures, of the responses and the end-of-text after each.
 
-Multiple choice, from llm.c's evaluation files (version 20240522) or HellaSwag's own (.jsonl):
+Multiple choice, from HellaSwag's files (.jsonl):
 accuracy      how often the right completion has the least loss of all its tokens together
 normalized    how often it has the least loss per token: the figure that llm.c prints, and the usual one for HellaSwag
 """
@@ -29,10 +29,9 @@ from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import documented, setting
 from daskgpt.data.dataset import MappedTokens, check_tokens, load_validation
-from daskgpt.data.file_kinds import QUESTIONS
 from daskgpt.data.pairs import Examples
 from daskgpt.data.questions import Question, read_questions
-from daskgpt.data.source import PREPARED, TRAINING, recognize
+from daskgpt.data.source import PREPARED, QUESTIONS, TRAINING, recognize
 from daskgpt.data.tokenizer import Encoding, get_encoding, sizes_of
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, response_losses, sequence_losses

@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
 
 def report(folder: str, manifest: Manifest, took: str) -> list[str]:
     """Return lines on the content of a folder."""
-    skipped = [f"skipped    {manifest.skipped:,} documents that are not UTF-8"] if manifest.skipped else []
+    skipped = [f"skipped    {manifest.skipped:,} records with half a character"] if manifest.skipped else []
     wanted = manifest.settings["learn_vocabulary"]
     fewer = f"; no pairs were left to merge for {wanted:,}" if manifest.ids < wanted else ""
     return [

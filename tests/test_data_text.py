@@ -29,8 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_standard_library_is_a_few_megabytes_of_modules_in_order():
     documents = read_text("stdlib")
-    root = Path(sysconfig.get_path("stdlib"))
-    names = [path.relative_to(root).as_posix() for path in standard_library(root)]
+    names = [file.name for file in standard_library(Path(sysconfig.get_path("stdlib")))]
     assert {"abc.py", "json/decoder.py", "typing.py"} <= set(names)
     assert names == sorted(names, key=lambda name: name.split("/"))
     parts = {part for name in names for part in name.split("/")}

@@ -12,15 +12,13 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import evaluate
-from daskgpt.data.file_kinds import QUESTIONS
-from daskgpt.data.questions import Question, read_llmc_questions, read_questions
-from daskgpt.data.source import recognize
+from daskgpt.data.questions import Question, read_questions
+from daskgpt.data.source import QUESTIONS, recognize
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import answers, sequence_losses
 
 CONFIG = daskgpt.ModelConfig(blocks=2, heads=2, channels=16, vocabulary=257, positions=40)
-CASES = [([1, 2, 3], [[4], [5, 6], [7, 8, 9], [10]], 2), ([9] * 60, [[7, 7], [8]], 0), ([5], [[1, 2], [3] * 20], 1)]
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +49,6 @@ def nats_of(parameters, tokens):
     logits = whole_logits(CONFIG, parameters, tokens[:-1]).astype(np.float64)
     likely = logits[np.arange(len(tokens) - 1), tokens[1:]]
     return np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1) - likely
-
-
-def question_file(path, questions):
-    """What llm.c's `write_evalfile` writes."""
-    rows = []
-    for index, (context, completions, label) in enumerate(questions):
-        lists = [number for tokens in (context, *completions) for number in (len(tokens), *tokens)]
-        rows += [65535, 2 * (5 + len(lists)), index, label, len(completions), *lists]
-    header = np.zeros(256, "<i4")
-    header[:4] = 20240522, 1, len(questions), max(2 * len(rows), 0)
-    path.write_bytes(header.tobytes() + np.array(rows, "<u2").tobytes())
-    return path
 
 
 def test_every_token_but_the_first_is_predicted_once(parameters, random):
@@ -114,16 +100,6 @@ def test_multiple_choice_matches_whole_sequences(parameters, random):
     assert len(kinds) > 2  # both accuracies are seen to differ
 
 
-def test_llmc_questions_round_trip(evaluated, tmp_path):
-    path = question_file(tmp_path / "questions.bin", CASES)
-    questions = read_llmc_questions(path)
-    for question, (context, completions, label) in zip(questions, CASES, strict=True):
-        assert (question.context.tolist(), question.label) == (context, label)
-        assert [completion.tolist() for completion in question.completions] == completions
-    told = evaluated("--data", path)
-    assert all(words in told for words in ("3 questions of 2.67 completions", "accuracy", "normalized"))
-
-
 def test_hellaswag_questions(evaluated, tmp_path):
     path = tmp_path / "hellaswag_val.jsonl"
     lines = [
@@ -141,45 +117,17 @@ def test_hellaswag_questions(evaluated, tmp_path):
     assert json.loads(evaluated("--data", path, "--json", "--limit", 1))["questions"] == 1
 
 
-def changed(place, value):
-    return lambda data: data[:place] + bytes([value]) + data[place + 1 :]
-
-
-DAMAGED = {
-    "the version must be 1": [changed(4, 7)],
-    "the file must hold questions": [changed(8, 0), lambda data: data + b"x"],
-    "nothing must follow the last question": [lambda data: data + b"xx"],
-    "the file must begin with a header": [lambda data: data[:1000]],
-    "every question must be complete": [
-        lambda data: data[:-2],
-        *[changed(at, to) for at, to in ((8, 4), (1024, 0), (1026, 12), (1030, 9), (1032, 3), (1032, 1))],
-    ],
-}
-
-
-@pytest.mark.parametrize("message", DAMAGED)
-def test_a_damaged_question_file_is_refused(tmp_path, message):
-    path = question_file(tmp_path / "questions.bin", CASES)
-    whole = path.read_bytes()
-    for damage in DAMAGED[message]:
-        path.write_bytes(damage(whole))
-        with pytest.raises(ValueError, match=f"^read_questions: {message}.*; got path="):
-            read_llmc_questions(path)
-
-
 GOOD = b'{"ctx": "a", "endings": ["b", "c"], "label": 0}\n'
 REFUSED = [("bad.jsonl", GOOD + b'{"ctx": "a"}\n', "line=2, found=KeyError: 'endings'")]
-REFUSED += [("label.jsonl", GOOD.replace(b"0", b"2"), "label"), ("ids.bin", [([1], [[2], [300]], 0)], "id=300")]
+REFUSED += [("label.jsonl", GOOD.replace(b"0", b"2"), "label")]
 REFUSED += [("latin.jsonl", b'{"ctx": "\xe9"}', "not UTF-8"), ("empty.jsonl", b"\n", "must not be empty")]
-REFUSED += [("long.bin", [([1], [[2], [3] * 40], 0)], "tokens=40, context=40"), ("missing.txt", None, "missing.txt")]
-REFUSED += [("missing.jsonl", None, "missing.jsonl")]
+REFUSED += [("long.jsonl", GOOD.replace(b'"c"', b'"%s"' % (b"c" * 40)), "tokens=41, context=40")]
+REFUSED += [("missing.txt", None, "missing.txt"), ("missing.jsonl", None, "missing.jsonl")]
 
 
 @pytest.mark.parametrize(("name", "content", "told"), REFUSED)
 def test_impossible_evaluation_is_refused(evaluated, tmp_path, name, content, told):
-    if isinstance(content, list):
-        question_file(tmp_path / name, content)
-    elif content:
+    if content:
         (tmp_path / name).write_bytes(content)
     with pytest.raises((ValueError, OSError), match=told):
         evaluated("--data", tmp_path / name)

@@ -79,7 +79,7 @@ def test_tokens_match_the_whole_text(encoding, learned, tmp_path, monkeypatch):
     path.write_bytes(text.encode())
     assert path.stat().st_size > 2**22
     (tmp_path / "second.txt").write_text("what is held out, and nothing else")
-    monkeypatch.setattr("daskgpt.data.preparation._is_held_out", lambda encoded, _: encoded.startswith(b"what is"))
+    monkeypatch.setattr("daskgpt.data.corpus._is_held_out", lambda encoded, _: encoded.startswith(b"what is"))
     flags = ("--encoding", learned if encoding == "learned" else encoding, "--scheduler", "sync")
     folder = prepared(tmp_path, path, tmp_path / "second.txt", *flags)
     codec = codec_of(folder)
@@ -208,16 +208,18 @@ def test_a_separator_divides_a_text_into_documents(learned, tmp_path):
     assert marks == manifest.train.documents + manifest.val.documents < 100, "else it is text like any other"
 
 
-def test_undecodable_bytes(tmp_path):
-    path, good = tmp_path / "a.jsonl", [json.dumps({"text": f"good {number}"}).encode() for number in range(100)]
-    path.write_bytes(b"\n".join([*good[:50], b'{"text": "b\xffd"}', b'{"text": "half \\ud83d"}', *good[50:]]))
-    place = sum(len(line) + 1 for line in good[:50]) + 11
-    with pytest.raises(ValueError, match=f"not UTF-8 text .byte {place:,}"):
+def test_bytes_that_are_no_text_are_refused_and_half_characters_left_out(tmp_path):
+    path, good = tmp_path / "a.jsonl", [json.dumps({"text": f"good {number}"}).encode() for number in range(9999)]
+    path.write_bytes(b"\n".join([*good[:5000], b'{"text": "b\xffd"}', *good[5000:]]))
+    with pytest.raises(ValueError, match="JSON in UTF-8.*line=5001"):
         prepared(tmp_path, path, *BYTES, out="refused")
+    (tmp_path / "a.txt").write_bytes(b"a text\n" * 9000 + b"\xff")
+    with pytest.raises(ValueError, match="must be UTF-8 text.*first wrong byte=63000.*iconv"):
+        prepared(tmp_path, tmp_path / "a.txt", *BYTES, out="refused")
     assert not (tmp_path / "refused" / MANIFEST).exists()
-    for policy, documents, skipped in (("skip", 100, 2), ("replace", 102, 0)):
-        manifest = read_manifest(prepared(tmp_path, path, *BYTES, "--undecodable", policy, out=policy), "test")
-        assert (manifest.train.documents + manifest.val.documents, manifest.skipped) == (documents, skipped)
+    path.write_bytes(b"\n".join([*good[:5000], b'{"text": "half \\ud83d"}', *good[5000:]]))
+    manifest = read_manifest(prepared(tmp_path, path, *BYTES, out="skipped"), "test")
+    assert (manifest.train.documents + manifest.val.documents, manifest.skipped) == (9999, 1)
 
 
 # Whoever encodes, however often it was stopped
@@ -454,7 +456,7 @@ REFUSED = [
     ("short.txt", ValueError, "part must hold text"),
     ("a.jsonl", ValueError, "without the field text; fields=title, body"),
     ("c.jsonl", ValueError, "fields=list"),
-    ("a.jsonl --field body", ValueError, "must be text.*byte=0"),
+    ("a.jsonl --field body", ValueError, "must be text.*line=1.*fields=title, body"),
     ("b.jsonl", ValueError, "must be JSON"),
     ("cut.gz", ValueError, "compressed file must be complete"),
     ("wrong.zst", ValueError, "damaged zstd"),
@@ -475,18 +477,17 @@ def test_inputs_that_are_refused(arguments, error, keyword, inputs, tmp_path):
     assert not (tmp_path / "out" / MANIFEST).exists()
 
 
-@pytest.mark.parametrize("flags", [["--shard-tokens", "many"], ["--undecodable", "ignore"]])
-def test_flags_that_are_refused(flags, inputs, capsys):
+def test_flags_that_are_refused(inputs, capsys):
     with pytest.raises(SystemExit, match="2"):
-        prepare.main(["short.txt", *BYTES, "--out", "out", *flags])
-    assert flags[0] in capsys.readouterr().err
+        prepare.main(["short.txt", *BYTES, "--out", "out", "--shard-tokens", "many"])
+    assert "--shard-tokens" in capsys.readouterr().err
 
 
 def test_columns_that_are_refused(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for name, column, keyword in (
         ("body", ["x"], "without the field text; fields=body"),
-        ("text", [1], "must hold texts"),
+        ("text", [1], "every record must be text.*found=.*1, fields=text"),
     ):
         parquet.write_table(arrow.table({name: column}), tmp_path / "a.parquet")
         with pytest.raises(ValueError, match=keyword):

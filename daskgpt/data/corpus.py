@@ -1,36 +1,45 @@
-"""Sources of a corpus: files in a fixed order, divided into partitions, which are read independently in blocks.
+"""A corpus: files in a fixed order, divided into partitions, and the passages of text in each.
 
 Partitions follow from names and sizes of the files. A file is cut at positions that follow from its bytes alone, so its
 tokens depend on neither the scheduler nor the compression. Text is cut before the last line break in front of a word:
 GPT-2's pattern, which all but some Hugging Face tokenizers share, ends a piece there anyway, so no token crosses the
-cut. Lines, and documents with a separator, are cut after their ends.
+cut. Records, and documents with a separator, belong where they begin.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count
 from os.path import abspath
-from typing import BinaryIO
+from typing import NamedTuple, TypeVar
 
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.config.settings import count as amount
-from daskgpt.data.file_kinds import FIELD, TEXT
-from daskgpt.data.reading import ARRAY, LINES, PARQUET, File, opened, opened_parquet
-from daskgpt.data.source import recognize
+from daskgpt.data.reading import (
+    ARRAY,
+    DOCUMENT,
+    FIELD,
+    LAST,
+    PARQUET,
+    File,
+    decoded,
+    opened,
+    opened_parquet,
+    parts_of,
+    texts,
+)
+from daskgpt.data.source import TEXT, recognize
 from daskgpt.formats.llmc import LARGEST_COUNT
 
 WHERE = "prepare"
+T = TypeVar("T")
 BLOCK_BYTES = 2**22  # bytes of text that are encoded together
 PARTITIONS = 1024  # most partitions of plain text; more blocks than that are divided among so many
 SEARCHED = 2**16  # bytes in which a text is searched for a place to cut; without one it is cut between two characters
-TEXTS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")  # columns of Parquet
-ROWS = 16  # of Parquet read at a time: few, since a text may be a book
-
-REFUSE, REPLACE, SKIP = "refuse", "replace", "skip"
+PASSAGE_BYTES = 2**14  # of a text file that is one document; whole passages of it are held out
 
 # Unicode's white space beyond ASCII, in UTF-8.
 _SPACES = rb"\s|\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"
@@ -61,7 +70,6 @@ class PrepareConfig(Checked):
         "separator of the documents of a text file, such as <|endoftext|>; without it, a file is one document",
         blank=True,
     )
-    undecodable: str = setting(REFUSE, "handling of a document that is not UTF-8", choices=(REFUSE, REPLACE, SKIP))
     scheduler: str = setting(
         "auto", "sync, threads, local, or an address (see train); auto = DASK_SCHEDULER_ADDRESS, else threads"
     )
@@ -76,32 +84,12 @@ class PrepareConfig(Checked):
         require(either, WHERE, rule, got | {"encoding": self.encoding}, "Leave one of them out.")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Bytes of a file, or rows of one.
-
-    start   its offset in the uncompressed file; for rows, the number of the first one
-    """
-
-    path: str
-    form: str
-    start: int
-    content: bytes | tuple[str | bytes, ...]
-
-
-Block = tuple[Piece, ...]
-
-
 def list_sources(inputs: list[str], config: PrepareConfig) -> tuple[list[File], list[str]]:
     """Return the files of some inputs, sorted, with absolute paths, and descriptions of what was taken of each input.
 
     Errors   as of `recognize`; ValueError for inputs without text
     """
-    lenient = config.undecodable != REFUSE
-    sources = [recognize(name, (TEXT,), config.field, WHERE, lenient=lenient) for name in inputs]
-    for file in (file for source in sources for file in source.files):
-        rule, got = "records must be lines of JSON, or Parquet", {"file": file.path, "form": file.form}
-        require(file.form != ARRAY, WHERE, rule, got, "Write a record per line.")
+    sources = [recognize(name, (TEXT,), config.field, WHERE) for name in inputs]
     files = [replace(file, path=abspath(file.path)) for source in sources for file in source.files if file.size]
     rule, advice = "the inputs must hold text", "Give files, folders or globs that do."
     require(bool(files), WHERE, rule, {"inputs": " ".join(inputs)[:200]}, advice)
@@ -112,9 +100,9 @@ def list_sources(inputs: list[str], config: PrepareConfig) -> tuple[list[File], 
 class Section:
     """A part of a file that can be read by itself.
 
-    start, stop   bytes of plain text, multiples of BLOCK_BYTES: the section lies between the first places at or after
-                  them where the text can be cut; row groups of Parquet; of others nothing, since they can only be read
-                  as a whole
+    start, stop   bytes of text, multiples of BLOCK_BYTES: the section lies between the first places at or after them
+                  where the text can be cut; row groups of Parquet; 0 and LAST of compressed files and JSON arrays,
+                  which can only be read as a whole
     size          estimate [bytes]
     """
 
@@ -124,141 +112,161 @@ class Section:
     size: int
 
 
-@dataclass(frozen=True)
-class Partition:
-    """Text that one task reads.
-
-    number   in the order of the text
-    """
-
-    number: int
-    sections: tuple[Section, ...]
-
-
-def partitions(sources: list[File]) -> list[Partition]:
-    """Return the files as partitions, each of some sections.
+def partitions(files: list[File]) -> list[list[Section]]:
+    """Return the sections of the files as partitions, each of which a task reads.
 
     Cost     reads the footers of Parquet files
     Errors   ValueError for invalid Parquet, OSError if it cannot be read
     """
-    size = sum(source.size for source in sources)
-    limit = BLOCK_BYTES * max(1, -(-size // (BLOCK_BYTES * PARTITIONS)))
-    gathered, held = [list[Section]()], 0
-    for section in (section for source in sources for section in _sections(source)):
-        if gathered[-1] and held + section.size > limit:
-            gathered.append([])
-            held = 0
-        gathered[-1].append(section)
-        held += section.size
-    return [Partition(number, tuple(sections)) for number, sections in enumerate(gathered)]
+    limit = BLOCK_BYTES * max(1, -(-sum(file.size for file in files) // (BLOCK_BYTES * PARTITIONS)))
+    return list(_gathered(((section.size, section) for file in files for section in _sections(file)), limit))
 
 
-def _sections(source: File) -> Iterator[Section]:
-    if source.form == PARQUET:
-        yield from _row_groups(source)
-    elif _is_plain(source):
-        for start in range(0, source.size, BLOCK_BYTES):
-            yield Section(source, start, start + BLOCK_BYTES, min(BLOCK_BYTES, source.size - start))
+def _gathered(items: Iterable[tuple[int, T]], limit: int) -> Iterator[list[T]]:
+    """Yield items, each with its size, in lists of up to a total size, or of a single larger one."""
+    gathered, total = list[T](), 0
+    for size, item in items:
+        if gathered and total + size > limit:
+            yield gathered
+            gathered, total = [], 0
+        gathered.append(item)
+        total += size
+    if gathered:
+        yield gathered
+
+
+def _sections(file: File) -> Iterator[Section]:
+    if file.form == PARQUET:
+        yield from _row_groups(file)
+    elif file.packing or file.form == ARRAY:
+        yield Section(file, 0, LAST, file.size)
     else:
-        yield Section(source, 0, 0, source.size)
+        for start in range(0, file.size, BLOCK_BYTES):
+            yield Section(file, start, start + BLOCK_BYTES, min(BLOCK_BYTES, file.size - start))
 
 
-def _row_groups(source: File) -> Iterator[Section]:
+def _row_groups(file: File) -> Iterator[Section]:
     """Yield row groups, small ones together, since opening a file takes a time for each that it has."""
-    with opened_parquet(source, WHERE) as file:
+    with opened_parquet(file, WHERE) as parquet:
         start, size = 0, 0
-        for number in range(file.num_row_groups):
-            size += file.metadata.row_group(number).total_byte_size
-            if size >= BLOCK_BYTES or number + 1 == file.num_row_groups:
-                yield Section(source, start, number + 1, size)
+        for number in range(parquet.num_row_groups):
+            size += parquet.metadata.row_group(number).total_byte_size
+            if size >= BLOCK_BYTES or number + 1 == parquet.num_row_groups:
+                yield Section(file, start, number + 1, size)
                 start, size = number + 1, 0
 
 
-def _is_plain(source: File) -> bool:
-    return not source.packing and source.charset.startswith("utf-8")
+# The text of a partition
 
 
-def blocks(sections: Iterable[Section], config: PrepareConfig) -> Iterator[Block]:
-    """Yield the pieces of sections, small ones together, as blocks that are encoded together.
+class Passage(NamedTuple):
+    """A document, or a part of a text file.
+
+    text     none for a record with half a character, which is left out
+    size     of the text in UTF-8 [bytes]
+    marked   whether an end-of-text goes before it, since it does not continue the passage before it
+    origin   for error messages
+    """
+
+    text: str | None
+    size: int
+    marked: bool
+    held_out: bool
+    origin: str
+
+
+def blocks(sections: list[Section], config: PrepareConfig) -> Iterator[list[Passage]]:
+    """Yield the passages of neighboring sections in lists that are encoded together.
 
     Errors   ValueError for invalid files, OSError for unreadable ones, when they are reached
     """
-    gathered, held = list[Piece](), 0
+    uncut = ((sum(passage.size for passage in passages), passages) for passages in _passages(sections, config))
+    for gathered in _gathered(uncut, BLOCK_BYTES):
+        yield [passage for passages in gathered for passage in passages]
+
+
+def _passages(sections: list[Section], config: PrepareConfig) -> Iterator[list[Passage]]:
+    """Yield the passages of sections; those of a text in lists that end where no token crosses the cut."""
+    held_out = None  # whether the last passage of the text was
     for section in sections:
-        for piece in _rows(section, config.field) if section.file.form == PARQUET else _pieces(section, config):
-            size = len(piece.content) if isinstance(piece.content, bytes) else sum(map(len, piece.content))
-            if gathered and held + size > BLOCK_BYTES:
-                yield tuple(gathered)
-                gathered, held = [], 0
-            gathered.append(piece)
-            held += size
-    if gathered:
-        yield tuple(gathered)
+        if section.file.form != DOCUMENT or config.separator:
+            for number, text in _documents(section, config):
+                if text is None or text.strip():
+                    encoded = (text or "").encode()
+                    origin = f"{section.file.path}, document {number}"
+                    is_held_out = _is_held_out(encoded, config.validation_fraction)
+                    yield [Passage(text, len(encoded), True, is_held_out, origin)]
+            continue
+        if section.start and section is sections[0]:
+            before = replace(section, start=section.start - BLOCK_BYTES, stop=section.start)
+            held_out = next(
+                (passages[-1].held_out for passages in _passages_of_text(before, config, None) if passages), None
+            )
+        for passages in _passages_of_text(section, config, held_out):
+            yield passages
+            held_out = passages[-1].held_out if passages else None
 
 
-def _pieces(section: Section, config: PrepareConfig) -> Iterator[Piece]:
-    """Yield the text of a section, cut at the first possible place after each multiple of BLOCK_BYTES."""
-    source, separator = section.file, b"\n" if section.file.form == LINES else config.separator.encode()
-    with opened(source, WHERE) as file:
-        if _is_plain(source):
-            first = file.tell()  # behind a mark
-            start, stop = (_place(file, first, position, separator) for position in (section.start, section.stop))
-            file.seek(first + start)
-            if content := file.read(stop - start):
-                yield Piece(source.path, source.form, start, content)
-            return
-        held, start = bytearray(), 0  # data that were read and not yet yielded, and their offset
-        for end in count(BLOCK_BYTES, BLOCK_BYTES):
-            if end <= start:  # within a record that is longer than a block
-                continue
-            cut = _cut(file, held, end - start, separator)
-            if not held:
+def _documents(section: Section, config: PrepareConfig) -> Iterator[tuple[int, str | None]]:
+    """Yield the documents of a section of records, or of a text with separators, with their numbers."""
+    file, places = section.file, (section.start, section.stop)
+    if file.form != DOCUMENT:
+        yield from texts(file, config.field, WHERE, *places)
+        return
+    with opened(file, WHERE) as stream:
+        for number, part in enumerate(parts_of(stream, file, config.separator.encode(), *places), 1):
+            yield number, decoded(part.strip(b"\r\n"), file, 0, WHERE)
+
+
+def _passages_of_text(section: Section, config: PrepareConfig, last: bool | None) -> Iterator[list[Passage]]:
+    """Yield the passages of each block of a text.
+
+    last   whether the passage before the section is held out; None without one
+    """
+    for start, block in _blocks_of_text(section):
+        last = last if start else None
+        passages, end = list[Passage](), 0
+        while end < len(block):
+            begin, end = end, end + PASSAGE_BYTES
+            if end < len(block):
+                end += _in_text(block[end : end + PASSAGE_BYTES])
+            encoded = block[begin:end]
+            text = decoded(encoded, section.file, start + begin, WHERE)
+            opens = start == 0 and not passages
+            if not opens or text.strip():
+                held_out = _is_held_out(encoded, config.validation_fraction)
+                origin = f"{section.file.path}, from byte {start + begin:,} on"
+                passages.append(Passage(text, len(encoded), opens or held_out != last, held_out, origin))
+                last = held_out
+        yield passages
+
+
+def _blocks_of_text(section: Section) -> Iterator[tuple[int, bytes]]:
+    """Yield a text, cut at the first possible place after each multiple of BLOCK_BYTES, with the places."""
+    with opened(section.file, WHERE) as stream:
+        start, multiple, content = section.start, section.start, b""
+        if start:
+            stream.seek(section.file.mark + start)
+            content = stream.read(SEARCHED)
+            start += (cut := _in_text(content))
+            content = content[cut:]
+        while multiple < section.stop:
+            multiple += BLOCK_BYTES
+            content += stream.read(multiple + SEARCHED - start - len(content))
+            if not content:
                 return
-            yield Piece(source.path, source.form, start, bytes(held[:cut]))
-            start += len(held[:cut])
-            del held[:cut]
+            cut = multiple - start
+            cut += _in_text(content[cut : cut + SEARCHED])
+            yield start, content[:cut]
+            start, content = start + cut, content[cut:]
 
 
-def _place(file: BinaryIO, first: int, position: int, separator: bytes) -> int:
-    """Return the first place at or after a position where a text, which begins at `first`, can be cut."""
-    searched = max(0, position - len(separator))
-    file.seek(first + searched)
-    return searched + _cut(file, bytearray(), position - searched, separator) if position else 0
-
-
-def _cut(file: BinaryIO, held: bytearray, position: int, separator: bytes) -> int:
-    """Return the first place to cut content at or after a position; it begins with `held`, and more is read as
-    needed."""
-    held += file.read(max(0, position + SEARCHED - len(held)))
-    if not separator:
-        return position + in_text(bytes(held[position : position + SEARCHED]))
-    searched = max(0, position - len(separator))
-    while (found := held.find(separator, searched)) < 0:
-        searched = max(searched, len(held) - len(separator) + 1)
-        if not (more := file.read(2**20)):
-            return len(held)
-        held += more
-    return found + len(separator)
-
-
-def in_text(window: bytes) -> int:
+def _in_text(window: bytes) -> int:
     """Return the number of bytes after which a text with this beginning is cut."""
-    found = _BEFORE_A_WORD.search(window) or _A_CHARACTER.search(window)
-    return found.start() if found else 0
+    match = _BEFORE_A_WORD.search(window) or _A_CHARACTER.search(window)
+    return match.start() if match else 0
 
 
-def _rows(section: Section, field: str) -> Iterator[Piece]:
-    """Yield the texts of row groups of Parquet, some at a time."""
-    from pyarrow import DictionaryType
-
-    with opened_parquet(section.file, WHERE) as file:
-        kind = file.schema_arrow.field(field).type
-        kind = kind.value_type if isinstance(kind, DictionaryType) else kind
-        got = {"file": section.file.path, "field": field, "type": kind}
-        require(str(kind) in TEXTS, WHERE, "the column must hold texts", got, "Name another with --field.")
-        start = sum(file.metadata.row_group(number).num_rows for number in range(section.start))
-        groups = range(section.start, section.stop)
-        for batch in file.iter_batches(batch_size=ROWS, row_groups=groups, columns=[field]):
-            rows = tuple(text or "" for text in batch.column(0).to_pylist())
-            yield Piece(section.file.path, section.file.form, start, rows)
-            start += len(rows)
+def _is_held_out(encoded: bytes, fraction: float) -> bool:
+    digest = hashlib.blake2b(encoded, digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64

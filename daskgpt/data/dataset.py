@@ -15,10 +15,9 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.data import tokenizer
-from daskgpt.data.file_kinds import PAIRS, TEXT, TOKENS
 from daskgpt.data.pairs import Examples, read_examples
 from daskgpt.data.prompt_form import PromptForm
-from daskgpt.data.source import PREPARED, STANDARD_LIBRARY, Source, recognize
+from daskgpt.data.source import PAIRS, PREPARED, STANDARD_LIBRARY, TEXT, TOKENS, Source, recognize
 from daskgpt.data.text import SPANS, read_text, split_text, split_tokens
 from daskgpt.data.token_folder import MANIFEST, Part, encoding_of, read_manifest
 from daskgpt.formats.llmc import id_dtype, read_tokens
@@ -222,9 +221,9 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
         end_of_text = next(iter(tokenizer.specials_of(name).values()))
         training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))
         return Dataset(training, validation, vocabulary, name, origin)
-    documents, source = read_text(source)
+    documents, described = read_text(source)
     library = f"standard library of Python {platform.python_version()}"
-    origin = f"{library if source.name == STANDARD_LIBRARY else source.name} ({source.described})"
+    origin = f"{library if source.name == STANDARD_LIBRARY else source.name} ({described})"
     texts = split_text(documents, fraction, held_out)
     if tokenizer.is_to_be_learned(name):
         name = tokenizer.learn_encoding(texts[0], tokenizer.size_to_learn(name), name)

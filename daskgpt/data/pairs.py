@@ -9,17 +9,17 @@ attention never reads another example.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
-from daskgpt.data.file_kinds import pair_fields
-from daskgpt.data.reading import records
-from daskgpt.data.source import Source
-from daskgpt.data.text import is_unicode, runs
+from daskgpt.data.reading import is_unicode, parsed_records
+from daskgpt.data.source import Source, pair_fields
+from daskgpt.data.text import runs
 from daskgpt.data.tokenizer import Encoding, encode
 
 WHERE = "read_pairs"
@@ -39,13 +39,8 @@ def read_pairs(source: Source) -> tuple[list[Pair], list[str]]:
     for file in source.files:
         names = pair_fields(file.fields)
         assert names is not None, "a file of pairs"
-        for number, record in records(file, WHERE):
-            try:
-                pair = _pair(record, *names)
-            except (KeyError, TypeError) as error:
-                rule = f"a record must have {_listed(names)}, texts"
-                got = {"path": file.path, "line": number, "found": f"{type(error).__name__}: {str(error)[:60]}"}
-                raise refusal(ValueError, WHERE, rule, got, "Correct it.") from None
+        rule = f'a record must have "{names[0][0]}" and "{names[1]}", texts'
+        for number, pair in parsed_records(partial(_pair, *names), rule, "Correct it.", file, WHERE):
             if all(text and is_unicode(text) for text in pair):
                 pairs.append(pair)
             else:
@@ -53,16 +48,12 @@ def read_pairs(source: Source) -> tuple[list[Pair], list[str]]:
     return pairs, left_out
 
 
-def _listed(names: tuple[tuple[str, ...], str]) -> str:
-    return " and ".join(f'"{name}"' for name in (names[0][0], names[1]))
-
-
-def _pair(record: Any, asking: tuple[str, ...], answering: str) -> Pair:
-    asked = [record[asking[0]], *(record.get(name) or "" for name in asking[1:])]
-    for text in (*asked, record[answering]):
+def _pair(asking: tuple[str, ...], answering: str, record: Any) -> Pair:
+    questions, answer = [record[asking[0]], *(record.get(name) or "" for name in asking[1:])], record[answering]
+    for text in (*questions, answer):
         if not isinstance(text, str):
             raise TypeError(f"{type(text).__name__} is not a text")
-    return "\n".join(text for text in asked if text), record[answering]
+    return "\n".join(text for text in questions if text), answer
 
 
 @dataclass(frozen=True, eq=False)

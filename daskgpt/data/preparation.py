@@ -6,12 +6,10 @@ need the inputs and the folder under the same paths. Whether a text is held out 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -20,11 +18,10 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, replacing
 from daskgpt.data import corpus, token_folder, tokenizer
-from daskgpt.data.corpus import WHERE, PrepareConfig
-from daskgpt.data.reading import DOCUMENT, LINES
+from daskgpt.data.corpus import WHERE, Passage, PrepareConfig, Section
 from daskgpt.data.token_folder import (
     PARTIAL,
     PARTS,
@@ -41,7 +38,6 @@ from daskgpt.formats.byte_characters import END_OF_TEXT
 from daskgpt.formats.llmc import id_dtype
 from daskgpt.formats.vocabulary import KNOWN, is_learned, known_vocabulary, read_vocabulary
 
-PASSAGE_BYTES = 2**14  # of a text file that is one document; whole passages of it are held out
 LEARNED_BYTES = 100_000_000  # bytes of text from which a vocabulary is learned, spread over the corpus
 # Computes a bag, and calls a function with the results of each partition.
 Compute = Callable[[Any, Callable[[list[Contents]], object]], None]
@@ -71,8 +67,8 @@ class Preparation:
         Errors   ValueError for inputs without text and unknown encodings, OSError for unreadable inputs
         """
         self.config = config
-        self.sources, self.taken = corpus.list_sources(inputs, config)
-        self.size = sum(source.size for source in self.sources)
+        self.files, self.taken = corpus.list_sources(inputs, config)
+        self.size = sum(file.size for file in self.files)
         self.encoding = "" if config.learn_vocabulary else tokenizer.encoding_named(config.encoding or "gpt2")
         if self.encoding:
             tokenizer.get_encoding(self.encoding)
@@ -94,36 +90,35 @@ class Preparation:
         """
         from dask import bag  # it takes a fifth of a second to import
 
-        decides = {"settings": self.settings, "files": [[file.name, file.size, file.modified] for file in self.sources]}
+        decides = {"settings": self.settings, "files": [[file.name, file.size, file.modified] for file in self.files]}
         with locked_folder(self.config.out) as folder:
             partial_folder = token_folder.begin(folder, decides)
             self.existed, self.again = partial_folder is None, len(list(folder.glob(f"{PARTIAL}*"))) > 1
             if partial_folder is None:
                 return read_manifest(folder, WHERE)
-            partitions, stop = corpus.partitions(self.sources), Stop()
+            partitions, stop = corpus.partitions(self.files), Stop()
             encoding = self.encoding or self._learned(partial_folder, partitions)
             _keep_vocabulary(partial_folder, encoding)
             where = partial_folder.absolute()
-            texts = bag.from_sequence(partitions, partition_size=1)
-            tokens = texts.map(partial(tokenize, encoding=encoding, config=self.config, folder=where, stop=stop))
+            task = partial(tokenize, encoding=encoding, config=self.config, folder=where, stop=stop)
+            tokens = bag.from_sequence(enumerate(partitions), partition_size=1).map(task)
             try:
-                compute(tokens, lambda results: tell(sum(map(_size, results))))
+                compute(tokens, lambda results: tell(sum(part.train.bytes + part.val.bytes for part in results)))
             finally:
                 stop.set()
             manifest = self._manifest(partial_folder, encoding, len(partitions))
             token_folder.complete(folder, partial_folder, manifest)
             return manifest
 
-    def _learned(self, folder: Path, partitions: list[corpus.Partition]) -> str:
+    def _learned(self, folder: Path, partitions: list[list[Section]]) -> str:
         """Return the name of the corpus's own vocabulary, learned now or by an earlier process."""
         kept = folder / VOCABULARY_FILE
         if kept.is_file():
             return read_vocabulary(kept)
         every = max(1, -(-self.size // LEARNED_BYTES))
-        sections = (section for partition in partitions for section in partition.sections)
+        sections = [section for partition in partitions for section in partition]
         sample = islice(corpus.blocks(sections, self.config), 0, None, every)
-        sampled = (passages_of(block, self.config) for block in sample)
-        texts = (passage.text for passages in sampled for passage in passages if passage and not passage.held_out)
+        texts = (passage.text for block in sample for passage in block if passage.text and not passage.held_out)
         return tokenizer.learn_encoding(texts, self.config.learn_vocabulary, str(kept))
 
     def _manifest(self, folder: Path, encoding: str, partitions: int) -> Manifest:
@@ -140,7 +135,7 @@ class Preparation:
         for kind, part in (("training", whole.train), ("validation", whole.val)):
             rule, advice = f"the {kind} part must hold text", "Give more text, or another --validation-fraction."
             require(part.tokens > 0, WHERE, rule, {"documents": documents, "validation_fraction": fraction}, advice)
-        sizes = [[source.name, source.size] for source in self.sources]
+        sizes = [[file.name, file.size] for file in self.files]
         inputs = {"files": len(sizes), "bytes": self.size, "digest": digest_of(sizes)}
         ids = tokenizer.vocabulary_size(encoding)
         return Manifest(encoding, ids, self.settings, inputs, whole.train, whole.val, whole.skipped)
@@ -155,16 +150,15 @@ def _keep_vocabulary(folder: Path, encoding: str) -> None:
             file.write(content.encode())
 
 
-def _size(contents: Contents) -> int:
-    return contents.train.bytes + contents.val.bytes
-
-
 # The tokens of a partition
 
 
-def tokenize(partition: corpus.Partition, encoding: str, config: PrepareConfig, folder: Path, stop: Stop) -> Contents:
+def tokenize(
+    partition: tuple[int, list[Section]], encoding: str, config: PrepareConfig, folder: Path, stop: Stop
+) -> Contents:
     """Write the token files of a partition into a folder, unless they are there; return their contents.
 
+    partition  its number and its sections
     encoding   name; the file of a learned one is in the folder
     stop       ends the task after a block
 
@@ -173,149 +167,24 @@ def tokenize(partition: corpus.Partition, encoding: str, config: PrepareConfig, 
     """
     rule, advice = "a worker must find the folder that the client has made", "Name one on a file system that both have."
     require(folder.is_dir(), WHERE, rule, {"out": config.out}, advice, FileNotFoundError)
-    if (contents := token_folder.read_contents(folder, partition.number)) is not None:
+    number, sections = partition
+    if (contents := token_folder.read_contents(folder, number)) is not None:
         return contents
     codec, contents = _codec(encoding, folder, threading.get_ident()), Contents()
-    last = _held_out_before(partition.sections[0], config)
     with ExitStack() as files:
-        paths, dtype = [folder / f"{name}_{partition.number:06}" for name in PARTS], id_dtype(codec.n_vocab)
+        paths, dtype = [folder / f"{name}_{number:06}" for name in PARTS], id_dtype(codec.n_vocab)
         writers = [ShardWriter(files, path, config.shard_tokens, dtype) for path in paths]
-        for block in corpus.blocks(partition.sections, config):
-            runs: list[list[Run]] = [[] for _ in PARTS]
-            last = last if block[0].start else None  # else its first text continues none
-            for passage in passages_of(block, config):
-                if passage is None:
-                    contents.skipped, last = contents.skipped + 1, None
-                    continue
-                part, marked = int(passage.held_out), passage.opens or passage.held_out != last
-                if marked or not runs[part]:
-                    runs[part].append(Run(marked))
-                runs[part][-1].passages.append(passage)
-                last = passage.held_out
-            for writer, part_runs in zip(writers, runs):
-                size = sum(passage.size for run in part_runs for passage in run.passages)
-                writer.append(_encoded(codec, part_runs), sum(run.marked for run in part_runs), size)
+        for block in corpus.blocks(sections, config):
+            contents.skipped += sum(passage.text is None for passage in block)
+            for held_out, writer in enumerate(writers):
+                passages = [passage for passage in block if passage.text and passage.held_out == held_out]
+                documents, size = sum(passage.marked for passage in passages), sum(passage.size for passage in passages)
+                writer.append(_encoded(codec, passages), documents, size)
             if stop.is_set():
                 raise RuntimeError("the preparation has ended")
     contents.train, contents.val = (writer.part for writer in writers)
-    token_folder.write_contents(folder, partition.number, contents)
+    token_folder.write_contents(folder, number, contents)
     return contents
-
-
-def _held_out_before(section: corpus.Section, config: PrepareConfig) -> bool | None:
-    """Return whether the text before a section is held out if its document goes on in the section, else None."""
-    if not section.start or section.file.form != DOCUMENT or config.separator:
-        return None
-    before = replace(section, start=section.start - corpus.BLOCK_BYTES, stop=section.start)
-    passages = [passage for block in corpus.blocks([before], config) for passage in passages_of(block, config)]
-    return passages[-1].held_out if passages and passages[-1] else None
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A document, or a part of a text file.
-
-    size   of its text in UTF-8 [bytes]
-    opens  whether it begins a document
-    place  byte or row of its file at which it begins
-    """
-
-    text: str
-    size: int
-    opens: bool
-    held_out: bool
-    path: str
-    place: int
-
-
-@dataclass(frozen=True)
-class Run:
-    """Neighboring passages of a document in the same part.
-
-    marked   whether an end-of-text goes before them, since they do not continue the previous block
-    """
-
-    marked: bool
-    passages: list[Passage] = field(default_factory=list)
-
-
-def passages_of(block: corpus.Block, config: PrepareConfig) -> Iterator[Passage | None]:
-    """Yield the passages of a block in order; None for one that was skipped.
-
-    Errors   ValueError for invalid records and bytes that cannot be decoded
-    """
-    for piece in block:
-        opens = piece.start == 0  # otherwise a text continues from the previous block
-        for raw, place, whole in _parts(piece, config.separator.encode()):
-            text = _decoded(raw, piece, place, config)
-            if text and piece.form == LINES and not text.isspace():
-                text = _decoded(_field(text, piece, place, config), piece, place, config)
-            opens = opens or whole or text is None
-            if text is None:
-                yield None
-            elif not opens or text.strip():
-                encoded = text.encode()
-                held_out = _is_held_out(encoded, config.validation_fraction)
-                yield Passage(text, len(encoded), opens, held_out, piece.path, place)
-                opens = False
-
-
-def _is_held_out(encoded: bytes, fraction: float) -> bool:
-    digest = hashlib.blake2b(encoded, digest_size=8).digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64
-
-
-def _parts(piece: corpus.Piece, separator: bytes) -> Iterator[tuple[bytes | str, int, bool]]:
-    """Yield the records, documents or passages of a piece, their places, and whether each is a separate document."""
-    content, place = piece.content, piece.start
-    if isinstance(content, tuple):
-        for number, row in enumerate(content):
-            yield row, place + number, True
-    elif separator := b"\n" if piece.form == LINES else separator:
-        for document in content.split(separator):
-            yield document.strip(b"\r\n"), place, True
-            place += len(document) + len(separator)
-    else:
-        end = 0
-        while end < len(content):
-            begin, end = end, end + PASSAGE_BYTES
-            if end < len(content):
-                end += corpus.in_text(content[end : end + PASSAGE_BYTES])
-            yield content[begin:end], place + begin, False
-
-
-def _decoded(raw: bytes | str, piece: corpus.Piece, place: int, config: PrepareConfig) -> str | None:
-    """Return a text, None if it is invalid and skipped: JSON may hold halves of characters."""
-    try:
-        if isinstance(raw, bytes):
-            return raw.decode()
-        raw.encode()
-        return raw
-    except UnicodeError as error:
-        if config.undecodable == corpus.REPLACE:
-            if isinstance(raw, bytes):
-                return raw.decode(errors="replace")
-            return raw.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        wrong = getattr(error, "start", 0) if isinstance(raw, bytes) else 0
-        got, advice = {"file": piece.path, "byte": place + wrong}, "Convert it, or give --undecodable replace or skip."
-        require(config.undecodable == corpus.SKIP, WHERE, "texts must be UTF-8", got, advice)
-        return None
-
-
-def _field(line: str, piece: corpus.Piece, place: int, config: PrepareConfig) -> str:
-    """Return the text of a record."""
-    got: dict[str, Any] = {"file": piece.path, "byte": place}
-    try:
-        known = json.loads(line)
-    except ValueError as error:
-        advice = "JSONL has one object per line; give other texts an ending such as .txt."
-        got["line"] = repr(line[:40])
-        raise refusal(ValueError, WHERE, "every line must be JSON", got, advice) from error
-    value = known.get(config.field) if isinstance(known, dict) else None
-    names = ", ".join(known)[:80] if isinstance(known, dict) else type(known).__name__
-    rule, got = "the field of every record must be text", got | {"field": config.field, "fields": names}
-    require(isinstance(value, str), WHERE, rule, got | {"found": repr(value)[:40]}, "Name another with --field.")
-    return str(value)
 
 
 @lru_cache(maxsize=256)
@@ -330,20 +199,24 @@ def _codec(name: str, folder: Path, thread: int) -> tokenizer.Encoding:
     return tokenizer.get_encoding(name)
 
 
-def _encoded(codec: tokenizer.Encoding, runs: list[Run]) -> np.ndarray:
-    """Return the tokens of runs, with end-of-text before those that are marked."""
-    dtype, texts = id_dtype(codec.n_vocab), ["".join(passage.text for passage in run.passages) for run in runs]
+def _encoded(codec: tokenizer.Encoding, passages: list[Passage]) -> np.ndarray:
+    """Return the tokens of passages, with end-of-text before those that are marked."""
+    dtype, count = id_dtype(codec.n_vocab), sum(passage.marked for passage in passages)
     # One call for all of them: documents may be short, and each call costs some microseconds under Python's lock.
-    whole = "".join(END_OF_TEXT * run.marked + text for run, text in zip(runs, texts))
-    joined = codec.name != "bytes" and whole.count(END_OF_TEXT) == sum(run.marked for run in runs)
-    if joined and isinstance(codec, tiktoken.Encoding):
+    whole = "".join(f"{END_OF_TEXT * passage.marked}{passage.text}" for passage in passages)
+    if isinstance(codec, tiktoken.Encoding) and codec.name != "bytes" and whole.count(END_OF_TEXT) == count:
         try:
             return codec.encode_to_numpy(whole, allowed_special={END_OF_TEXT}, disallowed_special=()).astype(dtype)
         except BaseException as error:  # which `encode` mends, or names the text
             if not tokenizer.is_of_tokenizer(error):
                 raise
-    mark, found = np.array([codec.eot_token], dtype), [np.empty(0, dtype)]
-    for run, text in zip(runs, texts):
-        origin = f"{run.passages[0].path}, from {run.passages[0].place:,} on"
-        found += [mark[: run.marked], tokenizer.encode(codec, text, origin)]
-    return np.concatenate(found)
+    runs = list[list[Passage]]()  # neighbors that are encoded as one text
+    for passage in passages:
+        if passage.marked or not runs:
+            runs.append([])
+        runs[-1].append(passage)
+    mark, rows = np.array([codec.eot_token], dtype), [np.empty(0, dtype)]
+    for run in runs:
+        text = "".join(passage.text or "" for passage in run)
+        rows += [mark[: run[0].marked], tokenizer.encode(codec, text, run[0].origin)]
+    return np.concatenate(rows)

@@ -7,24 +7,59 @@ file that cannot be used is refused with the name of its format and what helps.
 
 from __future__ import annotations
 
+import codecs
+import csv
+import json
 import os
 import sys
 import sysconfig
+import unicodedata
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import matching_files, printable
-from daskgpt.data.file_kinds import EXPORT, FIELD, KINDS, MODEL, PAIRS, QUESTIONS, TEXT, TOKENS, look
-from daskgpt.data.reading import ARRAY, DOCUMENT, LINES, PARQUET, WHERE, File, is_pipe, spooled
+from daskgpt.config.errors import refusal, require, require_package
+from daskgpt.config.files import matching_files, printable, readable
+from daskgpt.data.reading import (
+    ARRAY,
+    DAMAGED,
+    DOCUMENT,
+    FIELD,
+    LINES,
+    OPENERS,
+    PARQUET,
+    TABLES,
+    WHERE,
+    File,
+    copy_of_pipe,
+    is_pipe,
+    opened_parquet,
+)
 from daskgpt.data.token_folder import encoding_of, is_prepared, read_manifest
+from daskgpt.formats import llmc
+from daskgpt.formats.stored_model import PICKLE_ENDINGS
 
 STANDARD_LIBRARY = "stdlib"
+# Kinds of sources. Of the files in a folder, the first kind is taken.
+KINDS = TEXT, PAIRS, TOKENS, QUESTIONS = "text", "pairs", "token ids", "questions"
 PREPARED = "prepared tokens"
 TRAINING = (TEXT, PAIRS, TOKENS, PREPARED)
+
+LOOKED_AT = 2**14  # first bytes of a file; more only if its first record is longer
+LONGEST_RECORD = 2**26
+# Names of a prompt and its response in records. The second name of a prompt may be missing or empty.
+PAIR_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("prompt",), "response"),
+    (("prompt",), "completion"),
+    (("instruction", "input"), "output"),
+    (("instruction", "input"), "response"),
+    (("question",), "answer"),
+    (("input",), "output"),
+)
+QUESTION_FIELDS = {"ctx", "endings"}
+CHAT_FIELDS = {"messages", "conversations"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +70,6 @@ class Source:
     kind      one of KINDS or PREPARED
     files     those that are taken, in order; of prepared tokens none
     left_out  names and reasons of the others
-    lacking   records of text without a text of whole characters, as file and line
     encoding  of token ids, where the manifest beside them names it
     """
 
@@ -43,47 +77,33 @@ class Source:
     kind: str
     files: tuple[File, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
-    lacking: tuple[str, ...] = ()
     encoding: str = ""
 
     @property
     def described(self) -> str:
         """The line for people: what was taken and what was left out."""
-        count, left = len(self.files), self.left_out
+        count = len(self.files) + len(self.left_out)
         notes = sorted({note for file in self.files for note in _notes(file)})
         text = f"{count:,} file{'s' * (count != 1)}" + (f" of {', '.join(notes)}" if notes else "")
-        if left:
-            text = f"{count + len(left):,} files" + (f" of {', '.join(notes)}" if notes else "")
-            shown = [f"{name} {reason}" for name, reason in left[:3]]
-            more = [f"and {len(left) - 3:,} more"] if len(left) > 3 else []
-            text += f", {len(left):,} left out: {printable('; '.join(shown + more))}"
-        if count := len(self.lacking):
-            record = f"{count:,} record{'s' * (count != 1)}"
-            text += f"; {record} left out: half a character ({printable(self.lacking[0])})"
+        if self.left_out:
+            shown = "; ".join(f"{name} {reason}" for name, reason in self.left_out[:3])
+            more = f"; and {len(self.left_out) - 3:,} more" if len(self.left_out) > 3 else ""
+            text += f", {len(self.left_out):,} left out: {printable(shown)}{more}"
         return text
 
 
 def _notes(file: File) -> list[str]:
     """Return what is uncommon about a file."""
-    charset = "" if file.charset.startswith("utf-8") else file.charset.upper()
     wide = f"{np.dtype(file.dtype).itemsize}-byte ids" if file.dtype not in ("", "<u2") else ""
     form = {DOCUMENT: "", LINES: "JSON lines", ARRAY: "JSON", PARQUET: PARQUET}.get(file.form, "CSV")
-    return [note for note in (charset, file.packing, form, wide) if note]
+    return [note for note in (file.packing, form, wide) if note]
 
 
-def recognize(
-    source: str,
-    accepted: Collection[str] = TRAINING,
-    field: str = FIELD,
-    where: str = WHERE,
-    *,
-    lenient: bool = False,
-) -> Source:
+def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FIELD, where: str = WHERE) -> Source:
     """Return what a path, a glob or a pipe holds.
 
     accepted   kinds that the caller can use
     field      name of the text in records
-    lenient    whether text may have bytes that are not UTF-8
 
     Cost       some kilobytes of each file are read; a pipe is copied to a temporary file
     Errors     FileNotFoundError if nothing is there; ValueError naming the format of what cannot be used, with what
@@ -92,32 +112,57 @@ def recognize(
     rule = "a source must be named"
     require(bool(source.strip()), where, rule, {"source": repr(source)}, f"Give a path, or {STANDARD_LIBRARY}.")
     if source == STANDARD_LIBRARY:
-        root = Path(sysconfig.get_path("stdlib"))
-        return Source(source, TEXT, tuple(_plain(path, root) for path in standard_library(root)))
-    path = Path(source).expanduser()
+        return Source(source, TEXT, standard_library(Path(sysconfig.get_path("stdlib"))))
+    path, rule = Path(source).expanduser(), f"the source must hold {_names(accepted)}"
     left_out: list[tuple[str, str]] = []
-    alone = False
     if path.is_dir():
-        what, advice = _folder_kind(path)
-        if what == PREPARED and PREPARED in accepted:
+        kind, advice = _folder_kind(path)
+        if kind == PREPARED and PREPARED in accepted:
             return Source(source, PREPARED)
-        rule, got = f"the source must hold {_names(accepted)}", {"source": f"{source} ({what})"}
-        require(not what, where, rule, got, advice)
-        named = [(file, file.relative_to(path).as_posix()) for file in files_below(path, left_out=left_out)]
-        accepted = [kind for kind in accepted if kind != TOKENS]  # those for validation may be among them
-    elif is_pipe(path):
-        alone, named = True, [(spooled(path), path.name)]
+        require(not kind, where, rule, {"source": f"{source} ({kind})"}, advice)
+        paths, others = files_below(path)
+        left_out = [(folder.relative_to(path).as_posix(), f"is {_folder_kind(folder)[0]}") for folder in others]
+        named = [(file, file.relative_to(path).as_posix()) for file in paths]
+        taken = [
+            kind for kind in KINDS if kind in accepted and kind != TOKENS
+        ]  # those for validation may be among them
     else:
-        alone = path.is_file()
-        named = [(file, file.name) for file in matching_files(source, where)]
-    files = [look(file, name, accepted, field, where, lenient) for file, name in named]
-    taken = [kind for kind in KINDS if kind in accepted and any(file.kind == kind for file in files)][:1]
-    if not taken:
-        raise _refusal(source, files, accepted, where, alone, left_out)
-    left_out += [(file.name, file.reason or f"holds {file.kind}") for file in files if file.kind not in taken]
-    kept = tuple(file for file in files if file.kind in taken)
-    return Source(source, taken[0], kept, tuple(left_out), encoding=_encoding_of(kept) if taken == [TOKENS] else "")
+        paths = [path] if is_pipe(path) else matching_files(source, where)
+        named = [(copy_of_pipe(file) if is_pipe(file) else file, file.name) for file in paths]
+        taken = [kind for kind in KINDS if kind in accepted]
+    files = [look(file, name, taken, field, where) for file, name in named]
+    kind = next((kind for kind in taken if any(file.kind == kind for file in files)), "")
+    if kind:
+        left_out += [(file.name, file.reason or f"holds {file.kind}") for file in files if file.kind != kind]
+        files = [file for file in files if file.kind == kind]
+        return Source(source, kind, tuple(files), tuple(left_out), _encoding_beside(files) if kind == TOKENS else "")
+    if file := next((file for file in files if file.size), None):
+        place = source if path.is_file() or is_pipe(path) else f"{source}: {file.name}"
+        advice = file.advice or _USES.get(file.kind, _EXPORT)
+        raise refusal(ValueError, where, rule, f"source={place} ({file.reason or f'holds {file.kind}'})", advice)
+    kind, advice = _folder_kind(others[0]) if path.is_dir() and others else ("", "Give a source that holds text.")
+    advice = f"Name it: {others[0]}." if kind and kind in accepted else advice
+    what = f"{left_out[0][0]} is {kind}" if kind else "empty"
+    raise refusal(ValueError, where, rule, f"source={source} ({what})", advice)
 
+
+def _names(kinds: Collection[str]) -> str:
+    *others, last = [kind for kind in (*KINDS, PREPARED) if kind in kinds]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _encoding_beside(files: Collection[File]) -> str:
+    """Return the encoding of token files by the manifests of their folders, which must agree; "" without one."""
+    folders = {Path(file.path).resolve().parent for file in files}  # a link may point to a shard
+    names = {
+        encoding_of(folder, read_manifest(folder, WHERE), WHERE) if is_prepared(folder) else "" for folder in folders
+    }
+    rule, got = "token files must be of one encoding", {"encodings": ", ".join(sorted(names))}
+    require(len(names) == 1, WHERE, rule, got, "Name files of one folder.")
+    return names.pop()
+
+
+# Files
 
 # What takes a kind that the caller does not.
 _USES = {
@@ -125,34 +170,203 @@ _USES = {
     QUESTIONS: "Questions are for daskgpt evaluate.",
     TOKENS: "Name token files by a glob, as in --data 'FOLDER/train*.bin' --validation-data 'FOLDER/val*.bin'.",
 }
+_MAKE_AGAIN, _UNPACK, _EXPORT = "Make it again.", "Unpack it, and name the folder.", "Export it as plain text."
+_CONVERT = "Write its texts as a text file, JSON lines or Parquet."
+_GIVE_TEXT = "Give the text that it was made from."
+_MODEL = "Train on text; a model belongs to --init."
+_RECODE = "Convert it, as by iconv -f latin1 -t UTF-8 (or -f UTF-16); token files end in .bin."
+_CHATS = 'Write each exchange as a line {"prompt": ..., "response": ...}, in the form that the model is to learn.'
+_PACKINGS = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
+# Formats that hold no text for us, by their first bytes, with what helps. (Others are not UTF-8.)
+_FORMATS = {
+    b"%PDF": ("a PDF document", "Extract its text, for example with pdftotext."),
+    b"{\\rtf": ("an RTF document", _EXPORT),
+    b"\x89PNG": ("a PNG image", "Give text."),
+    b"\xff\xd8\xff": ("a JPEG image", "Give text."),
+    b"SQLite format 3\0": ("an SQLite database", _CONVERT),
+    b"\x93NUMPY": ("a NumPy array", "Write its ids alone: array.astype('<u2').tofile('ids.bin')."),
+    b"ARROW1": ("an Arrow file", _CONVERT),
+    b"version https://git-lfs": ("a pointer of Git LFS in place of the file", "Run git lfs pull."),
+    b"GGUF": ("a GGUF model", _MODEL),
+}
+_RECORD_ENDINGS = {".jsonl", ".ndjson"}
 
 
-def _refusal(
-    source: str,
-    files: list[File],
-    accepted: Collection[str],
-    where: str,
-    alone: bool,
-    left_out: list[tuple[str, str]],
-) -> Exception:
-    """Return the error for a source without a file that can be used."""
-    rule = f"the source must hold {_names(accepted)}"
-    first = next((file for file in files if file.size), None) or next(iter(files), None)
-    if left_out and not first:
-        name, reason = left_out[0]
-        what, advice = _folder_kind(folder := Path(source).expanduser() / name)
-        advice = f"Name it: {folder}." if what in accepted else advice
-        return refusal(ValueError, where, rule, f"source={source} ({name} {reason})", advice)
-    if first is None or not any(file.size for file in files):
-        return refusal(ValueError, where, rule, {"source": f"{source} (empty)"}, "Give a source that holds text.")
-    what, advice = first.reason or f"holds {first.kind}", first.advice or _USES.get(first.kind, EXPORT)
-    place = source if alone else f"{source}: {first.name}"
-    return refusal(ValueError, where, rule, f"source={place} ({what})", advice)
+def look(path: Path, name: str, accepted: Collection[str], field: str, where: str) -> File:
+    """Return what a file is, by its first bytes and its surroundings.
+
+    Errors    as of `recognize`
+    """
+    with readable(path, where):
+        status, start = path.stat(), _beginning(str(path), "")
+    file = File(str(path), name, size=status.st_size, modified=status.st_mtime_ns)
+    packing = next((packing for magic, packing in _PACKINGS.items() if start.startswith(magic)), "")
+    if packing:
+        if packing == "zstd":
+            require_package("pyarrow", "prepare", where)
+        try:
+            start = _beginning(file.path, packing)
+        except DAMAGED as error:
+            return replace(file, reason=f"is damaged {packing} ({error})", advice=_MAKE_AGAIN)
+        file = replace(file, packing=packing)
+    reason, advice = _other_format(file, start)
+    if reason:
+        return replace(file, reason=reason, advice=advice)
+    if dtype := "" if packing else _dtype_of_ids(file, start):
+        return replace(file, kind=TOKENS, dtype=dtype)
+    if start.startswith(b"PAR1") and not packing:
+        require_package("pyarrow", "prepare", where)
+        try:
+            with opened_parquet(file, where) as parquet:
+                file = replace(file, form=PARQUET, fields=tuple(parquet.schema_arrow.names))
+        except (ValueError, OSError) as error:
+            return replace(file, reason=f"is not complete Parquet ({error})", advice=_MAKE_AGAIN)
+        return _of_records(file, accepted, field, records=True)
+    text, wrong = _decoded(start)
+    if wrong >= 0:
+        return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_RECODE)
+    file = replace(file, mark=len(codecs.BOM_UTF8) * text.startswith("\ufeff"))
+    endings = Path(name.lower()).suffixes[-2 if packing else -1 :]
+    named_records = not _RECORD_ENDINGS.isdisjoint(endings)
+    form, fields = _first_record(file, start) if text.strip() else (DOCUMENT, ())
+    if fields:
+        # Any JSON is text, too: as records count lines of files that are named so, and records of known fields.
+        return _of_records(
+            replace(file, form=form, fields=fields), accepted, field, records=form == LINES and named_records
+        )
+    # The reader of lines names the first wrong one.
+    return replace(file, kind=TEXT, form=LINES if named_records and text.strip() else DOCUMENT)
 
 
-def _names(kinds: Collection[str]) -> str:
-    *others, last = [kind for kind in (*KINDS, PREPARED) if kind in kinds]
-    return f"{', '.join(others)} or {last}" if others else last
+def _beginning(path: str, packing: str, size: int = LOOKED_AT) -> bytes:
+    with OPENERS[packing](path, "rb") as file:
+        return bytes(file.read(size))
+
+
+def _decoded(start: bytes) -> tuple[str, int]:
+    """Return the text of the first bytes of a file, which may end within a character, and the place of the first byte
+    that is none of a text; -1 without one.
+    """
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) < LOOKED_AT)
+        return text, start.find(0) if start.count(0) > len(start) / 100 else -1
+    except UnicodeDecodeError as error:
+        return "", error.start
+
+
+def _of_records(file: File, accepted: Collection[str], field: str, *, records: bool) -> File:
+    """Return a file of records with its kind, by the fields of the first one.
+
+    records   whether a file with other fields holds records all the same, and not just text
+    """
+    names = set(file.fields)
+    if pair_fields(file.fields) and PAIRS in accepted:
+        return replace(file, kind=PAIRS)
+    if names >= QUESTION_FIELDS and QUESTIONS in accepted:
+        return replace(file, kind=QUESTIONS)
+    if field in names and file.form not in TABLES:
+        return replace(file, kind=TEXT)
+    if chats := ", ".join(names & CHAT_FIELDS):
+        return replace(file, reason=f"holds chats ({chats}), which have no form without a template", advice=_CHATS)
+    if pair_fields(file.fields) or names >= QUESTION_FIELDS:
+        return replace(file, kind=PAIRS if pair_fields(file.fields) else QUESTIONS)
+    if records:
+        reason = f"holds records without the field {field}; fields={', '.join(file.fields)[:80]}"
+        return replace(file, reason=reason, advice="daskgpt prepare takes another name by --field.")
+    return replace(file, kind=TEXT, form=DOCUMENT, fields=())
+
+
+def pair_fields(names: Collection[str]) -> tuple[tuple[str, ...], str] | None:
+    """Return the names of prompt and response among the names of a record, None without them; case does not count."""
+    written = {name.strip().lower(): name for name in names}
+    for asking, answering in PAIR_FIELDS:
+        if {asking[0], answering} <= written.keys():
+            return tuple(written.get(name, name) for name in asking), written[answering]
+    return None
+
+
+def _first_record(file: File, start: bytes) -> tuple[str, tuple[str, ...]]:
+    """Return the form of a text's records, and the names in the first one; none for other text."""
+    text = start[file.mark :].decode(errors="ignore").lstrip()
+    form = {"{": LINES, "[": ARRAY}.get(text[:1])
+    if form is None:
+        return _first_row(text)
+    text = text[form == ARRAY :].lstrip()
+    try:
+        record, end = json.JSONDecoder().raw_decode(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        # A record that is cut ends within a string, or at most a number, a word or two escapes before the cut.
+        cut = isinstance(error, json.JSONDecodeError) and (
+            error.msg.startswith("Unterminated") or error.pos > len(text) - 16
+        )
+        size = 8 * len(start) if cut and LOOKED_AT <= len(start) <= LONGEST_RECORD // 8 else 0
+        longer = _beginning(file.path, file.packing, size)
+        return _first_record(file, longer) if len(longer) > len(start) else (DOCUMENT, ())
+    # One object over several lines is text.
+    several = form == LINES and "\n" in text[:end]
+    return (DOCUMENT, ()) if several or not isinstance(record, dict) else (form, tuple(record))
+
+
+def _first_row(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the names in the first line of a table of pairs; none for other text."""
+    line = text.partition("\n")[0].strip()
+    for separator in TABLES if len(line) < 1000 else ():
+        names = tuple(name.strip() for name in next(csv.reader([line], delimiter=separator), []))
+        if pair_fields(names):
+            return separator, names
+    return DOCUMENT, ()
+
+
+def _dtype_of_ids(file: File, start: bytes) -> str:
+    """Return the dtype of the ids in a token file; "" for other files.
+
+    Ids without a header are wider than two bytes if each id's second half is 0.
+    """
+    magic = int.from_bytes(start[:4], "little")
+    if magic in llmc.TOKEN_DTYPES:
+        return llmc.TOKEN_DTYPES[magic]
+    text, _ = _decoded(start)
+    # Ids of two bytes hardly ever look like text: assigned characters, and of control characters tab and line ends.
+    is_text = text and all(c in "\t\n\r\f" or unicodedata.category(c) not in ("Cc", "Cn", "Co", "Cs") for c in text)
+    if not file.name.endswith(".bin") or is_text:
+        return ""
+    words = np.frombuffer(start[: len(start) // 8 * 8], "<u2")
+    if words.size >= 32 and words.any():
+        if file.size % 8 == 0 and not words[2::4].any() and not words[3::4].any():
+            return "<i8"
+        if file.size % 4 == 0 and not words[1::2].any():
+            return "<u4"
+    return "<u2"
+
+
+def _other_format(file: File, start: bytes) -> tuple[str, str]:
+    """Return what a file of another program's format is, and what helps; "" if there is no sign of one."""
+    path, suffix = Path(file.path), Path(file.name).suffix.lower()
+    magic = int.from_bytes(start[:4], "little")
+    # After the protocol, a pickle has one of few instructions; ids may begin with these two bytes, too.
+    pickled = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] in b"\x95}](cXqK\x8a"
+    for first, (what, advice) in _FORMATS.items():
+        if start.startswith(first):
+            return f"is {what}", advice
+    if magic in llmc.KINDS.keys() - llmc.TOKEN_DTYPES.keys():
+        return f"is an llm.c {llmc.KINDS[magic]}", _MODEL
+    if pickled or suffix in PICKLE_ENDINGS or (suffix == ".bin" and start.startswith(b"PK\3\4")):
+        return "holds pickled Python objects, which are not opened", _GIVE_TEXT
+    if start.startswith(b"PK\3\4"):
+        return "is a zip archive, as Word documents are, too", f"{_UNPACK} {_EXPORT}"
+    if start[257:262] == b"ustar":
+        return "is a tar archive", _UNPACK
+    if suffix == ".parquet" and not start.startswith(b"PAR1"):
+        return "is not Parquet, as it is named", _MAKE_AGAIN
+    if start[8:9] == b"{" and 0 < int.from_bytes(start[:8], "little") < file.size:
+        return "is a safetensors model", _MODEL
+    if suffix == ".bin" and magic not in llmc.TOKEN_DTYPES:
+        if path.with_suffix(".idx").is_file():
+            return "holds token ids of Megatron, whose .idx is beside it", _GIVE_TEXT
+        if path.with_name(llmc.META).exists():
+            what = f"holds ids of the characters in {llmc.META}, pickled Python objects, which are not opened"
+            return what, _GIVE_TEXT
+    return "", ""
 
 
 # Folders
@@ -164,71 +378,48 @@ def _folder_kind(folder: Path) -> tuple[str, str]:
         return PREPARED, "daskgpt train takes prepared tokens."
     if (folder / "config.toml").is_file() and (folder / "chain.jsonl").is_file():
         return "a run of daskgpt", "Give the text that it was trained on; a run is a model, for --init."
-    names = {"config.json", "state.json"}
     model = any(folder.glob("*.safetensors")) or (folder / "pytorch_model.bin").is_file()
-    if model and any((folder / name).is_file() for name in names):
-        return "a model", MODEL
+    if model and any((folder / name).is_file() for name in ("config.json", "state.json")):
+        return "a model", _MODEL
     return "", ""
 
 
-def files_below(
-    folder: Path, skipped: frozenset[str] = frozenset(), left_out: list[tuple[str, str]] | None = None
-) -> list[Path]:
-    """Return all files in a folder and below it, sorted, except hidden ones and those in folders of skipped names.
-
-    left_out   if given, runs, models and prepared tokens below the folder are not entered but listed here
+def files_below(folder: Path, skipped: Collection[str] = ()) -> tuple[list[Path], list[Path]]:
+    """Return all files in a folder and below it, sorted, and the folders there that are runs, models or prepared
+    tokens, which are not entered. Hidden files and folders, and folders of skipped names, are in neither.
     """
-    found: list[Path] = []
+    files, others = list[Path](), list[Path]()
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
-        for name in list(folders) if left_out is not None else ():
-            if what := _folder_kind(Path(parent, name))[0]:
-                folders.remove(name)
-                assert left_out is not None
-                left_out.append((Path(parent, name).relative_to(folder).as_posix(), f"is {what}"))
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
+        below = [Path(parent, name) for name in folders if not name.startswith(".") and name not in skipped]
+        others += [path for path in below if _folder_kind(path)[0]]
+        folders[:] = [path.name for path in below if path not in others]
+        files += [path for name in names if not name.startswith(".") and (path := Path(parent, name)).is_file()]
     # By parts, not by the text of the path, so that the order does not depend on the separator of folders.
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.parts)
+    return sorted(files, key=lambda path: path.parts), others
 
 
 # Whole files up to this size in all. Python 3.11 to 3.13 stay below it; a later, larger library is cut.
 STANDARD_LIBRARY_BYTES = 9_000_000
 # Copies of other programs, an editor, and tables in the form of modules, from which a model would learn little.
 _OTHER_MODULES = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"}
-_OTHER_FOLDERS = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests"})
+_OTHER_FOLDERS = {"__pycache__", "dist-packages", "site-packages", "test", "tests"}
 
 
-def standard_library(root: Path) -> list[Path]:
+def standard_library(root: Path) -> tuple[File, ...]:
     """Return the files of the library at `root`, up to a total size.
 
     Only names that Python itself lists count: a distribution may add files.
     """
-    found, size = list[Path](), 0
-    for path in files_below(root, _OTHER_FOLDERS):
-        top = path.relative_to(root).parts[0].removesuffix(".py")
-        if path.suffix == ".py" and top in sys.stdlib_module_names and top not in _OTHER_MODULES:
-            size += path.stat().st_size
+    files, size = list[File](), 0
+    modules = sys.stdlib_module_names - _OTHER_MODULES
+    for path in files_below(root, _OTHER_FOLDERS)[0]:
+        name = path.relative_to(root)
+        if path.suffix == ".py" and name.parts[0].removesuffix(".py") in modules:
+            files.append(File(str(path), name.as_posix(), TEXT, size=path.stat().st_size))
+            size += files[-1].size
             if size > STANDARD_LIBRARY_BYTES:
+                files.pop()
                 break
-            found.append(path)
     rule, advice = "the source of the standard library must be installed", "Give a text file instead."
-    require(bool(found), WHERE, rule, {"folder": root}, advice, FileNotFoundError)
-    return found
-
-
-def _plain(path: Path, root: Path) -> File:
-    return File(str(path), path.relative_to(root).as_posix(), TEXT, size=path.stat().st_size)
-
-
-def _encoding_of(files: Collection[File]) -> str:
-    """Return the encoding of token files by the manifests of their folders, which must agree; "" without one."""
-    names = set()
-    paths = [Path(file.path).resolve() for file in files]  # a link may point to a shard
-    for folder in {path.parent for path in paths}:
-        here = {path.name for path in paths if path.parent == folder}
-        manifest = read_manifest(folder, WHERE) if is_prepared(folder) else None
-        shards = {shard.file for part in (manifest.train, manifest.val) for shard in part.shards} if manifest else set()
-        names |= {encoding_of(folder, manifest, WHERE) if manifest and name in shards else "" for name in here}
-    rule, got = "token files must be of one encoding", {"encodings": ", ".join(sorted(names))}
-    require(len(names) < 2, WHERE, rule, got, "Name files of one folder.")
-    return names.pop() if names else ""
+    require(bool(files), WHERE, rule, {"folder": root}, advice, FileNotFoundError)
+    return tuple(files)

@@ -10,74 +10,45 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby, pairwise
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
-from daskgpt.data.file_kinds import FIELD
-from daskgpt.data.reading import DOCUMENT, File, opened, records
+from daskgpt.config.errors import require
+from daskgpt.config.files import printable
+from daskgpt.data.reading import DOCUMENT, FIELD, decoded, opened, texts
 from daskgpt.data.source import Source
 
 WHERE = "read_text"
 
 
-def read_text(source: Source) -> tuple[list[str], Source]:
-    """Return the documents of a source of text in the order of its files, without empty ones, and what was taken.
-
-    Of several files, one that turns out not to be text is left out; a single one must be text. Records with half a
-    character, which JSON can hold, are left out.
+def read_text(source: Source) -> tuple[list[str], str]:
+    """Return the documents of a source of text in the order of its files, without empty ones, and a description of what
+    was taken. Records with half a character, which JSON can hold, are left out.
 
     Cost     reads every file once; the text stays in memory
     Errors   ValueError if there is no text, or it is not UTF-8; OSError if a file cannot be read
     """
-    documents, taken, left_out, lacking = list[str](), list[File](), list(source.left_out), list[str]()
+    documents, lacking = list[str](), list[str]()
     for file in source.files:
-        try:
-            documents += _documents(file, lacking)
-            taken.append(file)
-        except UnicodeDecodeError as error:
-            if len(source.files) == 1:
-                rule, got = "the file must be UTF-8 text", {"source": file.path, "first wrong byte": error.start}
-                advice = "Convert it, for example with iconv -t UTF-8."
-                raise refusal(ValueError, WHERE, rule, got, advice) from error
-            left_out.append((file.name, f"is not UTF-8 (byte {error.start:,})"))
+        if file.form == DOCUMENT:
+            with opened(file, WHERE) as stream:
+                documents.append(decoded(stream.read(), file, 0, WHERE))
+            continue
+        for number, text in texts(file, FIELD, WHERE):
+            if text is None:
+                lacking.append(f"{file.name} line {number}")
+            else:
+                documents.append(text)
     documents = [document for document in documents if document.strip()]
     rule, advice = "the text must not be empty", "Give a source that holds text."
     require(bool(documents), WHERE, rule, {"source": source.name}, advice)
-    return documents, replace(source, files=tuple(taken), left_out=tuple(left_out), lacking=tuple(lacking))
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether a text is made of whole characters: JSON may hold halves of some."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _documents(file: File, lacking: list[str]) -> list[str]:
-    """Return the texts of a file; records with half a character are listed in `lacking`."""
-    if file.form == DOCUMENT:
-        with opened(file, WHERE) as stream:
-            return [stream.read().decode()]
-    texts = []
-    for number, record in records(file, WHERE):
-        text = record.get(FIELD, record) if isinstance(record, dict) else record
-        if text is None:
-            text = ""
-        elif isinstance(text, bytes):  # of a binary column of Parquet
-            text = text.decode()
-        rule, got = f"the field {FIELD} of every record must be text", {"path": file.path, "record": number}
-        require(isinstance(text, str), WHERE, rule, got | {"found": repr(text)[:40]}, "Correct it.")
-        if is_unicode(text):
-            texts.append(str(text))
-        else:
-            lacking.append(f"{file.name} line {number}")
-    return texts
+    described = source.described
+    if count := len(lacking):
+        described += f"; {count:,} record{'s' * (count != 1)} left out: half a character ({printable(lacking[0])})"
+    return documents, described
 
 
 # What is held out
@@ -148,8 +119,8 @@ def _line_end(text: str, position: int, following: Run, held_out: str) -> int:
         return position
     # At most half of the next run, so that some of it is left.
     limit = min(LINE_CHARACTERS, (following.stop - following.start) // 2)
-    found = text.find("\n", position - 1, position + limit)
-    return position if found == -1 else found + 1
+    line_end = text.find("\n", position - 1, position + limit)
+    return position if line_end == -1 else line_end + 1
 
 
 def split_tokens(
