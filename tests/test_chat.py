@@ -11,6 +11,8 @@ import daskgpt
 from daskgpt import generate
 from daskgpt.data.chat import ChatTemplate, Part
 from daskgpt.data.dataset import load_dataset
+from daskgpt.data.pairs import read_examples, read_pairs
+from daskgpt.data.source import recognize
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats.models import open_model_file
 from daskgpt.generation.sanitize import sanitized
@@ -120,3 +122,47 @@ def test_pairs_are_learned_in_the_form_of_the_template(tmp_path):
     assert encoding.decode(targets[0][weights[0] > 0]) == "the 3<|end|>"
     assert weights.mean() == pytest.approx(1)
     assert (rows[0, len(tokens) :] == encoding.eot_token).all()
+
+
+CHATS = [
+    {"messages": [{"role": "system", "content": "s"}, *TALK]},
+    {"messages": [{"role": "user", "content": "nobody answers"}]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "source": "x"},
+]
+SHARED = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
+
+
+def write(path, records):
+    path.write_text(json.dumps(records))
+    return recognize(str(path))
+
+
+def test_chats_are_conversations(tmp_path):
+    (talk, short), left_out = read_pairs(write(tmp_path / "chats.json", CHATS))
+    assert talk == (("system", "s"), *((message["role"], message["content"]) for message in TALK))
+    assert left_out == ["chats.json line 2"]
+    assert read_pairs(write(tmp_path / "shared.json", SHARED)) == ([short], [])
+    with pytest.raises(ValueError, match='"messages", each with "role" and "content".*line=4.*KeyError'):
+        read_pairs(write(tmp_path / "wrong.json", [*CHATS, {"messages": [{"role": "user", "text": "a"}]}]))
+
+
+def test_chats_need_a_template(tmp_path):
+    source = write(tmp_path / "chats.json", CHATS)
+    with pytest.raises(ValueError, match="must have a chat template.*encoding=bytes"):
+        read_examples(source, get_encoding("bytes"), 0.0, "spans", 300)
+    (examples,), said, _ = read_examples(
+        write(tmp_path / "shared.json", SHARED), get_encoding("bytes"), 0.0, "spans", 9
+    )
+    assert bytes(examples.row(0)[0][:-1].tolist()) == b"ab"
+    assert "1 pairs" in said
+
+
+def test_every_message_of_the_assistant_counts(tmp_path):
+    pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
+    write_gguf_llama(tmp_path / "model.gguf", llama_tensors())
+    encoding = get_encoding(open_model_file(tmp_path / "model.gguf").encoding)
+    (examples,), said, _ = read_examples(write(tmp_path / "chats.json", CHATS), encoding, 0.0, "spans", 300)
+    assert "2 conversations" in said
+    tokens, counted = examples.row(0)
+    assert encoding.decode(tokens) == "s<|end|>Who?<|end|>I.<|end|>é <b> 'quoted'<|end|>Yes\nindeed<|end|>"
+    assert encoding.decode(tokens[counted]) == "I.<|end|>Yes\nindeed<|end|>"

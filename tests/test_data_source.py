@@ -25,6 +25,12 @@ TEXT = "".join(f"Zeile {number}: ein Vogel säße im Baum, 日本 €\n" for num
 PAIRS = [(f"{number} plus 1 is", f" {number + 1}.") for number in range(60)]
 
 
+def pairs_of(source):
+    """The texts of a source's pairs, and what was left out."""
+    conversations, left_out = read_pairs(source)
+    return [tuple(text for _, text in conversation) for conversation in conversations], left_out
+
+
 def lines(records) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
@@ -58,7 +64,7 @@ def test_texts_are_the_same_with_a_mark_and_in_all_packings(charset, pack, tmp_p
     for name, form in (("l.jsonl", lines([{"text": TEXT}])), ("p.jsonl", lines(pairs_as("prompt", "response")))):
         written(tmp_path / name, pack(form.encode(charset)))
     assert texts_of(str(tmp_path / "l.jsonl")) == [TEXT]
-    assert read_pairs(recognize(str(tmp_path / "p.jsonl")))[0] == PAIRS
+    assert pairs_of(recognize(str(tmp_path / "p.jsonl")))[0] == PAIRS
 
 
 def test_preparation_reads_the_same_text(tmp_path):
@@ -148,21 +154,21 @@ def test_pairs_are_recognized_by_content(name, content, tmp_path):
     written(tmp_path / name, content)
     source = recognize(str(tmp_path / name.split("/")[0]))
     assert source.kind == "pairs"
-    assert read_pairs(source) == (PAIRS, [])
+    assert pairs_of(source) == (PAIRS, [])
     with pytest.raises(ValueError, match=r"prepare: the source must hold text; got .*holds pairs.*--preset finetune"):
         prepare.main([str(tmp_path / name), "--out", str(tmp_path / "tokens")])
 
 
 def test_an_instruction_is_followed_by_its_input(tmp_path):
     rows = [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Hi.", "output": "Ho."}]
-    pairs, _ = read_pairs(recognize(written(tmp_path / "a.jsonl", lines(rows))))
+    pairs, _ = pairs_of(recognize(written(tmp_path / "a.jsonl", lines(rows))))
     assert pairs == [("Add.\n1, 2", "3"), ("Hi.", "Ho.")]
 
 
 def test_parquet_holds_pairs_or_text(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(pairs_as("prompt", "response")), tmp_path / "pairs.parquet")
-    assert read_pairs(recognize(str(tmp_path / "pairs.parquet")))[0] == PAIRS
+    assert pairs_of(recognize(str(tmp_path / "pairs.parquet")))[0] == PAIRS
     parquet.write_table(arrow.table({"text": ["one", "two"]}), tmp_path / "text.parquet")
     assert texts_of(str(tmp_path / "text.parquet")) == ["one", "two"]
 
@@ -229,10 +235,10 @@ def test_a_first_record_may_be_long(array, size, tmp_path):
 @pytest.mark.parametrize("wrong", [b'"\xff",b', b'a,"' + b"b" * 200_000 + b'"'])
 def test_wrong_rows_of_a_table_are_refused_by_line(wrong, tmp_path):
     rows = "".join(f"{ask},{answer}\n\n" for ask, answer in PAIRS).encode()  # blank lines are no rows
-    assert len(read_pairs(recognize(written(tmp_path / "good.csv", b"prompt,response\n" + rows)))[0]) == len(PAIRS)
+    assert len(pairs_of(recognize(written(tmp_path / "good.csv", b"prompt,response\n" + rows)))[0]) == len(PAIRS)
     source = recognize(written(tmp_path / "wrong.csv", b"prompt,response\n" + rows * 30 + wrong + b"\n"))
     with pytest.raises(ValueError, match="a table must be CSV in UTF-8; got path=.*line="):
-        read_pairs(source)
+        pairs_of(source)
 
 
 def test_runs_and_prepared_tokens_below_a_folder_are_no_text(tmp_path):
@@ -285,11 +291,6 @@ OTHERS = {
     "windows.txt": (TEXT.encode("utf-16"), "not UTF-8 text .byte 0.*iconv.*UTF-16"),
     "questions.bin": (np.array([20240522, 1], "<i4").tobytes() + bytes(1016), "llm.c evaluation set"),
     "latin.txt": ("café".encode("latin-1"), "not UTF-8 text .byte 3.*iconv"),
-    "chat.jsonl": (
-        lines([{"messages": [{"role": "user", "content": "Hi"}]}]).encode(),
-        'chats.*"prompt": ..., "response": ...',
-    ),
-    "share.json": (json.dumps([{"conversations": []}]).encode(), "chats"),
     "other.jsonl": (
         lines([{"title": "x", "body": "y"}]).encode(),
         "without the field text; fields=title, body.*--field",

@@ -23,37 +23,54 @@ from daskgpt.data.text import runs
 from daskgpt.data.tokenizer import Encoding, encode
 
 WHERE = "read_pairs"
-Pair = tuple[str, str]
+Conversation = tuple[tuple[str, str], ...]  # role and content of each message
 Weighted = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, targets, and loss weights of the targets
+PAIR = (USER, ASSISTANT)
+# Names of the messages of a chat, with those of role and content in each; roles of chats of the second kind.
+CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+ROLES = {"human": USER, "gpt": ASSISTANT}
 
 
-def read_pairs(source: Source) -> tuple[list[Pair], list[str]]:
-    """Return the pairs of a source's files, and what was left out: pairs with an empty text, or half a character.
+def read_pairs(source: Source) -> tuple[list[Conversation], list[str]]:
+    """Return the conversations of a source's files, and what was left out: those with an empty text, half a character,
+    or nothing that the assistant says.
 
-    The names of prompt and response are those of each file's first record (`source.PAIR_FIELDS`). A prompt of two
-    fields, an instruction and its input, has a line break between them.
+    The names of prompt and response are those of each file's first record (`source.PAIR_FIELDS`), and so is that of the
+    messages of chats. A prompt of two fields, an instruction and its input, has a line break between them.
 
     Errors   ValueError naming the first record without such texts
     """
-    pairs, left_out = list[Pair](), list[str]()
+    conversations, left_out = list[Conversation](), list[str]()
     for file in source.files:
-        names = pair_fields(file.fields)
-        assert names is not None, "a file of pairs"
-        rule = f'a record must have "{names[0][0]}" and "{names[1]}", texts'
-        for number, pair in parsed_records(partial(_pair, *names), rule, "Correct it.", file, WHERE):
-            if all(text and is_unicode(text) for text in pair):
-                pairs.append(pair)
+        if names := pair_fields(file.fields):
+            parse, rule = partial(_pair, *names), f'a record must have "{names[0][0]}" and "{names[1]}", texts'
+        else:
+            field = next(name for name in CHATS if name in file.fields)
+            role, content = CHATS[field]
+            parse, rule = partial(_chat, field), f'a record must have "{field}", each with "{role}" and "{content}"'
+        for number, conversation in parsed_records(parse, rule, "Correct it.", file, WHERE):
+            good = all(text and is_unicode(text) for _, text in conversation)
+            if good and any(role == ASSISTANT for role, _ in conversation):
+                conversations.append(conversation)
             else:
                 left_out.append(f"{file.name} line {number}")
-    return pairs, left_out
+    return conversations, left_out
 
 
-def _pair(asking: tuple[str, ...], answering: str, record: Any) -> Pair:
+def _pair(asking: tuple[str, ...], answering: str, record: Any) -> Conversation:
     questions, answer = [record[asking[0]], *(record.get(name) or "" for name in asking[1:])], record[answering]
     for text in (*questions, answer):
         if not isinstance(text, str):
             raise TypeError(f"{type(text).__name__} is not a text")
-    return "\n".join(text for text in questions if text), answer
+    return (USER, "\n".join(text for text in questions if text)), (ASSISTANT, answer)
+
+
+def _chat(field: str, record: Any) -> Conversation:
+    role, content = CHATS[field]
+    conversation = tuple((ROLES.get(message[role], message[role]), message[content]) for message in record[field])
+    if wrong := [part for message in conversation for part in message if not isinstance(part, str)]:
+        raise TypeError(f"{type(wrong[0]).__name__} is not a text")
+    return conversation
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,21 +153,25 @@ def read_examples(
     An example that is longer than a sequence and the token after it is cut there; one whose response would be lost is
     left out.
 
-    Errors   as of read_pairs; ValueError if a part would have no example
+    Errors   as of read_pairs; ValueError if a part would have no example, or for chats without a chat template
     """
-    pairs, wrong = read_pairs(source)
+    conversations, wrong = read_pairs(source)
+    plain = [tuple(role for role, _ in conversation) == PAIR for conversation in conversations]
     parts: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = ([], [])
     most, cut, lost = sequence_length + 1, 0, 0
-    template = template_of(codec)
-    for run in runs(len(pairs), 1, fraction, held_out):
-        for pair in pairs[run.start : run.stop]:
-            tokens, counted = _example(pair, codec, template, source.name)
+    template, rule = template_of(codec), "the model's tokenizer must have a chat template, for chats of other roles"
+    advice = "Start from a chat model (--init), or give pairs of prompt and response."
+    require(template is not None or all(plain), WHERE, rule, {"data": source.name, "encoding": codec.name}, advice)
+    for run in runs(len(conversations), 1, fraction, held_out):
+        for conversation in conversations[run.start : run.stop]:
+            tokens, counted = _example(conversation, codec, template, source.name)
             if not counted[:most].any():
                 lost += 1
                 continue
             cut += tokens.size > most
             parts[run.held_out].append((tokens[:most], counted[:most]))
-    rule, got = "each part must have an example that fits", {"data": source.name, "pairs": len(pairs), "too long": lost}
+    rule, got = "each part must have an example that fits", {"data": source.name, "pairs": len(conversations)}
+    got |= {"too long": lost}
     advice = "Give more pairs, a larger --sequence-length, or another --validation-fraction."
     require(all(parts[: 1 + (fraction > 0)]), WHERE, rule, got, advice)
     examples = [
@@ -163,21 +184,26 @@ def read_examples(
         for rows in parts
         if rows
     ]
-    facts = [source.described, f"{len(parts[0]):,} pairs" + (f" and {len(parts[1]):,} held out" if parts[1] else "")]
+    noun = "pairs" if all(plain) else "conversations"
+    facts = [source.described, f"{len(parts[0]):,} {noun}" + (f" and {len(parts[1]):,} held out" if parts[1] else "")]
+    facts += ["in the form of the chat template"] if template else []
     facts += [f"{cut:,} cut to {most:,} tokens"] if cut else []
     facts += [f"{lost:,} left out: their prompts alone are longer"] if lost else []
     facts += [f"{len(wrong):,} left out: empty or half a character ({wrong[0]})"] if wrong else []
-    return examples, f"{source.name} ({'; '.join(facts)})", digest_of(pairs)
+    texts = [tuple(text for _, text in conversation) for conversation in conversations]
+    return examples, f"{source.name} ({'; '.join(facts)})", digest_of(texts if all(plain) else conversations)
 
 
-def _example(pair: Pair, codec: Encoding, template: ChatTemplate | None, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _example(
+    conversation: Conversation, codec: Encoding, template: ChatTemplate | None, name: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of an example, and which of them the model is to write: up to an end-of-text.
 
     Each part is encoded apart, as in generation, where only what comes before it is known.
     """
-    parts = [Part(pair[0], False), Part(pair[1], True)]
+    parts = [Part(text, role == ASSISTANT) for role, text in conversation]
     if template:
-        parts = template.parts([{"role": USER, "content": pair[0]}, {"role": ASSISTANT, "content": pair[1]}])
+        parts = template.parts([{"role": role, "content": text} for role, text in conversation])
     encoded = [encode(codec, part.text, name) for part in parts]
     if not template:
         encoded[-1] = np.append(encoded[-1], np.array(codec.eot_token, encoded[-1].dtype))
@@ -185,4 +211,6 @@ def _example(pair: Pair, codec: Encoding, template: ChatTemplate | None, name: s
     for tokens, numbers in zip(encoded, counted):
         (ends,) = np.nonzero(tokens == codec.eot_token)
         numbers[ends[-1] + 1 if ends.size else tokens.size :] = False
-    return np.concatenate(encoded), np.concatenate(counted)
+    counts = np.concatenate(counted)
+    counts[0] = False  # nothing comes before it
+    return np.concatenate(encoded), counts

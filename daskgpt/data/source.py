@@ -175,7 +175,6 @@ _CONVERT = "Write its texts as a text file, JSON lines or Parquet."
 _GIVE_TEXT = "Give the text that it was made from."
 _MODEL = "Train on text; a model belongs to --init."
 _RECODE = "Convert it, as by iconv -f latin1 -t UTF-8 (or -f UTF-16); token files end in .bin."
-_CHATS = 'Write each exchange as a line {"prompt": ..., "response": ...}, in the form that the model is to learn.'
 _PACKINGS = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
 # Formats that hold no text for us, by their first bytes, with what helps. (Others are not UTF-8.)
 _FORMATS = {
@@ -260,14 +259,14 @@ def _of_records(file: File, accepted: Collection[str], field: str, *, records: b
     records   whether a file with other fields holds records all the same, and not just text
     """
     names = set(file.fields)
-    if pair_fields(file.fields) and PAIRS in accepted:
+    if PAIRS in accepted and (pair_fields(file.fields) or (names & CHAT_FIELDS and file.form not in TABLES)):
         return replace(file, kind=PAIRS)
     if names >= QUESTION_FIELDS and QUESTIONS in accepted:
         return replace(file, kind=QUESTIONS)
     if field in names and file.form not in TABLES:
         return replace(file, kind=TEXT)
     if chats := ", ".join(names & CHAT_FIELDS):
-        return replace(file, reason=f"holds chats ({chats}), which have no form without a template", advice=_CHATS)
+        return replace(file, reason=f"holds chats ({chats})", advice=_EXPORT)
     if pair_fields(file.fields) or names >= QUESTION_FIELDS:
         return replace(file, kind=PAIRS if pair_fields(file.fields) else QUESTIONS)
     if records:
