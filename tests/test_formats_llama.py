@@ -242,6 +242,8 @@ ENTRIES = [
     ({"rope__dimension_count": 4}, "rope.dimension_count must be 8"),
     ({"attention__head_count_kv": 3}, "kv_heads must divide heads"),
     ({"attention__head_count": "four"}, "attention.head_count must be a number"),
+    ({"attention__layer_norm_rms_epsilon": None}, "rms_epsilon must be a number; got .*=missing"),
+    ({"tokenizer__ggml__eos_token_id": 5000}, "the tokenizer must be whole; .*IndexError"),
     ({"attention__layer_norm_rms_epsilon": 2.0}, "norm_eps must be at most 1"),
     ({"feed_forward_length": 65}, "gate_proj|ffn_gate.weight must have shape"),
     ({"block_count": 3}, "missing=blk.2"),
@@ -264,6 +266,23 @@ def test_tensors_that_are_refused(tmp_path):
     (tmp_path / "m.gguf").write_bytes(content.replace(b"\x05" + bytes(7) + b"llama", b"\x05" + bytes(7) + b"mamba"))
     with pytest.raises(ValueError, match="general.architecture must be gpt2 or llama; .*mamba"):
         daskgpt.load(tmp_path / "m.gguf")
+
+
+def test_what_a_file_may_lack(tmp_path):
+    fields = FIELDS | {"num_key_value_heads": 4}
+    absent = {"attention__head_count_kv": None, "attention__key_length": None, "rope__freq_base": None}
+    write_gguf_llama(tmp_path / "m.gguf", llama_tensors(fields), "F32", fields, **absent)
+    assert daskgpt.load(tmp_path / "m.gguf")[0] == replace(CONFIG, kv_heads=0, rope_theta=10_000.0)
+
+
+def test_another_version_and_another_tokenizer(tmp_path):
+    write_gguf_llama(tmp_path / "m.gguf", llama_tensors())
+    content = bytearray((tmp_path / "m.gguf").read_bytes())
+    content[4] = 2
+    (tmp_path / "m.gguf").write_bytes(content)
+    assert_the_model(tmp_path / "m.gguf", llama_tensors(), FIELDS)
+    (tmp_path / "m.gguf").write_bytes(content.replace(b"smollm", b"tekken"))
+    assert open_model_file(tmp_path / "m.gguf").encoding == ""
 
 
 # The package with SmolLM2

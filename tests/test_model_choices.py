@@ -109,7 +109,10 @@ def test_choices_that_do_not_fit_are_refused(settings, keyword):
 
 @pytest.mark.parametrize(("name", "count"), [("smollm2-135m", 134_515_008), ("smollm2-360m", 361_821_120)])
 def test_published_sizes(name, count):
-    assert parameters.parameter_count(daskgpt.preset(name)) == parameters.value_count(daskgpt.preset(name)) == count
+    config = daskgpt.preset(name)
+    assert parameters.parameter_count(config) == parameters.value_count(config) == count
+    assert (config.positions, config.rope_theta, config.head_channels, config.norm_eps) == (8192, 1e5, 64, 1e-5)
+    assert config.heads == 3 * config.key_heads
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -119,7 +119,7 @@ def write_gguf_llama(
     """Write a GGUF file by the library, and return the values that it holds, by Hugging Face's names.
 
     kind      number format of the matrices
-    entries   further entries, with __ in place of a dot, or other values
+    entries   further entries, with __ in place of a dot, or other values; None leaves one out
     """
     import gguf
 
@@ -130,13 +130,13 @@ def write_gguf_llama(
     settings |= {"attention.layer_norm_rms_epsilon": fields["rms_norm_eps"], "attention.key_length": 8}
     settings |= {name.replace("__", "."): value for name, value in entries.items()}
     writer = gguf.GGUFWriter(path, "llama")
+    _add_tokenizer(writer, fields["vocab_size"])
     for name, value in settings.items():
         key = name if "." in name and name.split(".")[0] in ("general", "tokenizer") else f"llama.{name}"
         if isinstance(value, str):
             writer.add_string(key, value)
-        else:
+        elif value is not None:
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
-    _add_tokenizer(writer, fields["vocab_size"])
     held = {}
     for name, values in tensors.items():
         number_format = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
