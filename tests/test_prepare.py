@@ -462,7 +462,7 @@ REFUSED = [
     ("wrong.zst", ValueError, "damaged zstd"),
     ("wrong.parquet", ValueError, "not Parquet"),
     ("cut.parquet", ValueError, "not complete Parquet"),
-    ("short.txt --encoding wrong.tiktoken", ValueError, "vocabulary's lines"),
+    ("short.txt --encoding wrong.tiktoken", ValueError, "vocabulary must be JSON"),
     ("a.jsonl --encoding gpt2 --learn-vocabulary 300", ValueError, "learned or given"),
     ("a.jsonl --shard-tokens 3G", ValueError, "shard_tokens"),
     ("short.txt --scheduler thread", ValueError, "scheduler must be known"),

@@ -25,14 +25,12 @@ from daskgpt.data.corpus import WHERE, Passage, PrepareConfig, Section
 from daskgpt.data.token_folder import (
     PARTIAL,
     PARTS,
-    TOKENIZER_FILE,
     VOCABULARY_FILE,
     Contents,
     Manifest,
     ShardWriter,
     locked_folder,
     read_manifest,
-    vocabulary_file,
 )
 from daskgpt.formats.byte_characters import END_OF_TEXT
 from daskgpt.formats.llmc import id_dtype
@@ -143,11 +141,9 @@ class Preparation:
 
 def _keep_vocabulary(folder: Path, encoding: str) -> None:
     """Write the vocabulary of an encoding that is known by its content."""
-    content = known_vocabulary(encoding).content if is_learned(encoding) else ""
-    path = folder / (TOKENIZER_FILE if content.startswith("{") else VOCABULARY_FILE)
-    if content and not path.is_file():
-        with replacing(path, WHERE) as file:
-            file.write(content.encode())
+    if is_learned(encoding) and not (folder / VOCABULARY_FILE).is_file():
+        with replacing(folder / VOCABULARY_FILE, WHERE) as file:
+            file.write(known_vocabulary(encoding).content.encode())
 
 
 # The tokens of a partition
@@ -195,7 +191,7 @@ def _codec(name: str, folder: Path, thread: int) -> tokenizer.Encoding:
     take turns: two threads with one encoding lose a tenth to two fifths of their time.
     """
     if is_learned(name) and name not in KNOWN:
-        read_vocabulary(vocabulary_file(folder))
+        read_vocabulary(folder / VOCABULARY_FILE)
     return tokenizer.get_encoding(name)
 
 

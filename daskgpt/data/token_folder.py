@@ -2,7 +2,7 @@
 
     DIR/train_000000.bin ...       llm.c's token files, numbered as the partitions of the text
         val_000000.bin ...
-        vocabulary.tiktoken        if it was learned; vocabulary.json if it is that of a Hugging Face folder
+        vocabulary.json            if it was learned, or is that of a Hugging Face folder
         manifest.json              written last: without it the folder is incomplete
         .journal.json              digest of the inputs and settings
         .partial-DIGEST/           these files until all are complete, and
@@ -31,8 +31,7 @@ from daskgpt.formats.llmc import HEADER_BYTES, token_header
 from daskgpt.formats.vocabulary import is_learned, read_vocabulary
 
 WHERE = "prepare"
-MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".lock", "vocabulary.tiktoken"
-TOKENIZER_FILE = "vocabulary.json"
+MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".lock", "vocabulary.json"
 VERSION, KIND = 1, "daskgpt tokens"
 PARTS = ("train", "val")
 PARTIAL = ".partial-"  # begins the names of the folders of what is not complete
@@ -136,16 +135,10 @@ def encoding_of(folder: Path, manifest: Manifest, where: str) -> str:
     Errors   ValueError if its vocabulary is another one than that of its tokens
     """
     encoding = manifest.encoding
-    found = read_vocabulary(vocabulary_file(folder)) if is_learned(encoding) else encoding
-    rule, got = f"the vocabulary must be unchanged, {encoding}", {"folder": folder, "encoding": found}
-    require(found == encoding, where, rule, got, "Prepare it again.")
+    name = read_vocabulary(folder / VOCABULARY_FILE) if is_learned(encoding) else encoding
+    rule, got = f"the vocabulary must be unchanged, {encoding}", {"folder": folder, "encoding": name}
+    require(name == encoding, where, rule, got, "Prepare it again.")
     return encoding
-
-
-def vocabulary_file(folder: Path) -> Path:
-    """Return the file of a folder's own vocabulary, which exists only where it has one."""
-    path = folder / TOKENIZER_FILE
-    return path if path.is_file() else folder / VOCABULARY_FILE
 
 
 def read_manifest(folder: Path, where: str) -> Manifest:
@@ -225,7 +218,7 @@ def complete(folder: Path, partial: Path, manifest: Manifest) -> None:
     with written(folder, WHERE):
         for path in files:
             path.replace(folder / path.name)
-        for pattern in (VOCABULARY_FILE, TOKENIZER_FILE, *(f"{part}_*.bin" for part in PARTS)):
+        for pattern in (VOCABULARY_FILE, *(f"{part}_*.bin" for part in PARTS)):
             for path in folder.glob(pattern):
                 if path.name not in names:  # of other settings, by a process that was killed in this function
                     path.unlink()
