@@ -25,7 +25,7 @@ from daskgpt.formats.gguf_file import READ, GGUFTensor, open_gguf_file
 from daskgpt.formats.layouts import FAMILIES, GPT2, LLAMA, Part, explicit, family_of, open_tensors, paired, parts_of
 from daskgpt.formats.stored_model import FilePath, StoredModel, held, pieces, short
 from daskgpt.formats.tokenizer_folder import SPLITTINGS, LibraryEncoding, content_of, splitting_of
-from daskgpt.formats.vocabulary import Vocabulary, encoding_of_content, library_of
+from daskgpt.formats.vocabulary import Vocabulary, bos_of, encoding_of_content, library_of
 from daskgpt.model.parameters import Tensor, tensors
 
 WRITE = "write_gguf"
@@ -144,9 +144,10 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
         special = {token: kinds[i] == TokenType.CONTROL for token, i in ids.items() if kinds[i] != TokenType.NORMAL}
         if not merges and list(ids)[:-1] == [CHARACTERS[byte] for byte in range(256)]:
             return "bytes"
-        end, template = tokens[tokenizer["eos_token_id"]], str(entries.get(TEMPLATE, ""))
+        end, bos = tokens[tokenizer["eos_token_id"]], tokenizer.get("bos_token_id")
+        others = {"chat_template": str(entries.get(TEMPLATE, "")), "bos_token": "" if bos is None else tokens[bos]}
         added = [AddedToken(token, special=control, normalized=False) for token, control in special.items()]
-        content = content_of((ids, merges, tokenizer["pre"]), added, end, template, path)
+        content = content_of((ids, merges, tokenizer["pre"]), added, end, path, **others)
     except (LookupError, TypeError, AttributeError) as error:
         got, advice = f"path={path} ({type(error).__name__})", "It is damaged: copy it again."
         raise refusal(ValueError, READ, "the tokenizer must be whole", got, advice) from error
@@ -226,6 +227,7 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary | LibraryEncoding, size:
     from gguf import TokenType
 
     library, (end, number) = library_of(vocabulary), next(iter(vocabulary.specials.items()))
+    bos = bos_of(vocabulary)
     pipeline = json.loads(library.to_str())
     rule, advice = "llama.cpp must know the tokenizer's way of cutting text", "Write another format."
     got = {"pre_tokenizer": short(pipeline["pre_tokenizer"], 80), "normalizer": short(pipeline["normalizer"])}
@@ -241,7 +243,8 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary | LibraryEncoding, size:
     # llama.cpp needs merges, and the library writes no empty list: this merge never applies, as no text becomes `end`.
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pipeline["model"]["merges"]]
     writer.add_token_merges(merges or [f"{end} {end}"])
-    writer.add_bos_token_id(number)
+    if bos:
+        writer.add_bos_token_id(library.token_to_id(bos))
     writer.add_eos_token_id(number)
     writer.add_add_bos_token(False)
     if isinstance(vocabulary, LibraryEncoding) and vocabulary.chat_template:

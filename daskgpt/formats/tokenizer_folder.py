@@ -1,7 +1,8 @@
 """Tokenizers in Hugging Face's folders: byte-level BPE with any pipeline, which the library `tokenizers` computes.
 
 A tokenizer is kept as one text, which is stored with a model: JSON with `end_of_text`, the token that ends a document,
-`tokenizer`, the content of a tokenizer.json that has all added tokens, and `chat_template`, if it has one.
+`tokenizer`, the content of a tokenizer.json that has all added tokens, and `chat_template` and `bos_token`, the token
+that begins a text, if it has them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class LibraryEncoding:
     specials       special tokens with their ids, end-of-text first
     tokens         the bytes of each id, none for an id without a token
     chat_template  the form of a conversation (Jinja), "" without one
+    bos_token      the token that begins a text, "" without one
     """
 
     def __init__(self, digest: str, content: str, origin: str) -> None:
@@ -58,14 +60,16 @@ class LibraryEncoding:
         Errors    ValueError if it is no such content
         """
         try:
-            end, pipeline, template = map(json.loads(content).get, ("end_of_text", "tokenizer", "chat_template"))
+            fields = json.loads(content)
         except ValueError:
-            end, pipeline, template = "", {}, None
-        self.chat_template: str = template or ""
+            fields = {}
+        end, pipeline = fields.get("end_of_text"), fields.get("tokenizer", {})
+        self.chat_template: str = fields.get("chat_template", "")
         self.content, self.library = content, _library_of(pipeline, origin)
         ids: dict[str, int] = self.library.get_vocab()
         require(end in ids, WHERE, "end_of_text must name a token", {"path": origin, "end_of_text": end}, OTHERS)
         added = self.library.get_added_tokens_decoder()
+        self.bos_token: str = fields["bos_token"] if fields.get("bos_token") in ids else ""
         self.eot_token, self.n_vocab = ids[end], max(ids.values()) + 1
         self.name = f"{PREFIX}{self.n_vocab}-{digest}"
         self.specials = {end: ids[end]} | {token.content: i for i, token in added.items() if token.special}
@@ -135,27 +139,27 @@ def content_of(
     form: tuple[Mapping[str, int], Sequence[Sequence[str]], str],
     added: Sequence[AddedToken],
     end: str,
-    template: str,
     origin: Path,
+    **others: str,
 ) -> str:
     """Return a tokenizer as text.
 
-    form      tokens, merges and splitting, see `pipeline_of`
-    added     those of its tokens that are recognized in texts
-    end       the token that ends a text
-    template  its chat template; "" without one
+    form     tokens, merges and splitting, see `pipeline_of`
+    added    those of its tokens that are recognized in texts
+    end      the token that ends a text
+    others   chat_template and bos_token; "" without one
 
     Errors    ValueError if it is not byte-level BPE
     """
     library = _library_of(pipeline_of(*form), origin)
     library.add_tokens(list(added))
     _check(origin, library)
-    return _text_of(library, end, template)
+    return _text_of(library, end, others)
 
 
-def _text_of(library: Tokenizer, end: str, template: str) -> str:
+def _text_of(library: Tokenizer, end: str, others: Mapping[str, str]) -> str:
     content = {"end_of_text": end, "tokenizer": json.loads(library.to_str())}
-    return json.dumps(content | ({"chat_template": template} if template else {}), ensure_ascii=False)
+    return json.dumps(content | {name: text for name, text in others.items() if text}, ensure_ascii=False)
 
 
 # Folders
@@ -173,15 +177,23 @@ def read_folder(folder: Path) -> str:
         _check(folder, library)
         settings = _add_tokens(library, folder)
         end = _end_of_text(folder, library, settings.get("eos_token"))
-        template = settings.get("chat_template")
-        if (folder / TEMPLATE).is_file():
-            template = (folder / TEMPLATE).read_text(encoding="utf-8")
+        others = {"chat_template": _template_in(folder, settings.get("chat_template"))}
+        others |= {"bos_token": _content(settings.get("bos_token") or "")}
     except (AttributeError, KeyError, TypeError, UnicodeError) as error:
         got, advice = f"path={folder} ({type(error).__name__})", "Copy them again."
         raise refusal(ValueError, WHERE, "the tokenizer's files must be whole", got, advice) from error
     library.no_truncation()
     library.no_padding()
-    return _text_of(library, end, template if isinstance(template, str) else "")
+    return _text_of(library, end, others)
+
+
+def _template_in(folder: Path, said: Any) -> str:
+    """Return a folder's chat template: that of its own file, or what the settings say; of several, `default`."""
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    if isinstance(said, list):
+        said = {template["name"]: template["template"] for template in said}.get("default")
+    return said if isinstance(said, str) else ""
 
 
 def _pipeline_in(folder: Path) -> dict[str, Any]:

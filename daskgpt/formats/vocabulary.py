@@ -185,7 +185,7 @@ def tokenizer_files(vocabulary: Vocabulary | LibraryEncoding, positions: int) ->
     Errors      ValueError if a token is not a merge of two earlier ones
     """
     library, end = library_of(vocabulary), next(iter(vocabulary.specials))
-    settings: dict[str, object] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
+    settings: dict[str, object] = {"bos_token": bos_of(vocabulary) or None, "eos_token": end, "unk_token": end}
     settings |= {"model_max_length": positions, "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {TOKENIZER: library.to_str().encode()}
     if isinstance(vocabulary, LibraryEncoding) and vocabulary.chat_template:
@@ -200,6 +200,11 @@ def tokenizer_files(vocabulary: Vocabulary | LibraryEncoding, positions: int) ->
 
 def _json(value: Mapping[str, object]) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
+
+
+def bos_of(vocabulary: Vocabulary | LibraryEncoding) -> str:
+    """Return the token that begins a text; "" for a Hugging Face tokenizer without one, end-of-text for others."""
+    return vocabulary.bos_token if isinstance(vocabulary, LibraryEncoding) else next(iter(vocabulary.specials))
 
 
 def library_of(vocabulary: Vocabulary | LibraryEncoding) -> Tokenizer:
