@@ -47,7 +47,7 @@ from daskgpt.formats.gguf import DTYPES, write_gguf
 from daskgpt.formats.huggingface import write_huggingface, write_run_model
 from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, write_model
 from daskgpt.formats.stored_model import StoredModel
-from daskgpt.formats.vocabulary import tokenizer_files
+from daskgpt.formats.vocabulary import bos_of, tokenizer_files
 from daskgpt.model.parameters import parameter_count, tensors
 from daskgpt.training.checkpoint import open_model_of
 
@@ -93,14 +93,17 @@ def _known_encoding(model: StoredModel) -> str:
 
 
 def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
-    files, end, note = {}, None, f"no tokenizer: no encoding here has {model.config.vocabulary:,} token ids"
+    files, end, bos, note = {}, None, None, f"no tokenizer: no encoding here has {model.config.vocabulary:,} token ids"
     if encoding := _known_encoding(model):
-        end = next(iter(specials_of(encoding).values()))
+        specials = specials_of(encoding)
+        end = next(iter(specials.values()))
         try:
-            files, note = tokenizer_files(vocabulary_of(encoding), model.config.positions), ""
+            vocabulary = vocabulary_of(encoding)
+            files, note = tokenizer_files(vocabulary, model.config.positions), ""
+            bos = specials.get(bos_of(vocabulary))
         except FileNotFoundError as error:  # the model is of use without
             note = f"no tokenizer: {error}"
-    write_huggingface(target, model, files, end_of_text=end)
+    write_huggingface(target, model, files, end_of_text=end, bos=bos)
     left_out = model.config.padded_vocabulary - model.config.vocabulary
     notes = [*_listed(target, "Hugging Face, float32"), *([f"note   {note}"] if note else [])]
     return notes + [f"note   {left_out} rows of padding of wte.weight left out"] * (left_out > 0)

@@ -11,13 +11,14 @@ from prepared_texts import prepared, tokens_of
 import daskgpt
 from daskgpt import convert, generate
 from daskgpt.data import tokenizer
+from daskgpt.data.chat import template_of
 from daskgpt.data.dataset import BatchLoader, load_dataset
 from daskgpt.data.token_folder import read_manifest
 from daskgpt.data.tokenizer import encode, encoding_named, get_encoding, learn_encoding, specials_of, vocabulary_of
 from daskgpt.formats import tokenizer_folder, vocabulary
 from daskgpt.formats.byte_characters import CHARACTERS
 from daskgpt.formats.tokenizer_folder import LibraryEncoding, byte_level_bpe
-from daskgpt.formats.vocabulary import know_vocabulary, library_of
+from daskgpt.formats.vocabulary import know_vocabulary, library_of, tokenizer_files
 from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 
 ADDED = [
@@ -89,6 +90,29 @@ def test_added_tokens_are_those_of_transformers(kind, tmp_path, monkeypatch):
     assert codec.decode([265]) == "é日"
     monkeypatch.setattr(vocabulary, "KNOWN", {})  # as in another process
     assert know_vocabulary(codec.content, "a model") == name
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"bos_token": {"content": "<|user|>"}, "chat_template": "{{ bos_token }}a{{ eos_token }}"},
+            "<|user|>a<|end|>",
+        ),
+        ({"bos_token": None, "chat_template": "{{ bos_token }}b"}, "b"),
+        ({"chat_template": [{"name": "tool_use", "template": "c"}, {"name": "default", "template": "d"}]}, "d"),
+        ({"chat_template": [{"name": "tool_use", "template": "e"}]}, None),
+    ],
+)
+def test_the_chat_template_and_the_token_that_begins_a_text(settings, expected, tmp_path):
+    folder = written(tmp_path / "folder")
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    name = encoding_named(str(folder))
+    template = template_of(get_encoding(name))
+    assert (template and template.text([])) == expected
+    exported = json.loads(tokenizer_files(vocabulary_of(name), 64)["tokenizer_config.json"])
+    assert exported["bos_token"] == ("<|user|>" if settings.get("bos_token") else None)
 
 
 def test_added_tokens_in_texts_pairs_and_prepared_folders(tmp_path, monkeypatch):

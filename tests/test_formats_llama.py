@@ -196,6 +196,10 @@ def test_the_tokenizer_and_the_chat_template(tmp_path, monkeypatch):
         read = get_encoding(open_model_file(tmp_path / target).encoding)
         assert encode(read, text).tolist() == ids
         assert (read.eot_token, read.chat_template, read.specials) == (1, TEMPLATE, encoding.specials)
+        assert read.bos_token == encoding.bos_token == "<|text|>"
+    settings = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert (settings["bos_token_id"], settings["eos_token_id"]) == (0, 1)
+    assert gguf.GGUFReader(tmp_path / "again.gguf").fields["tokenizer.ggml.bos_token_id"].contents() == 0
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -97,8 +97,10 @@ class ChatTemplate:
 def template_of(encoding: Any) -> ChatTemplate | None:
     """Return the chat template that an encoding's files have; None if there is none."""
     source = getattr(encoding, "chat_template", "")
-    end = next(iter(encoding.specials)) if source else ""
-    return ChatTemplate(source, {"eos_token": end}) if source else None
+    if not source:
+        return None
+    names = {"bos_token": encoding.bos_token, "eos_token": next(iter(encoding.specials))}
+    return ChatTemplate(source, {name: token for name, token in names.items() if token})
 
 
 def _refuse(message: str) -> None:

@@ -33,7 +33,7 @@ from daskgpt.formats.tokenizer_folder import (
     splitting_of,
     whole_files,
 )
-from daskgpt.formats.vocabulary import Vocabulary, encoding_of_content, library_of
+from daskgpt.formats.vocabulary import Vocabulary, bos_of, encoding_of_content, library_of
 from daskgpt.model.parameters import Tensor, tensors
 
 WRITE = "write_gguf"
@@ -152,12 +152,13 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
         special = {token: kinds[i] == TokenType.CONTROL for token, i in ids.items() if kinds[i] != TokenType.NORMAL}
         if not merges and list(ids)[:-1] == [CHARACTERS[byte] for byte in range(256)]:
             return "bytes"
-        end, template = tokens[tokenizer["eos_token_id"]], str(entries.get(TEMPLATE, ""))
+        end, bos = tokens[tokenizer["eos_token_id"]], tokenizer.get("bos_token_id")
+        others = {"chat_template": str(entries.get(TEMPLATE, "")), "bos_token": "" if bos is None else tokens[bos]}
         added = [AddedToken(token, special=control, normalized=False) for token, control in special.items()]
         library = byte_level_bpe(ids, merges, tokenizer["pre"])
         library.add_tokens(added)
         check_byte_level(path, library)
-        content = content_of(library, end, chat_template=template)
+        content = content_of(library, end, **others)
     return encoding_of_content(content, str(path))
 
 
@@ -234,6 +235,7 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary | LibraryEncoding, size:
     from gguf import TokenType
 
     library, (end, number) = library_of(vocabulary), next(iter(vocabulary.specials.items()))
+    bos = bos_of(vocabulary)
     pipeline = json.loads(library.to_str())
     rule, advice = "llama.cpp must know the tokenizer's way of cutting text", "Write another format."
     got = {"pre_tokenizer": short(pipeline["pre_tokenizer"], 80), "normalizer": short(pipeline["normalizer"])}
@@ -249,7 +251,8 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary | LibraryEncoding, size:
     # llama.cpp needs merges, and the library writes no empty list: this merge never applies, as no text becomes `end`.
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pipeline["model"]["merges"]]
     writer.add_token_merges(merges or [f"{end} {end}"])
-    writer.add_bos_token_id(number)
+    if bos:
+        writer.add_bos_token_id(library.token_to_id(bos))
     writer.add_eos_token_id(number)
     writer.add_add_bos_token(False)
     if isinstance(vocabulary, LibraryEncoding) and vocabulary.chat_template:

@@ -232,13 +232,19 @@ def _json(value: object) -> str:
 
 
 def write_huggingface(
-    folder: FilePath, model: StoredModel, tokenizer: Mapping[str, bytes], *, end_of_text: int | None = None
+    folder: FilePath,
+    model: StoredModel,
+    tokenizer: Mapping[str, bytes],
+    *,
+    end_of_text: int | None = None,
+    bos: int | None = None,
 ) -> None:
     """Write a folder that transformers reads; it appears under its name only when it is complete.
 
     folder        does not exist yet, or is empty
     tokenizer     files to add to the model, by name
     end_of_text   id of the token, None if unknown
+    bos           id of the token that begins a text, None if there is none: end-of-text separates texts then
 
     Layout   model.safetensors as `write_run_model` writes it, without rows of padding; float32
     Cost     memory of the largest tensor, if it is not float32 in `model`
@@ -248,7 +254,7 @@ def write_huggingface(
     """
     family = family_of(model.config, WRITE, CONFIG)
     model = replace(model, config=replace(model.config, padded_vocabulary=model.config.vocabulary))
-    ids: dict[str, object] = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    ids: dict[str, object] = {"bos_token_id": end_of_text if bos is None else bos, "eos_token_id": end_of_text}
     with appearing(folder, WRITE) as inside:
         write_run_model(inside / MODEL, model, family)
         texts = {

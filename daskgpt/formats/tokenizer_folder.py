@@ -1,8 +1,9 @@
 """Tokenizers in Hugging Face's folders: byte-level BPE with any pipeline, which the library `tokenizers` computes.
 
 A tokenizer is kept as one text, which is stored with a model: JSON with `end_of_text`, the token that ends a document,
-`tokenizer`, the content of a tokenizer.json that has all added tokens, `chat_template`, if it has one, and for a
-vocabulary that was learned here `learned`, since its end-of-text is ordinary text where it occurs.
+`tokenizer`, the content of a tokenizer.json that has all added tokens, `chat_template` and `bos_token`, the token that
+begins a text, if it has them, and for a vocabulary that was learned here `learned`, since its end-of-text is ordinary
+text where it occurs.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class LibraryEncoding:
     specials       special tokens with their ids, end-of-text first
     tokens         the bytes of each id, none for an id without a token
     chat_template  the form of a conversation (Jinja), "" without one
+    bos_token      the token that begins a text, "" without one
     """
 
     def __init__(self, digest: str, content: str, origin: str) -> None:
@@ -66,6 +68,8 @@ class LibraryEncoding:
         ids: dict[str, int] = self.library.get_vocab()
         require(end in ids, WHERE, "end_of_text must name a token", {"path": origin, "end_of_text": end}, OTHERS)
         added = self.library.get_added_tokens_decoder()
+        bos = fields.get("bos_token", end if self.learned else "")
+        self.bos_token: str = bos if bos in ids else ""
         self.eot_token, self.n_vocab = ids[end], max(ids.values()) + 1
         self.name = f"{PREFIX}{self.n_vocab}-{digest}"
         self.specials = {end: ids[end]} | {token.content: i for i, token in added.items() if token.special}
@@ -131,12 +135,13 @@ def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[Sequence[str]], spli
     return Tokenizer.from_str(json.dumps({"pre_tokenizer": split, "decoder": _LEVEL, "model": model}))
 
 
-def content_of(library: Tokenizer, end_of_text: str, *, learned: bool = False, chat_template: str = "") -> str:
-    """Return a tokenizer as the text that is kept of it."""
+def content_of(library: Tokenizer, end_of_text: str, **others: str | bool) -> str:
+    """Return a tokenizer as the text that is kept of it.
+
+    others   `learned`, `chat_template` and `bos_token`, of which empty ones are left out
+    """
     fields = {"end_of_text": end_of_text, "tokenizer": json.loads(library.to_str())}
-    fields |= {"learned": True} if learned else {}
-    fields |= {"chat_template": chat_template} if chat_template else {}
-    return json.dumps(fields, ensure_ascii=False)
+    return json.dumps(fields | {name: value for name, value in others.items() if value}, ensure_ascii=False)
 
 
 def splitting_of(pipeline: Mapping[str, Any]) -> str:
@@ -163,12 +168,20 @@ def read_folder(folder: Path) -> str:
         library = Tokenizer.from_str(json.dumps(_read(folder, TOKENIZER)))
         check_byte_level(folder, library)
         settings = _add_tokens(library, folder)
-        end, template = _end_of_text(folder, library, settings.get("eos_token")), settings.get("chat_template")
-        if (folder / TEMPLATE).is_file():
-            template = (folder / TEMPLATE).read_text(encoding="utf-8")
+        end, bos = _end_of_text(folder, library, settings.get("eos_token")), _content(settings.get("bos_token") or "")
+        template = _template_in(folder, settings.get("chat_template"))
     library.no_truncation()
     library.no_padding()
-    return content_of(library, end, chat_template=template if isinstance(template, str) else "")
+    return content_of(library, end, chat_template=template, bos_token=bos)
+
+
+def _template_in(folder: Path, said: Any) -> str:
+    """Return a folder's chat template: that of its own file, or what the settings say; of several, `default`."""
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    if isinstance(said, list):
+        said = {template["name"]: template["template"] for template in said}.get("default")
+    return said if isinstance(said, str) else ""
 
 
 @contextmanager

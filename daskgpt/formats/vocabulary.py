@@ -137,12 +137,17 @@ def tokenizer_files(vocabulary: Vocabulary | LibraryEncoding, positions: int) ->
     Errors      ValueError if a token is not a merge of two earlier ones
     """
     end = next(iter(vocabulary.specials))
-    settings: dict[str, object] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
+    settings: dict[str, object] = {"bos_token": bos_of(vocabulary) or None, "eos_token": end, "unk_token": end}
     settings |= {"model_max_length": positions, "tokenizer_class": "PreTrainedTokenizerFast"}
     if isinstance(vocabulary, LibraryEncoding) and vocabulary.chat_template:
         settings["chat_template"] = vocabulary.chat_template
     pipeline = library_of(vocabulary).to_str()
     return {tokenizer_folder.TOKENIZER: pipeline.encode(), tokenizer_folder.SETTINGS: json.dumps(settings).encode()}
+
+
+def bos_of(vocabulary: Vocabulary | LibraryEncoding) -> str:
+    """Return the token that begins a text; "" for a tokenizer from elsewhere without one, end-of-text for others."""
+    return vocabulary.bos_token if isinstance(vocabulary, LibraryEncoding) else next(iter(vocabulary.specials))
 
 
 def library_of(vocabulary: Vocabulary | LibraryEncoding) -> Tokenizer:

@@ -188,5 +188,6 @@ def _add_tokenizer(writer: Any, size: int) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 4] + [1] * 261 + [5] * (size - 264))
     writer.add_token_merges(["t h", "th e", "Ġ the", "1 2", "1 a"])
+    writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_chat_template(TEMPLATE)
