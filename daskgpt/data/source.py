@@ -109,9 +109,8 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
         paths, others = files_below(path)
         left_out = [(folder.relative_to(path).as_posix(), f"is {_folder_kind(folder)[0]}") for folder in others]
         named = [(file, file.relative_to(path).as_posix()) for file in paths]
-        taken = [
-            kind for kind in KINDS if kind in accepted and kind != TOKENS
-        ]  # those for validation may be among them
+        # Of token files, those for validation may be among them.
+        taken = [kind for kind in KINDS if kind in accepted and kind != TOKENS]
     else:
         paths = [path] if reading.is_pipe(path) else matching_files(source, where)
         named = [(reading.copy_of_pipe(file) if reading.is_pipe(file) else file, file.name) for file in paths]
@@ -171,7 +170,6 @@ _ADVICE = {
     (".npy", ".npz"): "Write its ids alone: array.astype('<u2').tofile('ids.bin').",
     (".arrow", ".db", ".sqlite", ".h5"): "Write its texts as a text file, JSON lines or Parquet.",
     (".safetensors", ".gguf"): _MODEL,
-    PICKLE_ENDINGS: f"Pickled Python objects are not opened. {_GIVE_TEXT}",
 }
 _RECORD_ENDINGS = {".jsonl", ".ndjson"}
 
@@ -215,9 +213,8 @@ def look(path: Path, name: str, accepted: Collection[str], field: str, where: st
     form, fields = _first_record(file, start) if text.strip() else (DOCUMENT, ())
     if fields:
         # Any JSON is text, too: as records count lines of files that are named so, and records of known fields.
-        return _of_records(
-            replace(file, form=form, fields=fields), accepted, field, records=form == LINES and named_records
-        )
+        file = replace(file, form=form, fields=fields)
+        return _of_records(file, accepted, field, records=form == LINES and named_records)
     # The reader of lines names the first wrong one.
     return replace(file, kind=TEXT, form=LINES if named_records and text.strip() else DOCUMENT)
 
@@ -278,14 +275,14 @@ def _first_record(file: File, start: bytes) -> tuple[str, tuple[str, ...]]:
     text = text[form == ARRAY :].lstrip()
     try:
         record, end = json.JSONDecoder().raw_decode(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except RecursionError:
+        return DOCUMENT, ()
+    except json.JSONDecodeError as error:
         # A record that is cut ends within a string, or at most a number, a word or two escapes before the cut.
-        cut = isinstance(error, json.JSONDecodeError) and (
-            error.msg.startswith("Unterminated") or error.pos > len(text) - 16
-        )
-        size = 8 * len(start) if cut and LOOKED_AT <= len(start) <= LONGEST_RECORD // 8 else 0
-        longer = _beginning(file.path, file.packing, size)
-        return _first_record(file, longer) if len(longer) > len(start) else (DOCUMENT, ())
+        if not (error.msg.startswith("Unterminated") or error.pos > len(text) - 16):
+            return DOCUMENT, ()
+        longer = _beginning(file.path, file.packing, min(8 * len(start), LONGEST_RECORD))
+        return _first_record(file, longer) if len(start) < len(longer) else (DOCUMENT, ())
     # One object over several lines is text.
     several = form == LINES and "\n" in text[:end]
     return (DOCUMENT, ()) if several or not isinstance(record, dict) else (form, tuple(record))
