@@ -241,22 +241,13 @@ def is_to_be_learned(encoding: str) -> bool:
 def size_to_learn(encoding: str) -> int:
     """Return the number of ids of an encoding that is to be learned.
 
-    Errors   ValueError if there is no valid number
+    Errors   ValueError if there is no number, or one out of bounds
     """
-    size, where = encoding.removeprefix(LEARN), "load_dataset"
-    rule = f"an encoding to be learned must be {LEARN} and a number of ids"
-    require(size.isascii() and size.isdigit(), where, rule, {"encoding": encoding}, f"Try {LEARN}1024.")
-    check_learnable(int(size), where)
+    size = encoding.removeprefix(LEARN)
+    right = size.isascii() and size.isdigit() and SMALLEST <= int(size) <= LARGEST
+    rule = f"an encoding to be learned must be {LEARN} and a number of ids from {SMALLEST} to {LARGEST}"
+    require(right, "size_to_learn", rule, {"encoding": encoding}, f"Try {LEARN}4096.")
     return int(size)
-
-
-def check_learnable(size: int, where: str) -> None:
-    """Check that a vocabulary of this many ids can be learned.
-
-    Errors   ValueError for a size out of bounds
-    """
-    rule = f"the ids of a learned vocabulary must lie between {SMALLEST} and {LARGEST}"
-    require(SMALLEST <= size <= LARGEST, where, rule, {"ids": size}, "Try 4096.")
 
 
 def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:
