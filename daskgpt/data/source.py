@@ -189,7 +189,7 @@ def look(path: Path, name: str, accepted: Collection[str], field: str, where: st
         try:
             start = _beginning(file.path, packing)
         except reading.DAMAGED as error:
-            return replace(file, reason=f"is damaged {packing} ({error})", advice=_MAKE_AGAIN)
+            return replace(file, reason=f"is damaged {packing} ({error})", advice=f"Decompress it. {_MAKE_AGAIN}")
         file = replace(file, packing=packing)
     endings = Path(name.lower()).suffixes[-2 if packing else -1 :]
     reason, advice = _other_format(file, start)

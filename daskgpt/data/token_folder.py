@@ -75,7 +75,7 @@ class Part:
 class Contents:
     """The tokens of a partition.
 
-    skipped   number of documents that could not be decoded
+    skipped   number of records that were left out, with half a character
     """
 
     train: Part = field(default_factory=Part)
@@ -97,7 +97,7 @@ class Manifest:
     ids          number of ids of the encoding, with end-of-text, the last one
     settings     settings that decide the tokens
     inputs       number, bytes, and digest of names and sizes of the files
-    skipped      number of documents that could not be decoded
+    skipped      number of records that were left out, with half a character
     """
 
     encoding: str
