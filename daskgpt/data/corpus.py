@@ -56,8 +56,9 @@ class PrepareConfig(Checked):
     """
 
     out: str = setting("", "folder to write, or to continue after the same command was stopped")
-    encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary; empty = gpt2")
-    learn_vocabulary: int = setting(0, "ids of a vocabulary to learn from the corpus; 0 = none", unit="ids", least=0)
+    encoding: str = setting(
+        "gpt2", "gpt2, bytes, a vocabulary's file or a tokenizer's folder; learn:4096 learns a vocabulary of 4,096 ids"
+    )
     shard_tokens: int = setting(
         100_000_000, "most tokens per file, such as 100M", unit="tokens", least=1, most=LARGEST_COUNT, parse=amount
     )
@@ -79,9 +80,6 @@ class PrepareConfig(Checked):
         super().__post_init__()
         rule, advice = "the tokens need a folder", "Add --out FOLDER."
         require(bool(self.out), WHERE, rule, {"out": "none"}, advice)
-        rule, got = "a vocabulary must be either learned or given", {"learn_vocabulary": self.learn_vocabulary}
-        either = not (self.learn_vocabulary and self.encoding)
-        require(either, WHERE, rule, got | {"encoding": self.encoding}, "Leave one of them out.")
 
 
 def list_sources(inputs: list[str], config: PrepareConfig) -> tuple[list[File], list[str]]:

@@ -67,11 +67,12 @@ class Preparation:
         self.config = config
         self.files, self.taken = corpus.list_sources(inputs, config)
         self.size = sum(file.size for file in self.files)
-        self.encoding = "" if config.learn_vocabulary else tokenizer.encoding_named(config.encoding or "gpt2")
-        if self.encoding:
-            tokenizer.get_encoding(self.encoding)
+        self.encoding = config.encoding
+        if tokenizer.is_to_be_learned(config.encoding):
+            tokenizer.size_to_learn(config.encoding)
         else:
-            tokenizer.check_learnable(config.learn_vocabulary, WHERE)
+            self.encoding = tokenizer.encoding_named(config.encoding)
+            tokenizer.get_encoding(self.encoding)
         # The settings that, with the inputs, decide the tokens and their files.
         settings = {n: value for n, value in asdict(config).items() if n not in ("out", "scheduler", "threads")}
         sizes = {"block_bytes": corpus.BLOCK_BYTES, "partitions": corpus.PARTITIONS}
@@ -95,7 +96,8 @@ class Preparation:
             if partial_folder is None:
                 return read_manifest(folder, WHERE)
             partitions, stop = corpus.partitions(self.files), Stop()
-            encoding = self.encoding or self._learned(partial_folder, partitions)
+            learned = tokenizer.is_to_be_learned(self.encoding)
+            encoding = self._learned(partial_folder, partitions) if learned else self.encoding
             _keep_vocabulary(partial_folder, encoding)
             where = partial_folder.absolute()
             task = partial(tokenize, encoding=encoding, config=self.config, folder=where, stop=stop)
@@ -117,7 +119,7 @@ class Preparation:
         sections = [section for partition in partitions for section in partition]
         sample = islice(corpus.blocks(sections, self.config), 0, None, every)
         texts = (passage.text for block in sample for passage in block if passage.text and not passage.held_out)
-        return tokenizer.learn_encoding(texts, self.config.learn_vocabulary, str(kept))
+        return tokenizer.learn_encoding(texts, tokenizer.size_to_learn(self.encoding), str(kept))
 
     def _manifest(self, folder: Path, encoding: str, partitions: int) -> Manifest:
         """Return the manifest of the partitions in a folder.

