@@ -22,16 +22,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, replacing
 from daskgpt.data import corpus, token_folder, tokenizer
 from daskgpt.data.corpus import WHERE, Passage, PrepareConfig, Section
-from daskgpt.data.token_folder import (
-    PARTIAL,
-    PARTS,
-    VOCABULARY_FILE,
-    Contents,
-    Manifest,
-    ShardWriter,
-    locked_folder,
-    read_manifest,
-)
+from daskgpt.data.token_folder import PARTIAL, PARTS, VOCABULARY_FILE, Contents, Manifest, ShardWriter
 from daskgpt.formats.byte_characters import END_OF_TEXT
 from daskgpt.formats.llmc import id_dtype
 from daskgpt.formats.vocabulary import KNOWN, is_learned, known_vocabulary, read_vocabulary
@@ -90,11 +81,11 @@ class Preparation:
         from dask import bag  # it takes a fifth of a second to import
 
         decides = {"settings": self.settings, "files": [[file.name, file.size, file.modified] for file in self.files]}
-        with locked_folder(self.config.out) as folder:
+        with token_folder.locked_folder(self.config.out) as folder:
             partial_folder = token_folder.begin(folder, decides)
             self.existed, self.again = partial_folder is None, len(list(folder.glob(f"{PARTIAL}*"))) > 1
             if partial_folder is None:
-                return read_manifest(folder, WHERE)
+                return token_folder.read_manifest(folder, WHERE)
             partitions, stop = corpus.partitions(self.files), Stop()
             learned = tokenizer.is_to_be_learned(self.encoding)
             encoding = self._learned(partial_folder, partitions) if learned else self.encoding
