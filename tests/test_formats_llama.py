@@ -47,14 +47,21 @@ CONFIG = daskgpt.ModelConfig(
 )
 TOKENS = np.random.default_rng(3).integers(0, 267, 24).tolist()
 WIDE = {"head_dim": 16, "num_key_value_heads": 1}
+ROPE = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE |= {"original_max_position_embeddings": 8192}
+OTHER_ROPE = ROPE | {"rope_theta": 50.0, "low_freq_factor": 0.5, "original_max_position_embeddings": 20}
 MODELS = {
     "tied": ({}, CONFIG),
     "untied": ({"tie_word_embeddings": False}, replace(CONFIG, head="untied")),
     "biases": ({"attention_bias": True, "mlp_bias": True}, replace(CONFIG, bias="all")),
     "wide heads": (WIDE, replace(CONFIG, head_size=16, kv_heads=1)),
     "qwen2": ({"model_type": "qwen2"}, replace(CONFIG, bias="qkv")),
+    "llama3": ({"rope_parameters": ROPE}, replace(CONFIG, rope_theta=1e6, rope_factor=8.0)),
     "a key per head": ({"num_key_value_heads": 4}, replace(CONFIG, kv_heads=0)),
 }
+
+
+SCALED = replace(CONFIG, rope_theta=50.0, rope_factor=8.0, rope_low=0.5, rope_positions=20)
 
 
 def assert_the_model(path, tensors, fields, config=CONFIG):
@@ -70,9 +77,12 @@ def assert_the_model(path, tensors, fields, config=CONFIG):
 # Hugging Face
 
 
-@pytest.mark.parametrize("name", MODELS)
+IN_FOLDERS = MODELS | {"scaled": ({"rope_parameters": OTHER_ROPE}, SCALED)}
+
+
+@pytest.mark.parametrize("name", IN_FOLDERS)
 def test_folders_are_read_and_written(name, tmp_path):
-    fields, config = FIELDS | MODELS[name][0], MODELS[name][1]
+    fields, config = FIELDS | IN_FOLDERS[name][0], IN_FOLDERS[name][1]
     tensors = llama_tensors(fields)
     folder = write_folder(tmp_path / "theirs", tensors, fields)
     assert_the_model(folder, tensors, fields, config)
@@ -120,8 +130,10 @@ def bfloat16(path):
 
 
 REFUSED = [
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type must be default; .*llama3"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type must be default; .*linear"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor must be a number; .*missing"),
+    ({"rope_parameters": ROPE | {"high_freq_factor": 1.0}}, "rope_high must be above rope_low"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type must be default or llama3; .*yarn"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type must be default or llama3; .*linear"),
     ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0"),
     ({"sliding_window": 4096}, "sliding_window must be null"),
@@ -206,13 +218,16 @@ def test_the_tokenizer_and_the_chat_template(tmp_path, monkeypatch):
 def test_written_files_are_read_by_both(name, tmp_path):
     fields, config = FIELDS | MODELS[name][0], MODELS[name][1]
     tensors = llama_tensors(fields)
-    write_gguf_llama(tmp_path / "theirs.gguf", tensors, "F32", fields, attention__key_length=fields["head_dim"])
+    entries = {"attention__key_length": fields["head_dim"], "rope__freq_base": fields["rope_parameters"]["rope_theta"]}
+    write_gguf_llama(tmp_path / "theirs.gguf", tensors, "F32", fields, **entries)
     for source in (tmp_path / "theirs.gguf", write_folder(tmp_path / "folder", tensors, fields)):
         assert_the_model(source, tensors, fields, config)
     assert convert.main([str(tmp_path / "theirs.gguf"), str(tmp_path / "ours.gguf")]) == 0
     assert_the_model(tmp_path / "ours.gguf", tensors, fields, config)
     reader = gguf.GGUFReader(tmp_path / "ours.gguf")
     written = {tensor.name: tensor.data for tensor in reader.tensors}
+    assert ("rope_freqs.weight" in written) == (config.rope_factor > 1)
+    written.pop("rope_freqs.weight", None)
     assert written.keys() == {gguf_name(name) for name in tensors}
     q = "model.layers.1.self_attn.q_proj.weight"
     assert np.array_equal(written[gguf_name(q)], in_pairs(tensors[q], 4))
@@ -263,8 +278,11 @@ def test_files_that_are_refused(entries, keyword, tmp_path):
 
 
 def test_tensors_that_are_refused(tmp_path):
-    write_gguf_llama(tmp_path / "m.gguf", llama_tensors() | {"rope_freqs.weight": np.ones(4, "f4")})
-    with pytest.raises(ValueError, match=r"unknown=rope_freqs.weight \(1 in all\)"):
+    write_gguf_llama(tmp_path / "m.gguf", llama_tensors() | {"rope_other.weight": np.ones(4, "f4")})
+    with pytest.raises(ValueError, match=r"unknown=rope_other.weight \(1 in all\)"):
+        daskgpt.load(tmp_path / "m.gguf")
+    write_gguf_llama(tmp_path / "m.gguf", llama_tensors(), "F32", FIELDS | {"rope_parameters": OTHER_ROPE})
+    with pytest.raises(ValueError, match="rope_freqs.weight must be those of Llama 3; got .*largest=8"):
         daskgpt.load(tmp_path / "m.gguf")
     content = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(content.replace(b"\x05" + bytes(7) + b"llama", b"\x05" + bytes(7) + b"mamba"))

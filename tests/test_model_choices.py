@@ -42,6 +42,7 @@ CHOICES = {
     "bias of qkv": replace(SMALL, bias="qkv"),
     "untied": replace(SMALL, head="untied"),
     "rotary": replace(SMALL, position="rotary", rope_theta=500.0, activation="relu2"),
+    "scaled rotary": replace(CONFIG, rope_theta=100.0, rope_factor=4.0, rope_positions=30),
     "all but norm": CONFIG,
     "llama": LLAMA,
     "from outside": replace(SMALL, position="custom_layers:NO_POSITIONS", attention="custom_layers:SAME_ATTENTION"),
@@ -97,6 +98,7 @@ def test_the_tensors_of_a_configuration():
     [
         ({"kv_heads": 3}, "kv_heads must divide heads"),
         ({"position": "rotary", "head_size": 5}, "even head_size"),
+        ({"rope_low": 4.0}, "rope_high must be above rope_low"),
         ({"bias": "some"}, "bias must be known"),
         ({"norm_eps": 1e-6}, "layernorm must have norm_eps=1e-05"),
         ({"norm": "rmsnorm", "norm_eps": 0.0}, "above 0"),

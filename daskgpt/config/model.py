@@ -34,6 +34,10 @@ class ModelConfig(Checked):
         "learned", "a table of positions, or queries and keys that are turned", choices=("learned", "rotary"), rows=True
     )
     rope_theta: float = setting(10_000.0, "base of the angles of rotary positions", above=0, most=1e12)
+    rope_factor: float = setting(1.0, "Llama 3's scaling: what its slow angles are divided by", least=1, most=1e6)
+    rope_low: float = setting(1.0, "turns in rope_positions of an angle that is divided by all of it", above=0)
+    rope_high: float = setting(4.0, "turns in rope_positions of an angle that is not divided", above=0)
+    rope_positions: int = setting(8192, "longest sequence without this scaling", unit="tokens", least=1, most=2**24)
     attention: str = setting("causal", "what mixes the tokens of a sequence", choices=("causal",), rows=True)
     activation: str = setting(
         "gelu", "function of the feed-forward layer", choices=("gelu", "swiglu", "relu2"), rows=True
@@ -56,6 +60,8 @@ class ModelConfig(Checked):
         require(self.heads % self.key_heads == 0, where, rule, got, advice)
         rule, got = "rotary positions must have an even head_size", {"head_size": self.head_channels}
         require(self.position != "rotary" or self.head_channels % 2 == 0, where, rule, got, "Take fewer or more heads.")
+        rule, turns = "rope_high must be above rope_low", {"rope_high": self.rope_high, "rope_low": self.rope_low}
+        require(self.rope_high > self.rope_low, where, rule, turns, f"Try rope_high={4 * self.rope_low}.")
         rule = f"layernorm must have norm_eps={ModelConfig.norm_eps}"
         advice = "Use rmsnorm, or leave norm_eps out."
         fits = self.norm != "layernorm" or self.norm_eps == ModelConfig.norm_eps
@@ -73,6 +79,11 @@ class ModelConfig(Checked):
     def head_channels(self) -> int:
         """Channels of a head."""
         return self.head_size or self.channels // self.heads
+
+    @property
+    def rope(self) -> tuple[float, ...]:
+        """Numbers that the angles of rotary positions follow from, see `kernels.rotary`."""
+        return self.rope_theta, self.rope_factor, self.rope_low, self.rope_high, float(self.rope_positions)
 
     @property
     def hidden_channels(self) -> int:

@@ -55,6 +55,7 @@ HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
 # Entries that change the computation of a model, with the only values that are supported.
 MEANT = {"expert_count": 0, "attention.sliding_window": 0, "rope.scaling.type": "none", "rope.scale_linear": 1.0}
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+DIVISORS = "rope_freqs.weight"  # what each angle of rotary positions is divided by
 TOKENIZER, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 OTHERS = "Other models are not supported."
 
@@ -102,13 +103,29 @@ def _config_of(path: Path, entries: Mapping[str, Any], stored: dict[str, GGUFTen
     if family == LLAMA:
         names = {"all": "blk.0.attn_output.bias", "qkv": "blk.0.attn_q.bias"}
         made["bias"] = next((bias for bias, name in names.items() if name in stored), "none")
+    divisors = stored.pop(DIVISORS).read() if DIVISORS in stored else np.ones(1, np.float32)
+    made["rope_factor"] = float(divisors.max(initial=0.0))
     try:
         config = ModelConfig(**made).shortest()
     except (ValueError, TypeError) as error:
         raise refusal(ValueError, READ, "the file must describe a model", {"path": path}, str(error)) from error
+    if config.rope_factor > 1:
+        expected = _divisors_of(config)
+        same = divisors.shape == expected.shape and np.allclose(divisors, expected, rtol=1e-4)
+        rule, got = f"{DIVISORS} must be those of Llama 3", {"path": path, "largest": config.rope_factor}
+        require(same, READ, rule, got, OTHERS)
     for name in (f"{family}.{key}" for key in HEAD_SIZES):
         check(name, entries.get(name, config.head_channels) == config.head_channels, f"{config.head_channels}")
     return family, config
+
+
+def _divisors_of(config: ModelConfig) -> np.ndarray:
+    """Return what each angle of a head is divided by, float32. Source   llama.cpp, its converter of Llama"""
+    half = config.head_channels // 2
+    turns = config.rope_positions / (2 * np.pi * config.rope_theta ** (np.arange(half) / half))
+    whole = np.clip((turns - config.rope_low) / (config.rope_high - config.rope_low), 0, 1)
+    divisors: np.ndarray = 1 / (whole + (1 - whole) / config.rope_factor)
+    return divisors.astype(np.float32)
 
 
 def _layout(config: ModelConfig, family: str) -> Callable[[Tensor], Sequence[Part]]:
@@ -198,6 +215,9 @@ def write_gguf(
         writer.add_file_type(gguf.LlamaFileType[file_type])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_vocabulary(writer, vocabulary, config.vocabulary)
+        divisors = _divisors_of(config) if config.rope_factor > 1 else None
+        if divisors is not None:
+            writer.add_tensor_info(DIVISORS, divisors.shape, FLOAT32, divisors.nbytes, others)
         for name, tensor in table.items():
             for part in layout(tensor):
                 block, size = gguf.GGML_QUANT_SIZES[kinds[name]]
@@ -207,6 +227,9 @@ def write_gguf(
         writer.write_ti_data_to_file()
         writer.close()
         file.seek(0, os.SEEK_END)
+        if divisors is not None:
+            file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+            file.write(divisors.data)
         for name, tensor in table.items():
             values = held(tensor.shape, model.parameters[name])
             for part in layout(tensor):

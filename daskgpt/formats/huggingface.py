@@ -26,6 +26,7 @@ from daskgpt.formats.layouts import (
     FOREIGN,
     GPT2,
     LLAMA,
+    ROPE_SCALING,
     explicit,
     family_of,
     open_tensors,
@@ -84,11 +85,14 @@ _LLAMA_SIZES = {"num_hidden_layers": "blocks", "num_attention_heads": "heads", "
 _LLAMA_SIZES |= {"vocab_size": "vocabulary", "max_position_embeddings": "positions", "intermediate_size": "hidden"}
 _LLAMA_NUMBERS = {"num_key_value_heads": "kv_heads", "head_dim": "head_size"}
 _LLAMA_NUMBERS |= {"rope_theta": "rope_theta", "rms_norm_eps": "norm_eps"}
+LLAMA3 = "llama3"  # a kind of rotary positions, with these numbers
+_SCALING = {"factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"}
+_SCALING |= {"original_max_position_embeddings": "rope_positions"}
 _ROTARY_MEANT: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "tie_word_embeddings": (False, True),
-    "rope_type": ("default",),
-    "type": ("default",),  # the same in older files
+    "rope_type": ("default", LLAMA3),
+    "type": ("default", LLAMA3),  # the same in older files
     "partial_rotary_factor": (1.0, 1),
     "quantization_config": (None,),
 }
@@ -213,6 +217,10 @@ def _config_of(path: Path) -> tuple[str, ModelConfig]:
         right = any(type(value) is type(one) and value == one for one in values)
         check(name, right, " or ".join(map(_json, values)), "Other values are not supported.")
     names = kind.sizes | kind.numbers
+    if family == LLAMA and settings.get("rope_type", settings.get("type")) == LLAMA3:
+        for name in _SCALING:
+            check(name, type(settings.get(name)) in (int, float), "a number", DAMAGED)
+        names |= _SCALING
     made = {field: settings[name] for name, field in names.items() if settings.get(name) is not None}
     if family == LLAMA:
         with_bias, same = settings.get("attention_bias", False), "the same as attention_bias"
@@ -275,7 +283,11 @@ def _fields(config: ModelConfig, family: str) -> dict[str, object]:
     others: dict[str, object] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02}
     if family == LLAMA:
         rope = {"rope_type": meant.pop("rope_type"), "rope_theta": config.rope_theta}
-        others = {"rope_parameters": rope, "rope_scaling": None, "attention_dropout": 0.0, "initializer_range": 0.02}
+        scaled = any(settings[field] != getattr(ModelConfig, field) for field in ROPE_SCALING)
+        if scaled:
+            rope |= {"rope_type": LLAMA3} | {name: settings[field] for name, field in _SCALING.items()}
+        others = {"rope_parameters": rope, "rope_scaling": rope if scaled else None}
+        others |= {"attention_dropout": 0.0, "initializer_range": 0.02}
         others |= {"tie_word_embeddings": config.head == "tied"}
         others |= {name: config.bias == "all" for name in ("attention_bias", "mlp_bias") if name in meant}
         del meant["type"]

@@ -21,7 +21,8 @@ from daskgpt.model.parameters import Tensor, tensors
 FOREIGN = "Another program wrote it, or it is damaged."
 GPT2, LLAMA = "gpt2", "llama"
 _SIZES = ("blocks", "heads", "channels", "hidden", "vocabulary", "padded_vocabulary", "positions")
-_LLAMAS = ("kv_heads", "head_size", "rope_theta", "norm_eps", "bias", "head")
+ROPE_SCALING = ("rope_factor", "rope_low", "rope_high", "rope_positions")
+_LLAMAS = ("kv_heads", "head_size", "rope_theta", *ROPE_SCALING, "norm_eps", "bias", "head")
 # Settings that a family's files hold, and choices that all of its models have; all others are GPT-2's.
 FAMILIES: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     GPT2: (_SIZES, {}),

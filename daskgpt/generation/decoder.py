@@ -152,7 +152,7 @@ class Decoder:
         self.counters[:: 2 * APART] = self.threads
         config, kept = self.weights.config, (self.tensors, self.sizes)
         by_thread, by_row = (self.normal, self.gated, self.angles), (self.qkv[:n], self.y[:n], self.hidden[:n])
-        numbers, last = (config.rope_theta, config.norm_eps), (self.scores, self.row, scores, self.counters)
+        numbers, last = (np.array(config.rope), config.norm_eps), (self.scores, self.row, scores, self.counters)
         share: Any = partial(decode_step, *kept, part, scored, *numbers, self.x[:n], *by_thread, *by_row, *last)
         # Threads wait for each other; if one were interrupted before it began, the others would wait forever.
         with delayed_interrupts() if self.threads > 1 else nullcontext():

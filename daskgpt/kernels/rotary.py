@@ -2,6 +2,10 @@
 
 A head is turned in pairs of channels i and i + HS / 2, by an angle of position / base^(2 i / HS). Scores then depend on
 the distance of two tokens.
+
+Llama 3 divides angles by a factor so that more positions fit: those that make fewer turns than `low` within so many
+positions, but not those that make more than `high`, and those between in part. All of this is given as five numbers:
+base, factor, low, high, positions. With a factor of 1, no angle is divided.
 """
 
 import math
@@ -12,13 +16,25 @@ from daskgpt.config.errors import require
 from daskgpt.kernels.arguments import check_shape, flat, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 
+Rope = tuple[float, ...]  # base, factor, low, high, positions
+
 
 @helper
-def set_angles(position, base, sign, cosines, sines):
+def share_of(rope, turns):
+    """Return what is left of an angle that makes so many turns within the positions of the scaling."""
+    whole = min(max((turns - rope[2]) / (rope[3] - rope[2]), 0.0), 1.0)
+    return whole + (1.0 - whole) / rope[1]
+
+
+@helper
+def set_angles(position, rope, sign, cosines, sines):
     """Set the cosines and sines of a token; in double precision, so that, rounded, all processors have the same."""
     half = cosines.size
     for i in range(half):
-        angle = position / math.pow(base, i / half)
+        slowness = math.pow(rope[0], i / half)
+        angle = position / slowness
+        if rope[1] != 1.0:
+            angle *= share_of(rope, rope[4] / (2.0 * math.pi * slowness))
         cosines[i], sines[i] = math.cos(angle), sign * math.sin(angle)
 
 
@@ -32,14 +48,14 @@ def turn(x, start, cosines, sines, y):
         y[start + half + i] = one * sines[i] + two * cosines[i]
 
 
-@kernel("r2 i1 n2 f f w1 w1 w2", use="rotary")
-def _turned(x, positions, heads, base, sign, cosines, sines, y):
+@kernel("r2 i1 n2 d1 f w1 w1 w2", use="rotary")
+def _turned(x, positions, heads, rope, sign, cosines, sines, y):
     wide_vectors()
     turned, kept = heads
     size = x.shape[1] // (turned + kept)
     # A token of all sequences after the other: they have the same angles.
     for token in range(positions.size):
-        set_angles(float(positions[token]), base, sign, cosines, sines)
+        set_angles(float(positions[token]), rope, sign, cosines, sines)
         for row in range(token, x.shape[0], positions.size):
             for head in range(turned):
                 turn(x[row], head * size, cosines, sines, y[row])
@@ -48,7 +64,7 @@ def _turned(x, positions, heads, base, sign, cosines, sines, y):
 
 
 def _turn(
-    where: str, x: np.ndarray, positions: np.ndarray, heads: int, key_heads: int, base: float, sign: float
+    where: str, x: np.ndarray, positions: np.ndarray, heads: int, key_heads: int, rope: Rope, sign: float
 ) -> np.ndarray:
     check_shape(where, "positions", positions, x.shape[1:-1])
     size = x.shape[-1] // (heads + 2 * key_heads)
@@ -57,29 +73,29 @@ def _turn(
     y = np.empty(x.shape, x.dtype, like=x)
     cosines, sines = (np.empty(size // 2, x.dtype, like=x) for _ in range(2))
     numbers = heads + key_heads, key_heads
-    _turned(rows(x), flat(positions), numbers, base, sign, cosines, sines, rows(y))
+    _turned(rows(x), flat(positions), numbers, np.array(rope), sign, cosines, sines, rows(y))
     return y
 
 
-def forward(x: np.ndarray, positions: np.ndarray, *, heads: int, key_heads: int, rope_theta: float) -> np.ndarray:
+def forward(x: np.ndarray, positions: np.ndarray, *, heads: int, key_heads: int, rope: Rope) -> np.ndarray:
     """Return queries and keys turned by their positions, and values.
 
-    rope_theta   base of the angles
+    rope     numbers that the angles follow from: base, factor, low, high, positions
 
     Shapes   x (b, t, (NH + 2 KH) HS), positions (t,) -> y as x
     Dtype    int32 positions; float32 or float64
     Cost     a sine and a cosine per pair of channels of a head and token
     Errors   ValueError when the shapes do not fit, or HS is odd
-    Source   Su et al. 2021, arXiv:2104.09864
+    Source   Su et al. 2021, arXiv:2104.09864; transformers, `_compute_llama3_parameters`
     """
-    return _turn("rotary.forward", x, positions, heads, key_heads, rope_theta, 1.0)
+    return _turn("rotary.forward", x, positions, heads, key_heads, rope, 1.0)
 
 
-def backward(dy: np.ndarray, positions: np.ndarray, *, heads: int, key_heads: int, rope_theta: float) -> np.ndarray:
+def backward(dy: np.ndarray, positions: np.ndarray, *, heads: int, key_heads: int, rope: Rope) -> np.ndarray:
     """Return the gradient of `forward` with respect to x: the same, turned back.
 
     Shapes   dy (b, t, (NH + 2 KH) HS), positions (t,) -> dx as dy
     Dtype    int32 positions; float32 or float64
     Errors   as `forward`
     """
-    return _turn("rotary.backward", dy, positions, heads, key_heads, rope_theta, -1.0)
+    return _turn("rotary.backward", dy, positions, heads, key_heads, rope, -1.0)

@@ -156,9 +156,9 @@ SWIGLU = Layer(
 
 ROTARY = Layer(
     name="rotary",
-    forward=Row(rotary.forward, "btX, t -> btX", "x positions", "heads key_heads rope_theta"),
+    forward=Row(rotary.forward, "btX, t -> btX", "x positions", "heads key_heads rope"),
     outputs="y",
-    backward={"x": Row(rotary.backward, "btX, t -> btX", "dy positions", "heads key_heads rope_theta")},
+    backward={"x": Row(rotary.backward, "btX, t -> btX", "dy positions", "heads key_heads rope")},
     cheap=True,
 )
 

@@ -18,6 +18,7 @@ import daskgpt
 from daskgpt import convert
 from daskgpt.data.tokenizer import encode, get_encoding, learn_encoding
 from daskgpt.formats.models import model_path
+from daskgpt.kernels import rotary
 from daskgpt.training.checkpoint import open_model_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,10 +27,12 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 LLAMA = {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": "none", "norm_eps": 1e-6}
 LLAMA |= {"vocabulary": 300, "positions": 64, "blocks": 2, "heads": 4, "channels": 64, "hidden": 96}
+SCALING = {"rope_factor": 8.0, "rope_low": 0.5, "rope_high": 3.0, "rope_positions": 48}
 CHOICES = {
     "grouped": {"kv_heads": 2},
     "untied": {"head": "untied", "rope_theta": 500.0},
     "biases": {"bias": "all", "kv_heads": 1, "head_size": 32},
+    "llama3": {"kv_heads": 2, "rope_theta": 300.0, **SCALING},
     "qwen2": {"bias": "qkv", "kv_heads": 2, "rope_theta": 1e6},
 }
 TOKENS = np.random.default_rng(5).integers(0, 300, 40).tolist()
@@ -42,6 +45,9 @@ def theirs_of(config):
     sizes |= {"num_key_value_heads": config.key_heads, "head_dim": config.head_channels, "vocab_size": 300}
     sizes |= {"intermediate_size": config.hidden, "max_position_embeddings": 64, "rms_norm_eps": config.norm_eps}
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_factor > 1:
+        rope |= {"rope_type": "llama3", "factor": config.rope_factor, "low_freq_factor": config.rope_low}
+        rope |= {"high_freq_factor": config.rope_high, "original_max_position_embeddings": config.rope_positions}
     sizes |= {"tie_word_embeddings": config.head == "tied", "rope_theta": config.rope_theta, "rope_parameters": rope}
     if config.bias == "qkv":
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)).eval()
@@ -86,6 +92,16 @@ def test_transformers_reads_our_folders(name, tmp_path):
     theirs, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", output_loading_info=True)
     assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_same_logits(tmp_path / "own.safetensors", theirs.eval())
+
+
+def test_scaled_angles_are_those_of_transformers():
+    config = daskgpt.ModelConfig(**LLAMA | CHOICES["llama3"])
+    frequencies, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](theirs_of(config).config, "cpu")
+    size, positions = config.head_channels, np.arange(40, dtype=np.int32)
+    ones = np.ones((1, 40, 3 * size)) * (np.arange(3 * size) % size < size // 2)
+    turned = rotary.forward(ones, positions, heads=1, key_heads=1, rope=config.rope)[0, :, :size]
+    angles = positions[:, None] * frequencies.double().numpy()
+    np.testing.assert_allclose(turned, np.concatenate([np.cos(angles), np.sin(angles)], 1), atol=1e-5)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ Arrays = dict[str, np.ndarray]
 # Not multiples of a vector's length, so that loops have remainders; T is longer than a block of attention's queries.
 SIZES = {"b": 2, "t": 37, "T": 37, "C": 48, "X": 144, "O": 70, "V": 72, "P": 41}
 VOCABULARY = 67
-OPTIONS = {"heads": 3, "key_heads": 3, "rope_theta": 100.0, "vocabulary": VOCABULARY, "place": 5, "rate": 0.3}
-OPTIONS |= {"norm_eps": 0.01}
+OPTIONS = {"heads": 3, "key_heads": 3, "vocabulary": VOCABULARY, "place": 5, "rate": 0.3}
+OPTIONS |= {"norm_eps": 0.01, "rope": (100.0, 4.0, 1.0, 4.0, 30.0)}
 # Those of chunks take lists of arrays.
 LAYERS = [layer for layer in layers.LAYERS if layer not in (layers.GATHER, layers.SPLIT)]
 
@@ -54,7 +54,11 @@ def _turned(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Queries and keys as complex numbers, multiplied by those of their angles; values as they are."""
     heads = x.reshape(*x.shape[:2], OPTIONS["heads"] + 2 * OPTIONS["key_heads"], -1)
     half = heads.shape[-1] // 2
-    angles = positions[:, None, None] / OPTIONS["rope_theta"] ** (np.arange(half) / half)
+    base, factor, low, high, length = OPTIONS["rope"]
+    frequencies = base ** -(np.arange(half) / half)
+    left = np.interp(length * frequencies / (2 * np.pi), [low, high], [1 / factor, 1])
+    assert {1 / factor, 1} < set(left)  # all three kinds
+    angles = positions[:, None, None] * (frequencies * left)
     pairs = (heads[..., :half] + 1j * heads[..., half:]) * np.exp(1j * angles)
     turned = np.concatenate([pairs.real, pairs.imag], -1)
     turned[:, :, -OPTIONS["key_heads"] :] = heads[:, :, -OPTIONS["key_heads"] :]

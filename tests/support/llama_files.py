@@ -60,6 +60,16 @@ def llama_tensors(fields: Mapping[str, Any] = FIELDS, seed: int = 0) -> Tensors:
     return {name: random.normal(size=shape).astype("f4") * np.float32(0.3) for name, shape in shapes.items()}
 
 
+def frequencies_of(rope: Mapping[str, Any], half: int) -> np.ndarray:
+    """Return the angle per position of each pair of channels of a head."""
+    frequencies = rope["rope_theta"] ** -(np.arange(half) / half)
+    if rope["rope_type"] == "default":
+        return frequencies
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+    bounds = rope["low_freq_factor"], rope["high_freq_factor"]
+    return frequencies * np.interp(turns, bounds, [1 / rope["factor"], 1])
+
+
 def llama_logits(tensors: Tensors, tokens: Iterable[int], fields: Mapping[str, Any] = FIELDS) -> np.ndarray:
     """Return the scores after each token of a text, in float64."""
     p = {name: values.astype("f8") for name, values in tensors.items()}
@@ -74,7 +84,7 @@ def llama_logits(tensors: Tensors, tokens: Iterable[int], fields: Mapping[str, A
 
     def turned(y: np.ndarray) -> np.ndarray:
         half = y.shape[-1] // 2
-        angles = positions[:, None] / fields["rope_parameters"]["rope_theta"] ** (np.arange(half) / half)
+        angles = positions[:, None] * frequencies_of(fields["rope_parameters"], half)
         z = (y[..., :half] + 1j * y[..., half:]) * np.exp(1j * angles)[:, None]
         return np.concatenate([z.real, z.imag], -1)
 
@@ -137,6 +147,10 @@ def write_gguf_llama(
             writer.add_string(key, value)
         elif value is not None:
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+    rope, half = fields["rope_parameters"], fields["head_dim"] // 2
+    if rope["rope_type"] == "llama3":
+        plain = frequencies_of(rope | {"rope_type": "default"}, half)
+        writer.add_tensor("rope_freqs.weight", (plain / frequencies_of(rope, half)).astype("f4"))
     held = {}
     for name, values in tensors.items():
         number_format = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]

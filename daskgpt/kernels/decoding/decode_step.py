@@ -189,15 +189,15 @@ def _attention(qkv, y, scores, row, texts, stage, team):
     meet(counters, stage, threads)
 
 
-@kernel("l2 l1 l2 l1 d s S2 S3 S3 S3 S2 S2 S2 S2 S2 S2 L1 n n", cost=27, use="decoding")
+@kernel("l2 l1 l2 l1 d1 s S2 S3 S3 S3 S2 S2 S2 S2 S2 S2 L1 n n", cost=27, use="decoding")
 def decode_step(
-    tensors, sizes, rows, wanted, base, epsilon, x, normal, gated, angles, qkv, y, hidden, scores, row, logits,
+    tensors, sizes, rows, wanted, rope, epsilon, x, normal, gated, angles, qkv, y, hidden, scores, row, logits,
     counters, thread, threads,
 ):  # fmt: skip
     """Run one thread's share of a step, from rows of tokens to the logits of the wanted rows.
 
     sizes     numbers by the names in SIZES: halves for bfloat16, mean for layernorm, activation of those in ACTIVATIONS
-    base      of the angles by which queries and keys are turned
+    rope      numbers of the angles by which queries and keys are turned, see `kernels.rotary`
     epsilon   what the normalizations add
     x         scratch memory for the residual stream, and what follows it, for other steps of a block
 
@@ -219,7 +219,7 @@ def decode_step(
     _embed(halves, tensors[blocks, _WTE], tensors[blocks, _WPE], rows, x, channels)
     if half > 0:
         for i in range(n):
-            set_angles(float(rows[i, _POSITION]), base, 1.0, angles[0, i, :half], angles[0, i, half:])
+            set_angles(float(rows[i, _POSITION]), rope, 1.0, angles[0, i, :half], angles[0, i, half:])
     for block in range(blocks):
         at, texts = tensors[block], (rows, tensors, block, sizes)
         for i in range(n):
