@@ -33,6 +33,7 @@ CHOICES = {
     "untied": {"head": "untied", "rope_theta": 500.0},
     "biases": {"bias": "all", "kv_heads": 1, "head_size": 32},
     "llama3": {"kv_heads": 2, "rope_theta": 300.0, **SCALING},
+    "qwen3": {"qk_norm": "rmsnorm", "kv_heads": 2, "head_size": 32, "rope_theta": 1e6},
     "qwen2": {"bias": "qkv", "kv_heads": 2, "rope_theta": 1e6},
 }
 TOKENS = np.random.default_rng(5).integers(0, 300, 40).tolist()
@@ -51,6 +52,8 @@ def theirs_of(config):
     sizes |= {"tie_word_embeddings": config.head == "tied", "rope_theta": config.rope_theta, "rope_parameters": rope}
     if config.bias == "qkv":
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)).eval()
+    elif config.qk_norm != "none":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).eval()
     else:
         bias = config.bias == "all"
         made = transformers.LlamaConfig(**sizes, attention_bias=bias, mlp_bias=bias)
