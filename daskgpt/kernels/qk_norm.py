@@ -62,11 +62,11 @@ def _backward_weight(dy, x, heads, eps, total, accumulate):
                 total[j] = fma(dy[i, start + j], x[i, start + j] * scale, total[j])
 
 
-def _check(where: str, x: np.ndarray, heads: int, q_norm: np.ndarray, k_norm: np.ndarray | None = None) -> None:
+def _check(where: str, x: np.ndarray, heads: int, *weights: np.ndarray) -> None:
     size = x.shape[-1] // heads
     check_shape(where, "x", x, (*x.shape[:-1], heads * size))
-    for name, weight in (("q_norm", q_norm), ("k_norm", q_norm if k_norm is None else k_norm)):
-        check_shape(where, name, weight, (size,))
+    for weight in weights:
+        check_shape(where, "the weight", weight, (size,))
 
 
 def forward(
@@ -112,14 +112,7 @@ def backward_x(
 
 
 def backward_q_norm(
-    dy: np.ndarray,
-    x: np.ndarray,
-    *,
-    heads: int,
-    key_heads: int,
-    norm_eps: float,
-    total: np.ndarray,
-    accumulate: bool,
+    dy: np.ndarray, x: np.ndarray, *, heads: int, key_heads: int, norm_eps: float, total: np.ndarray, accumulate: bool
 ) -> np.ndarray:
     """Return the gradient of `forward` with respect to q_norm, summed over tokens and heads in order.
 
@@ -127,37 +120,24 @@ def backward_q_norm(
     Dtype    float32 or float64, one for all
     Errors   ValueError when the shapes do not fit
     """
-    return _weight_gradient("q_norm", dy, x, (0, heads), heads + 2 * key_heads, norm_eps, total, accumulate)
+    return _sum("qk_norm.backward_q_norm", dy, x, (0, heads, heads + 2 * key_heads), norm_eps, total, accumulate)
 
 
 def backward_k_norm(
-    dy: np.ndarray,
-    x: np.ndarray,
-    *,
-    heads: int,
-    key_heads: int,
-    norm_eps: float,
-    total: np.ndarray,
-    accumulate: bool,
+    dy: np.ndarray, x: np.ndarray, *, heads: int, key_heads: int, norm_eps: float, total: np.ndarray, accumulate: bool
 ) -> np.ndarray:
     """Return the gradient of `forward` with respect to k_norm; see `backward_q_norm`."""
-    numbers = heads, heads + key_heads
-    return _weight_gradient("k_norm", dy, x, numbers, heads + 2 * key_heads, norm_eps, total, accumulate)
+    numbers = heads, heads + key_heads, heads + 2 * key_heads
+    return _sum("qk_norm.backward_k_norm", dy, x, numbers, norm_eps, total, accumulate)
 
 
-def _weight_gradient(
-    name: str,
-    dy: np.ndarray,
-    x: np.ndarray,
-    numbers: tuple[int, int],
-    heads: int,
-    norm_eps: float,
-    total: np.ndarray,
-    accumulate: bool,
+def _sum(
+    where: str, dy: np.ndarray, x: np.ndarray, heads: tuple[int, int, int], eps: float, total: np.ndarray, more: bool
 ) -> np.ndarray:
-    where = f"qk_norm.backward_{name}"
-    _check(where, x, heads, total)
+    """Return the gradient of the weight that some heads share: their first, the one after their last, and all heads."""
+    first, last, all_heads = heads
+    _check(where, x, all_heads, total)
     check_shape(where, "dy", dy, x.shape)
     check_output(where, "total", total, total.shape, x.dtype)
-    _backward_weight(rows(dy), rows(x), numbers, norm_eps, total, accumulate)
+    _backward_weight(rows(dy), rows(x), (first, last), eps, total, more)
     return total
