@@ -1,4 +1,4 @@
-"""GPT-2 training as a Dask dataflow of Numba kernels.
+"""Language models trained as a Dask dataflow of Numba kernels.
 
 import daskgpt
 config, parameters = daskgpt.load("runs/first")

@@ -16,6 +16,7 @@ from daskgpt.config.flags import Parser, add_flags, called, from_flags, run_comm
 from daskgpt.data.corpus import PrepareConfig
 from daskgpt.data.preparation import Preparation
 from daskgpt.data.token_folder import Manifest, Part
+from daskgpt.data.tokenizer import is_to_be_learned, size_to_learn
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 
 
@@ -44,10 +45,10 @@ def main(arguments: list[str]) -> int:
 def report(folder: str, manifest: Manifest, took: str) -> list[str]:
     """Return lines on the content of a folder."""
     skipped = [f"skipped    {manifest.skipped:,} records with half a character"] if manifest.skipped else []
-    wanted = manifest.settings["learn_vocabulary"]
-    fewer = f"; no pairs were left to merge for {wanted:,}" if manifest.ids < wanted else ""
+    wanted = manifest.settings["encoding"]
+    fewer = is_to_be_learned(wanted) and manifest.ids < size_to_learn(wanted)
     return [
-        f"encoding   {manifest.encoding}, {manifest.ids:,} ids{fewer}",
+        f"encoding   {manifest.encoding}, {manifest.ids:,} ids{f'; no pairs were left to merge for {wanted}' * fewer}",
         f"train      {_part(manifest.train)}",
         f"val        {_part(manifest.val)}",
         *skipped,

@@ -1,8 +1,10 @@
 """Tests of `bench`: its output and records, and predictions of a step."""
 
+import gc
 import re
 import tracemalloc
 from dataclasses import replace
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -144,11 +146,13 @@ DATAFLOWS += [{"grain": "block", "batch_chunk": 1, "groups": 8}, {"grain": "bloc
 
 
 @pytest.mark.parametrize("dataflow", DATAFLOWS, ids=str)
-def test_predicted_peak_matches_a_real_step(dataflow):
+def test_predicted_peak_matches_a_real_step(dataflow, monkeypatch):
+    monkeypatch.setattr("daskgpt.model.tape.uuid4", lambda: UUID(int=0))  # the same keys, so the same order of tasks
     # So wide that arrays, not the 1.2 MB of Python's own objects for a run's tasks, are what is compared.
     job = job_of(replace(SMALL, channels=256, positions=64), 8, 64, scheduler="sync", **dataflow)
     with open_scheduler("sync") as scheduler:
         TimedEngine(job, scheduler, 0).run(1)  # what is imported, compiled and kept
+        gc.collect()
         tracemalloc.start()
         steps = TimedEngine(job, scheduler, 0)
         state = sum(value.nbytes for pack in steps.engine.state().packs for value in pack)

@@ -71,7 +71,7 @@ def test_trained_run_converts_to_every_format(small_text, tmp_path, capsys):
     out = tmp_path / "run"
     called(train, "--data", small_text, *FLAGS, "--steps", 3, "--sample-tokens", 0, "--out", out)
     called(convert, out, tmp_path / "hf")
-    assert re.search(r"257 token ids \(bytes\)[\s\S]*vocab.json", capsys.readouterr().out)
+    assert re.search(r"257 token ids \(bytes\)[\s\S]*tokenizer.json", capsys.readouterr().out)
     called(convert, tmp_path / "hf", tmp_path / "m.bin")
     capsys.readouterr()
     written = set()

@@ -71,7 +71,7 @@ REFUSED = [
     ({"encoding": "byte"}, "Did you mean bytes"),
     *[({"validation_fraction": fraction}, "must lie between 0 and 1") for fraction in (0.0, 1.0, -1.0)],
     ({"encoding": "learn:many"}, "learn: and a number"),
-    ({"encoding": "learn:12"}, "must lie between 258"),
+    ({"encoding": "learn:12"}, "from 258 to"),
     ({"source": "tokens.bin", "encoding": "learn:300"}, "learned from text"),
     ({"source": "tokens.bin", "encoding": "bytes"}, "id=257, position=1, vocabulary=257"),
     ({"source": "63", "sequence_length": 64}, "training part.*tokens="),

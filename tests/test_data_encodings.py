@@ -19,13 +19,14 @@ from daskgpt.data.tokenizer import (
     encode,
     encoding_named,
     get_encoding,
+    learn_encoding,
     sizes_of,
+    vocabulary_of,
     vocabulary_size,
 )
-from daskgpt.formats.vocabulary import know_vocabulary, read_vocabulary, written_vocabulary
+from daskgpt.formats.vocabulary import know_vocabulary, read_vocabulary
 
 TEXT = "Dask's tasks,  don't they?\n\n    x = 12345 + ä € 🙂 <|endoftext|>\r\n"
-BYTES = {bytes([byte]): byte for byte in range(256)}
 
 
 def test_vocabulary_sizes():
@@ -64,23 +65,21 @@ def test_gpt2_known_ids_and_round_trip():
 
 
 def test_a_vocabulary_in_a_file(tmp_path: Path):
-    ranks = BYTES | {b"th": 256, b"the": 257}
-    content = written_vocabulary(dict(reversed(ranks.items())))
-    (tmp_path / "v.tiktoken").write_text(content)
-    name = encoding_named(str(tmp_path / "v.tiktoken"))
+    content = vocabulary_of(learn_encoding(["the theme of them\n" * 9], 259, "test")).content
+    (tmp_path / "v.json").write_text(content)
+    name = encoding_named(str(tmp_path / "v.json"))
     assert name == f"learned-259-{hashlib.sha256(content.encode()).hexdigest()[:12]}" == encoding_named(name)
     assert vocabulary_size(name) == 259
     encoding = get_encoding(name)
-    assert encode(encoding, "the").tolist() == [257]
+    assert encode(encoding, "the<|endoftext|>").tolist() == [257, *b"<|endoftext|>"]
     assert sizes_of(encoding).tolist() == [1] * 256 + [2, 3, 0]
 
 
 NO_VOCABULARIES = [
-    ("AAAA\n", "line=1"),
-    ("AA== 0\nAQ== 7\n", "line=2"),
-    ("AA== 0\nAA== 1\n", "tokens must differ"),
-    (written_vocabulary(BYTES)[:-1], "missing=line end"),
-    (written_vocabulary({token: i for token, i in BYTES.items() if i < 255}), "missing=.255"),
+    ("AAAA 0\n", "earlier versions"),
+    ("{", "must be whole"),
+    ('{"end_of_text": "a"}', "must be whole; got path=file, error=KeyError: .tokenizer"),
+    ('{"end_of_text": "a", "tokenizer": {"model": 3}}', "must be whole"),
 ]
 
 
@@ -95,8 +94,6 @@ def test_unreadable_vocabulary_files_are_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(FileNotFoundError, match="must be readable"):
         read_vocabulary(path)
     path.write_text("AA== 0\nä")
-    with pytest.raises(ValueError, match="line=2"):
-        read_vocabulary(path)
     monkeypatch.setattr("daskgpt.formats.vocabulary.SIZE_LIMIT", 8)
     with pytest.raises(ValueError, match="bytes=9"):
         read_vocabulary(path)

@@ -213,7 +213,10 @@ def test_what_is_left_out_of_a_folder_is_said(tmp_path):
     written(tmp_path / "pairs.jsonl", lines(pairs_as("prompt", "response")))
     written(tmp_path / "below" / "photo.jpg", b"\xff\xd8\xff\xe0 and more")
     description = load_dataset(str(tmp_path)).description
-    assert "7 files, 4 left out: below/photo.jpg is a JPEG image; latin.txt is not UTF-8 text (byte 3);" in description
+    assert (
+        "7 files, 4 left out: below/photo.jpg is not UTF-8 text (byte 0); latin.txt is not UTF-8 text (byte 3);"
+        in description
+    )
     assert "; and 1 more" in description
 
 
@@ -277,15 +280,18 @@ def test_a_pipe_is_read_once(tmp_path):
 
 # What is refused
 
+BINARY = bytes(range(256))
 OTHERS = {
-    "a.pdf": (b"%PDF-1.7 ...", "a PDF document.*pdftotext"),
-    "a.docx": (b"PK\x03\x04 ...", "a zip archive, as Word documents.*plain text"),
-    "a.zip": (b"PK\x03\x04 ...", "a zip archive.*Unpack"),
-    "a.tar.gz": (gzip.compress(bytes(257) + b"ustar" + bytes(300)), "tar archive.*Unpack"),
-    "a.npy": (b"\x93NUMPY\x01\0", "NumPy array.*tofile"),
-    "a.gguf": (b"GGUF\x03\0\0\0", "GGUF model.*--init"),
+    "a.pdf": (b"%PDF-1.7 ...", "a document, not plain text.*pdftotext"),
+    "a.rtf": (b"{\\rtf1 ...", "a document, not plain text.*plain text"),
+    "a.docx": (b"PK\x03\x04" + BINARY, "not UTF-8 text.*Export it as plain text"),
+    "a.zip": (b"PK\x03\x04" + BINARY, "not UTF-8 text.*Unpack it"),
+    "a.tar.gz": (gzip.compress(bytes(257) + b"ustar" + bytes(300)), "not UTF-8 text.*Unpack it"),
+    "a.npy": (b"\x93NUMPY\x01\0" + BINARY, "not UTF-8 text.*tofile"),
+    "a.gguf": (b"GGUF\x03\0\0\0" + BINARY, "not UTF-8 text.*--init"),
     "a.pt": (b"\x80\x02}", "pickled Python objects"),
-    "a.arrow": (b"ARROW1\0\0", "Arrow file"),
+    "pytorch.bin": (b"PK\x03\x04" + BINARY, "pickled Python objects"),
+    "a.arrow": (b"ARROW1\0\0" + BINARY, "not UTF-8 text.*JSON lines or Parquet"),
     "lfs.parquet": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS.*git lfs pull"),
     "model.bin": (np.array([20240326, 3], "<i4").tobytes() + bytes(1016), "llm.c model.*--init"),
     "windows.txt": (TEXT.encode("utf-16"), "not UTF-8 text .byte 0.*iconv.*UTF-16"),

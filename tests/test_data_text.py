@@ -59,8 +59,8 @@ REFUSED = [
     ("none.txt", FileNotFoundError, "file must exist"),
     ("*.none", FileNotFoundError, "glob must match"),
     ("blank.txt", ValueError, "must not be empty"),
-    ("picture", ValueError, "JPEG image.*Give text"),
-    ("[pt]*", ValueError, "must hold text.*picture.*JPEG"),
+    ("picture", ValueError, "picture.*not UTF-8 text"),
+    ("[pt]*", ValueError, "must hold text.*picture.*not UTF-8"),
     ("empty", ValueError, "empty"),
 ]
 

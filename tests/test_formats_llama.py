@@ -274,7 +274,7 @@ ENTRIES = [
     ({"attention__head_count_kv": 3}, "kv_heads must divide heads"),
     ({"attention__head_count": "four"}, "attention.head_count must be a number"),
     ({"attention__layer_norm_rms_epsilon": None}, "rms_epsilon must be a number; got .*=missing"),
-    ({"tokenizer__ggml__eos_token_id": 5000}, "the tokenizer must be whole; .*IndexError"),
+    ({"tokenizer__ggml__eos_token_id": 5000}, "files must be whole; .*IndexError"),
     ({"attention__layer_norm_rms_epsilon": 2.0}, "norm_eps must be at most 1"),
     ({"feed_forward_length": 65}, "gate_proj|ffn_gate.weight must have shape"),
     ({"block_count": 3}, "missing=blk.2"),

@@ -11,7 +11,7 @@ from command_lines import SMALL
 from daskgpt import generate, train
 from daskgpt.data.dataset import load_dataset
 from daskgpt.data.text import END
-from daskgpt.data.tokenizer import get_encoding, learn_vocabulary, vocabulary_of
+from daskgpt.data.tokenizer import get_encoding, learn_encoding
 
 SEEN, HELD_OUT = "the quick brown fox jumps over the lazy dog\n", "zyxwvu zyxwvu zyxwvu zyxwvu zyxwvu zyxwvu zyxwvu\n"
 
@@ -29,7 +29,7 @@ def test_vocabulary_is_learned_from_the_training_part(text, monkeypatch):
     encoding = get_encoding(dataset.encoding_name)
     whole = text.read_text()
     cut = math.floor(len(whole) * 9 / 10)
-    assert vocabulary_of(dataset.encoding_name).ranks == learn_vocabulary([whole[:cut]], 270)
+    assert dataset.encoding_name == learn_encoding([whole[:cut]], 270, "test")
     assert (dataset.vocabulary, dataset.encoding_name.split("-")[1]) == (270, "270")
     for tokens, part in ((dataset.training, whole[:cut]), (dataset.validation, whole[cut:])):
         assert tokens[0] == encoding.eot_token

@@ -42,13 +42,9 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     "specials", [("<|endoftext|>",), ("</s>",), ("<|endoftext|>", "<pad>"), ("<pad>", "<|endoftext|>")]
 )
-@pytest.mark.parametrize("files", ["tokenizer.json", "vocab.json"])
-def test_ids_are_those_of_the_library(specials, files, tmp_path):
+def test_ids_are_those_of_the_library(specials, tmp_path):
     tokenizer = trained(specials)
-    if files == "tokenizer.json":
-        tokenizer.save(str(tmp_path / files))
-    else:
-        tokenizer.model.save(str(tmp_path))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     name = encoding_named(str(tmp_path))
     encoding = get_encoding(name)
     assert encode(encoding, TEXT).tolist() == tokenizer.encode(TEXT).ids
@@ -84,6 +80,12 @@ def test_other_tokenizers_are_refused_by_name(part, value, keyword, tmp_path):
     at[last] = value
     (tmp_path / "tokenizer.json").write_text(json.dumps(pipeline))
     with pytest.raises(ValueError, match=keyword):
+        encoding_named(str(tmp_path))
+
+
+def test_a_tokenizer_in_other_files_is_refused(tmp_path):
+    trained().model.save(str(tmp_path))
+    with pytest.raises(ValueError, match=r"must be tokenizer.json; got .*merges.txt"):
         encoding_named(str(tmp_path))
 
 

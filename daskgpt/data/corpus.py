@@ -18,19 +18,8 @@ from typing import NamedTuple, TypeVar
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
 from daskgpt.config.settings import count as amount
-from daskgpt.data.reading import (
-    ARRAY,
-    DOCUMENT,
-    FIELD,
-    LAST,
-    PARQUET,
-    File,
-    decoded,
-    opened,
-    opened_parquet,
-    parts_of,
-    texts,
-)
+from daskgpt.data import reading
+from daskgpt.data.reading import ARRAY, DOCUMENT, FIELD, LAST, PARQUET, File
 from daskgpt.data.source import TEXT, recognize
 from daskgpt.formats.llmc import LARGEST_COUNT
 
@@ -56,8 +45,9 @@ class PrepareConfig(Checked):
     """
 
     out: str = setting("", "folder to write, or to continue after the same command was stopped")
-    encoding: str = setting("", "gpt2, bytes, or the file of a learned vocabulary; empty = gpt2")
-    learn_vocabulary: int = setting(0, "ids of a vocabulary to learn from the corpus; 0 = none", unit="ids", least=0)
+    encoding: str = setting(
+        "gpt2", "gpt2, bytes, a vocabulary's file or a tokenizer's folder; learn:4096 learns a vocabulary of 4,096 ids"
+    )
     shard_tokens: int = setting(
         100_000_000, "most tokens per file, such as 100M", unit="tokens", least=1, most=LARGEST_COUNT, parse=amount
     )
@@ -79,9 +69,6 @@ class PrepareConfig(Checked):
         super().__post_init__()
         rule, advice = "the tokens need a folder", "Add --out FOLDER."
         require(bool(self.out), WHERE, rule, {"out": "none"}, advice)
-        rule, got = "a vocabulary must be either learned or given", {"learn_vocabulary": self.learn_vocabulary}
-        either = not (self.learn_vocabulary and self.encoding)
-        require(either, WHERE, rule, got | {"encoding": self.encoding}, "Leave one of them out.")
 
 
 def list_sources(inputs: list[str], config: PrepareConfig) -> tuple[list[File], list[str]]:
@@ -147,7 +134,7 @@ def _sections(file: File) -> Iterator[Section]:
 
 def _row_groups(file: File) -> Iterator[Section]:
     """Yield row groups, small ones together, since opening a file takes a time for each that it has."""
-    with opened_parquet(file, WHERE) as parquet:
+    with reading.opened_parquet(file, WHERE) as parquet:
         start, size = 0, 0
         for number in range(parquet.num_row_groups):
             size += parquet.metadata.row_group(number).total_byte_size
@@ -211,11 +198,11 @@ def _documents(section: Section, config: PrepareConfig) -> Iterator[tuple[int, s
     """Yield the documents of a section of records, or of a text with separators, with their numbers."""
     file, places = section.file, (section.start, section.stop)
     if file.form != DOCUMENT:
-        yield from texts(file, config.field, WHERE, *places)
+        yield from reading.texts(file, config.field, WHERE, *places)
         return
-    with opened(file, WHERE) as stream:
-        for number, part in enumerate(parts_of(stream, file, config.separator.encode(), *places), 1):
-            yield number, decoded(part.strip(b"\r\n"), file, 0, WHERE)
+    with reading.opened(file, WHERE) as stream:
+        for number, part in enumerate(reading.parts_of(stream, file, config.separator.encode(), *places), 1):
+            yield number, reading.decoded(part.strip(b"\r\n"), file, 0, WHERE)
 
 
 def _passages_of_text(section: Section, config: PrepareConfig, last: bool | None) -> Iterator[list[Passage]]:
@@ -231,7 +218,7 @@ def _passages_of_text(section: Section, config: PrepareConfig, last: bool | None
             if end < len(block):
                 end += _in_text(block[end : end + PASSAGE_BYTES])
             encoded = block[begin:end]
-            text = decoded(encoded, section.file, start + begin, WHERE)
+            text = reading.decoded(encoded, section.file, start + begin, WHERE)
             opens = start == 0 and not passages
             if not opens or text.strip():
                 held_out = _is_held_out(encoded, config.validation_fraction)
@@ -243,7 +230,7 @@ def _passages_of_text(section: Section, config: PrepareConfig, last: bool | None
 
 def _blocks_of_text(section: Section) -> Iterator[tuple[int, bytes]]:
     """Yield a text, cut at the first possible place after each multiple of BLOCK_BYTES, with the places."""
-    with opened(section.file, WHERE) as stream:
+    with reading.opened(section.file, WHERE) as stream:
         start, multiple, content = section.start, section.start, b""
         if start:
             stream.seek(section.file.mark + start)

@@ -45,11 +45,11 @@ class MappedTokens:
         """Return selected tokens. Errors   IndexError for a position beyond the end"""
         places = np.arange(*places.indices(self.size)) if isinstance(places, slice) else np.asarray(places)
         numbers = np.searchsorted(self.ends, places, side="right")
-        found = np.empty(places.shape, self.dtype)
+        selected = np.empty(places.shape, self.dtype)
         for number in np.unique(numbers):
-            mine = numbers == number
-            found[mine] = self.parts[number][places[mine] - (self.ends[number] - self.parts[number].size)]
-        return found
+            inside = numbers == number
+            selected[inside] = self.parts[number][places[inside] - (self.ends[number] - self.parts[number].size)]
+        return selected
 
 
 Tokens = np.ndarray | MappedTokens | Examples
@@ -114,12 +114,12 @@ class Dataset:
 
         Cost     reads all tokens once, unless the digests of their files are known
         """
-        found, dtype = hashlib.sha256("".join(self.shards).encode()), id_dtype(self.vocabulary).newbyteorder("<")
+        digest, dtype = hashlib.sha256("".join(self.shards).encode()), id_dtype(self.vocabulary).newbyteorder("<")
         for tokens in () if self.shards else (self.training, self.validation):
             assert not isinstance(tokens, Examples), "their digest is that of the pairs"
             for first in range(0, tokens.size, HASHED_TOKENS):
-                found.update(np.ascontiguousarray(tokens[first : first + HASHED_TOKENS], dtype).data)
-        return found.hexdigest()
+                digest.update(np.ascontiguousarray(tokens[first : first + HASHED_TOKENS], dtype).data)
+        return digest.hexdigest()
 
 
 # Sources
@@ -333,12 +333,12 @@ def batch(
         numbers = (raw % np.uint64(count)).astype(np.int64)
     if isinstance(tokens, Examples):
         return tokens.batch(numbers, sequence_length)
-    found = _windows(tokens, numbers * stride, sequence_length)
+    sequences = _windows(tokens, numbers * stride, sequence_length)
     if vocabulary:
-        largest = int(max(part.max() for part in found))
+        largest = int(max(part.max() for part in sequences))
         rule, got = "every id must be below the vocabulary", {"id": largest, "vocabulary": vocabulary, "step": step}
         require(largest < vocabulary, "batch", rule, got, "The token files are damaged: prepare them again.")
-    return found
+    return sequences
 
 
 def _sequences(tokens: Tokens, length: int, stride: int) -> int:
@@ -437,25 +437,18 @@ def shuffled(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarra
     """
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
     keys = np.random.Philox(np.random.SeedSequence([seed, epoch, count])).random_raw(_ROUNDS)
-    found = np.asarray(places, np.uint64)
-    beyond = np.ones(found.shape, bool)
-    while beyond.any():
-        found = np.where(beyond, _permuted(found, half, keys), found)
-        beyond = found >= np.uint64(count)
-    return found.astype(np.int64)
+    permuted = _permuted(np.asarray(places, np.uint64), half, keys)
+    while (beyond := permuted >= np.uint64(count)).any():
+        permuted = np.where(beyond, _permuted(permuted, half, keys), permuted)
+    return permuted.astype(np.int64)
 
 
 def _permuted(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
-        left, right = right, left ^ (_mixed(right ^ key) & mask)
-    permuted: np.ndarray = (left << shift) | right
-    return permuted
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    values = (values ^ (values >> np.uint64(30))) * _FIRST
-    values = (values ^ (values >> np.uint64(27))) * _SECOND
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed
+        mixed = right ^ key
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
+        left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+    return np.asarray((left << shift) | right)

@@ -22,18 +22,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, replacing
 from daskgpt.data import corpus, token_folder, tokenizer
 from daskgpt.data.corpus import WHERE, Passage, PrepareConfig, Section
-from daskgpt.data.token_folder import (
-    PARTIAL,
-    PARTS,
-    TOKENIZER_FILE,
-    VOCABULARY_FILE,
-    Contents,
-    Manifest,
-    ShardWriter,
-    locked_folder,
-    read_manifest,
-    vocabulary_file,
-)
+from daskgpt.data.token_folder import PARTIAL, PARTS, VOCABULARY_FILE, Contents, Manifest, ShardWriter
 from daskgpt.formats.byte_characters import END_OF_TEXT
 from daskgpt.formats.llmc import id_dtype
 from daskgpt.formats.vocabulary import KNOWN, is_learned, known_vocabulary, read_vocabulary
@@ -69,11 +58,12 @@ class Preparation:
         self.config = config
         self.files, self.taken = corpus.list_sources(inputs, config)
         self.size = sum(file.size for file in self.files)
-        self.encoding = "" if config.learn_vocabulary else tokenizer.encoding_named(config.encoding or "gpt2")
-        if self.encoding:
-            tokenizer.get_encoding(self.encoding)
+        self.encoding = config.encoding
+        if tokenizer.is_to_be_learned(config.encoding):
+            tokenizer.size_to_learn(config.encoding)
         else:
-            tokenizer.check_learnable(config.learn_vocabulary, WHERE)
+            self.encoding = tokenizer.encoding_named(config.encoding)
+            tokenizer.get_encoding(self.encoding)
         # The settings that, with the inputs, decide the tokens and their files.
         settings = {n: value for n, value in asdict(config).items() if n not in ("out", "scheduler", "threads")}
         sizes = {"block_bytes": corpus.BLOCK_BYTES, "partitions": corpus.PARTITIONS}
@@ -91,13 +81,14 @@ class Preparation:
         from dask import bag  # it takes a fifth of a second to import
 
         decides = {"settings": self.settings, "files": [[file.name, file.size, file.modified] for file in self.files]}
-        with locked_folder(self.config.out) as folder:
+        with token_folder.locked_folder(self.config.out) as folder:
             partial_folder = token_folder.begin(folder, decides)
             self.existed, self.again = partial_folder is None, len(list(folder.glob(f"{PARTIAL}*"))) > 1
             if partial_folder is None:
-                return read_manifest(folder, WHERE)
+                return token_folder.read_manifest(folder, WHERE)
             partitions, stop = corpus.partitions(self.files), Stop()
-            encoding = self.encoding or self._learned(partial_folder, partitions)
+            learned = tokenizer.is_to_be_learned(self.encoding)
+            encoding = self._learned(partial_folder, partitions) if learned else self.encoding
             _keep_vocabulary(partial_folder, encoding)
             where = partial_folder.absolute()
             task = partial(tokenize, encoding=encoding, config=self.config, folder=where, stop=stop)
@@ -119,7 +110,7 @@ class Preparation:
         sections = [section for partition in partitions for section in partition]
         sample = islice(corpus.blocks(sections, self.config), 0, None, every)
         texts = (passage.text for block in sample for passage in block if passage.text and not passage.held_out)
-        return tokenizer.learn_encoding(texts, self.config.learn_vocabulary, str(kept))
+        return tokenizer.learn_encoding(texts, tokenizer.size_to_learn(self.encoding), str(kept))
 
     def _manifest(self, folder: Path, encoding: str, partitions: int) -> Manifest:
         """Return the manifest of the partitions in a folder.
@@ -143,11 +134,9 @@ class Preparation:
 
 def _keep_vocabulary(folder: Path, encoding: str) -> None:
     """Write the vocabulary of an encoding that is known by its content."""
-    content = known_vocabulary(encoding).content if is_learned(encoding) else ""
-    path = folder / (TOKENIZER_FILE if content.startswith("{") else VOCABULARY_FILE)
-    if content and not path.is_file():
-        with replacing(path, WHERE) as file:
-            file.write(content.encode())
+    if is_learned(encoding) and not (folder / VOCABULARY_FILE).is_file():
+        with replacing(folder / VOCABULARY_FILE, WHERE) as file:
+            file.write(known_vocabulary(encoding).content.encode())
 
 
 # The tokens of a partition
@@ -195,7 +184,7 @@ def _codec(name: str, folder: Path, thread: int) -> tokenizer.Encoding:
     take turns: two threads with one encoding lose a tenth to two fifths of their time.
     """
     if is_learned(name) and name not in KNOWN:
-        read_vocabulary(vocabulary_file(folder))
+        read_vocabulary(folder / VOCABULARY_FILE)
     return tokenizer.get_encoding(name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from daskgpt.config.errors import require
@@ -28,8 +29,8 @@ class PromptForm(NamedTuple):
         """Return what all prompts have in common at their beginnings and ends, without parts of words."""
         if len(set(prompts)) < 2:
             return cls()
-        before = common_start(prompts)
-        after = common_start([prompt[len(before) :][::-1] for prompt in prompts])[::-1]
+        before = commonprefix(prompts)  # noqa: RUF071  of characters
+        after = commonprefix([prompt[len(before) :][::-1] for prompt in prompts])[::-1]  # noqa: RUF071
         while before and before[-1].isalnum():
             before = before[:-1]
         while after and after[0].isalnum():
@@ -47,10 +48,10 @@ class PromptForm(NamedTuple):
         return cls(*template.split(PLACE))
 
     @classmethod
-    def of_state(cls, found: Any) -> PromptForm:
+    def of_state(cls, texts: Any) -> PromptForm:
         """Return the form that a checkpoint's state has; none for anything else."""
-        good = isinstance(found, list) and len(found) == 2 and all(isinstance(text, str) for text in found)
-        return cls(*found) if good else cls()
+        good = isinstance(texts, list) and len(texts) == 2 and all(isinstance(text, str) for text in texts)
+        return cls(*texts) if good else cls()
 
     def around(self, text: str) -> str:
         """Return the prompt for a text, which may have a part of the form, or all of it, already."""
@@ -58,9 +59,3 @@ class PromptForm(NamedTuple):
         text = text[next(ends, 0) :]
         starts = (n for n in range(len(text)) if not text[n].isalnum() and self.after.startswith(text[n:]))
         return self.before + text[: next(starts, len(text))] + self.after
-
-
-def common_start(texts: Sequence[str]) -> str:
-    """Return the beginning that all texts share: that of the first and the last one in their order."""
-    first, last = min(texts), max(texts)
-    return first[: next((n for n, (one, other) in enumerate(zip(first, last)) if one != other), len(first))]

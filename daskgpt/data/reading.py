@@ -9,7 +9,6 @@ import io
 import json
 import lzma
 import shutil
-import stat
 import sys
 import tempfile
 import zlib
@@ -18,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar, cast
-
-from fsspec.utils import seek_delimiter  # type: ignore[import-untyped]
 
 from daskgpt.config.errors import refusal
 from daskgpt.config.files import readable
@@ -117,20 +114,17 @@ def parts_of(stream: BinaryIO, file: File, separator: bytes, start: int, stop: i
     """Yield the parts of an opened file that begin from `start` to before `stop` [bytes of text], each without the
     separator at its end.
     """
-    position = start
-    if start:
-        stream.seek(file.mark + start - len(separator))
-        seek_delimiter(stream, separator, 2**16)
-        position = stream.tell() - file.mark
+    position = max(0, start - len(separator))  # a separator may end where the first part begins
+    if position:
+        stream.seek(file.mark + position)
     rest = b""
     while position < stop and (read := stream.read(max(2**20, len(rest)))):
         *parts, rest = (rest + read).split(separator)
         for part in parts:
-            if position >= stop:
-                return
-            yield part
+            if start <= position < stop:
+                yield part
             position += len(part) + len(separator)
-    if rest and position < stop:
+    if rest and start <= position < stop:
         yield rest
 
 
@@ -248,11 +242,7 @@ _COPIES: dict[str, IO[bytes]] = {}  # temporary files by the pipe; they are remo
 
 def is_pipe(path: Path) -> bool:
     """Return whether a path is read once, as a pipe is."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def copy_of_pipe(path: Path) -> Path:

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import sysconfig
-import unicodedata
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,21 +21,8 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require, require_package
 from daskgpt.config.files import matching_files, printable, readable
-from daskgpt.data.reading import (
-    ARRAY,
-    DAMAGED,
-    DOCUMENT,
-    FIELD,
-    LINES,
-    OPENERS,
-    PARQUET,
-    TABLES,
-    WHERE,
-    File,
-    copy_of_pipe,
-    is_pipe,
-    opened_parquet,
-)
+from daskgpt.data import reading
+from daskgpt.data.reading import ARRAY, DOCUMENT, FIELD, LINES, PARQUET, TABLES, WHERE, File
 from daskgpt.data.token_folder import encoding_of, is_prepared, read_manifest
 from daskgpt.formats import llmc
 from daskgpt.formats.stored_model import PICKLE_ENDINGS
@@ -123,12 +109,11 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
         paths, others = files_below(path)
         left_out = [(folder.relative_to(path).as_posix(), f"is {_folder_kind(folder)[0]}") for folder in others]
         named = [(file, file.relative_to(path).as_posix()) for file in paths]
-        taken = [
-            kind for kind in KINDS if kind in accepted and kind != TOKENS
-        ]  # those for validation may be among them
+        # Of token files, those for validation may be among them.
+        taken = [kind for kind in KINDS if kind in accepted and kind != TOKENS]
     else:
-        paths = [path] if is_pipe(path) else matching_files(source, where)
-        named = [(copy_of_pipe(file) if is_pipe(file) else file, file.name) for file in paths]
+        paths = [path] if reading.is_pipe(path) else matching_files(source, where)
+        named = [(reading.copy_of_pipe(file) if reading.is_pipe(file) else file, file.name) for file in paths]
         taken = [kind for kind in KINDS if kind in accepted]
     files = [look(file, name, taken, field, where) for file, name in named]
     kind = next((kind for kind in taken if any(file.kind == kind for file in files)), "")
@@ -137,7 +122,7 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
         files = [file for file in files if file.kind == kind]
         return Source(source, kind, tuple(files), tuple(left_out), _encoding_beside(files) if kind == TOKENS else "")
     if file := next((file for file in files if file.size), None):
-        place = source if path.is_file() or is_pipe(path) else f"{source}: {file.name}"
+        place = source if path.is_file() or reading.is_pipe(path) else f"{source}: {file.name}"
         advice = file.advice or _USES.get(file.kind, _EXPORT)
         raise refusal(ValueError, where, rule, f"source={place} ({file.reason or f'holds {file.kind}'})", advice)
     kind, advice = _folder_kind(others[0]) if path.is_dir() and others else ("", "Give a source that holds text.")
@@ -170,23 +155,20 @@ _USES = {
     QUESTIONS: "Questions are for daskgpt evaluate.",
     TOKENS: "Name token files by a glob, as in --data 'FOLDER/train*.bin' --validation-data 'FOLDER/val*.bin'.",
 }
-_MAKE_AGAIN, _UNPACK, _EXPORT = "Make it again.", "Unpack it, and name the folder.", "Export it as plain text."
-_CONVERT = "Write its texts as a text file, JSON lines or Parquet."
+_MAKE_AGAIN = "Make it again."
 _GIVE_TEXT = "Give the text that it was made from."
 _MODEL = "Train on text; a model belongs to --init."
+_EXPORT = "Export it as plain text."
 _RECODE = "Convert it, as by iconv -f latin1 -t UTF-8 (or -f UTF-16); token files end in .bin."
 _PACKINGS = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
-# Formats that hold no text for us, by their first bytes, with what helps. (Others are not UTF-8.)
-_FORMATS = {
-    b"%PDF": ("a PDF document", "Extract its text, for example with pdftotext."),
-    b"{\\rtf": ("an RTF document", _EXPORT),
-    b"\x89PNG": ("a PNG image", "Give text."),
-    b"\xff\xd8\xff": ("a JPEG image", "Give text."),
-    b"SQLite format 3\0": ("an SQLite database", _CONVERT),
-    b"\x93NUMPY": ("a NumPy array", "Write its ids alone: array.astype('<u2').tofile('ids.bin')."),
-    b"ARROW1": ("an Arrow file", _CONVERT),
-    b"version https://git-lfs": ("a pointer of Git LFS in place of the file", "Run git lfs pull."),
-    b"GGUF": ("a GGUF model", _MODEL),
+# What helps with files of other formats, by their endings; they are no text.
+_ADVICE = {
+    (".docx", ".epub", ".odt", ".doc", ".rtf"): _EXPORT,
+    (".pdf",): "Extract its text, for example with pdftotext.",
+    (".zip", ".tar", ".tgz", ".7z", ".rar"): "Unpack it, and name the folder.",
+    (".npy", ".npz"): "Write its ids alone: array.astype('<u2').tofile('ids.bin').",
+    (".arrow", ".db", ".sqlite", ".h5"): "Write its texts as a text file, JSON lines or Parquet.",
+    (".safetensors", ".gguf"): _MODEL,
 }
 _RECORD_ENDINGS = {".jsonl", ".ndjson"}
 
@@ -205,9 +187,10 @@ def look(path: Path, name: str, accepted: Collection[str], field: str, where: st
             require_package("pyarrow", "prepare", where)
         try:
             start = _beginning(file.path, packing)
-        except DAMAGED as error:
-            return replace(file, reason=f"is damaged {packing} ({error})", advice=_MAKE_AGAIN)
+        except reading.DAMAGED as error:
+            return replace(file, reason=f"is damaged {packing} ({error})", advice=f"Decompress it. {_MAKE_AGAIN}")
         file = replace(file, packing=packing)
+    endings = Path(name.lower()).suffixes[-2 if packing else -1 :]
     reason, advice = _other_format(file, start)
     if reason:
         return replace(file, reason=reason, advice=advice)
@@ -216,29 +199,27 @@ def look(path: Path, name: str, accepted: Collection[str], field: str, where: st
     if start.startswith(b"PAR1") and not packing:
         require_package("pyarrow", "prepare", where)
         try:
-            with opened_parquet(file, where) as parquet:
+            with reading.opened_parquet(file, where) as parquet:
                 file = replace(file, form=PARQUET, fields=tuple(parquet.schema_arrow.names))
         except (ValueError, OSError) as error:
             return replace(file, reason=f"is not complete Parquet ({error})", advice=_MAKE_AGAIN)
         return _of_records(file, accepted, field, records=True)
     text, wrong = _decoded(start)
     if wrong >= 0:
-        return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_RECODE)
+        return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_advice(*endings))
     file = replace(file, mark=len(codecs.BOM_UTF8) * text.startswith("\ufeff"))
-    endings = Path(name.lower()).suffixes[-2 if packing else -1 :]
     named_records = not _RECORD_ENDINGS.isdisjoint(endings)
     form, fields = _first_record(file, start) if text.strip() else (DOCUMENT, ())
     if fields:
         # Any JSON is text, too: as records count lines of files that are named so, and records of known fields.
-        return _of_records(
-            replace(file, form=form, fields=fields), accepted, field, records=form == LINES and named_records
-        )
+        file = replace(file, form=form, fields=fields)
+        return _of_records(file, accepted, field, records=form == LINES and named_records)
     # The reader of lines names the first wrong one.
     return replace(file, kind=TEXT, form=LINES if named_records and text.strip() else DOCUMENT)
 
 
 def _beginning(path: str, packing: str, size: int = LOOKED_AT) -> bytes:
-    with OPENERS[packing](path, "rb") as file:
+    with reading.OPENERS[packing](path, "rb") as file:
         return bytes(file.read(size))
 
 
@@ -293,14 +274,14 @@ def _first_record(file: File, start: bytes) -> tuple[str, tuple[str, ...]]:
     text = text[form == ARRAY :].lstrip()
     try:
         record, end = json.JSONDecoder().raw_decode(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except RecursionError:
+        return DOCUMENT, ()
+    except json.JSONDecodeError as error:
         # A record that is cut ends within a string, or at most a number, a word or two escapes before the cut.
-        cut = isinstance(error, json.JSONDecodeError) and (
-            error.msg.startswith("Unterminated") or error.pos > len(text) - 16
-        )
-        size = 8 * len(start) if cut and LOOKED_AT <= len(start) <= LONGEST_RECORD // 8 else 0
-        longer = _beginning(file.path, file.packing, size)
-        return _first_record(file, longer) if len(longer) > len(start) else (DOCUMENT, ())
+        if not (error.msg.startswith("Unterminated") or error.pos > len(text) - 16):
+            return DOCUMENT, ()
+        longer = _beginning(file.path, file.packing, min(8 * len(start), LONGEST_RECORD))
+        return _first_record(file, longer) if len(start) < len(longer) else (DOCUMENT, ())
     # One object over several lines is text.
     several = form == LINES and "\n" in text[:end]
     return (DOCUMENT, ()) if several or not isinstance(record, dict) else (form, tuple(record))
@@ -325,9 +306,8 @@ def _dtype_of_ids(file: File, start: bytes) -> str:
     if magic in llmc.TOKEN_DTYPES:
         return llmc.TOKEN_DTYPES[magic]
     text, _ = _decoded(start)
-    # Ids of two bytes hardly ever look like text: assigned characters, and of control characters tab and line ends.
-    is_text = text and all(c in "\t\n\r\f" or unicodedata.category(c) not in ("Cc", "Cn", "Co", "Cs") for c in text)
-    if not file.name.endswith(".bin") or is_text:
+    # Ids of two bytes hardly ever look like text.
+    if not file.name.endswith(".bin") or (text and "".join(text.split()).isprintable()):
         return ""
     words = np.frombuffer(start[: len(start) // 8 * 8], "<u2")
     if words.size >= 32 and words.any():
@@ -339,33 +319,35 @@ def _dtype_of_ids(file: File, start: bytes) -> str:
 
 
 def _other_format(file: File, start: bytes) -> tuple[str, str]:
-    """Return what a file of another program's format is, and what helps; "" if there is no sign of one."""
-    path, suffix = Path(file.path), Path(file.name).suffix.lower()
-    magic = int.from_bytes(start[:4], "little")
-    # After the protocol, a pickle has one of few instructions; ids may begin with these two bytes, too.
-    pickled = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] in b"\x95}](cXqK\x8a"
-    for first, (what, advice) in _FORMATS.items():
-        if start.startswith(first):
-            return f"is {what}", advice
+    """Return what a file of another program's format is, and what helps, if it could be taken for text or token ids; ""
+    for others.
+    """
+    path, magic = Path(file.path), int.from_bytes(start[:4], "little")
+    if start.startswith(b"version https://git-lfs"):
+        return "is a pointer of Git LFS in place of the file", "Run git lfs pull."
+    if path.suffix == ".parquet" and not start.startswith(b"PAR1"):
+        return "is not Parquet, as it is named", _MAKE_AGAIN
+    if start.startswith((b"%PDF", b"{\\rtf")):
+        return "is a document, not plain text", _advice(".pdf" if start[:1] == b"%" else ".rtf")
     if magic in llmc.KINDS.keys() - llmc.TOKEN_DTYPES.keys():
         return f"is an llm.c {llmc.KINDS[magic]}", _MODEL
-    if pickled or suffix in PICKLE_ENDINGS or (suffix == ".bin" and start.startswith(b"PK\3\4")):
+    # After the protocol, a pickle has one of few instructions; ids may begin with these two bytes, too.
+    pickled = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] in b"\x95}](cXqK\x8a"
+    if pickled or path.suffix in PICKLE_ENDINGS or (path.suffix == ".bin" and start.startswith(b"PK\3\4")):
         return "holds pickled Python objects, which are not opened", _GIVE_TEXT
-    if start.startswith(b"PK\3\4"):
-        return "is a zip archive, as Word documents are, too", f"{_UNPACK} {_EXPORT}"
-    if start[257:262] == b"ustar":
-        return "is a tar archive", _UNPACK
-    if suffix == ".parquet" and not start.startswith(b"PAR1"):
-        return "is not Parquet, as it is named", _MAKE_AGAIN
-    if start[8:9] == b"{" and 0 < int.from_bytes(start[:8], "little") < file.size:
-        return "is a safetensors model", _MODEL
-    if suffix == ".bin" and magic not in llmc.TOKEN_DTYPES:
+    if path.suffix == ".bin" and magic not in llmc.TOKEN_DTYPES:
         if path.with_suffix(".idx").is_file():
             return "holds token ids of Megatron, whose .idx is beside it", _GIVE_TEXT
         if path.with_name(llmc.META).exists():
-            what = f"holds ids of the characters in {llmc.META}, pickled Python objects, which are not opened"
-            return what, _GIVE_TEXT
+            return (
+                f"holds ids of the characters in {llmc.META}, pickled Python objects, which are not opened",
+                _GIVE_TEXT,
+            )
     return "", ""
+
+
+def _advice(*endings: str) -> str:
+    return next((advice for names, advice in _ADVICE.items() if not set(names).isdisjoint(endings)), _RECODE)
 
 
 # Folders

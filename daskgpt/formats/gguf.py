@@ -24,7 +24,15 @@ from daskgpt.formats.byte_characters import CHARACTERS
 from daskgpt.formats.gguf_file import READ, GGUFTensor, open_gguf_file
 from daskgpt.formats.layouts import FAMILIES, GPT2, LLAMA, Part, explicit, family_of, open_tensors, paired, parts_of
 from daskgpt.formats.stored_model import FilePath, StoredModel, held, pieces, short
-from daskgpt.formats.tokenizer_folder import SPLITTINGS, LibraryEncoding, content_of, splitting_of
+from daskgpt.formats.tokenizer_folder import (
+    SPLITTINGS,
+    LibraryEncoding,
+    byte_level_bpe,
+    check_byte_level,
+    content_of,
+    splitting_of,
+    whole_files,
+)
 from daskgpt.formats.vocabulary import Vocabulary, bos_of, encoding_of_content, library_of
 from daskgpt.model.parameters import Tensor, tensors
 
@@ -153,7 +161,7 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
         return ""
     from gguf import TokenType
 
-    try:
+    with whole_files(path):
         tokens, kinds = tokenizer["tokens"], tokenizer["token_type"]
         ids = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != TokenType.UNUSED}
         pairs = [pair.split(" ") for pair in tokenizer["merges"]]
@@ -164,10 +172,10 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
         end, bos = tokens[tokenizer["eos_token_id"]], tokenizer.get("bos_token_id")
         others = {"chat_template": str(entries.get(TEMPLATE, "")), "bos_token": "" if bos is None else tokens[bos]}
         added = [AddedToken(token, special=control, normalized=False) for token, control in special.items()]
-        content = content_of((ids, merges, tokenizer["pre"]), added, end, path, **others)
-    except (LookupError, TypeError, AttributeError) as error:
-        got, advice = f"path={path} ({type(error).__name__})", "It is damaged: copy it again."
-        raise refusal(ValueError, READ, "the tokenizer must be whole", got, advice) from error
+        library = byte_level_bpe(ids, merges, tokenizer["pre"])
+        library.add_tokens(added)
+        check_byte_level(path, library)
+        content = content_of(library, end, **others)
     return encoding_of_content(content, str(path))
 
 

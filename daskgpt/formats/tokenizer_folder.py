@@ -1,8 +1,9 @@
 """Tokenizers in Hugging Face's folders: byte-level BPE with any pipeline, which the library `tokenizers` computes.
 
 A tokenizer is kept as one text, which is stored with a model: JSON with `end_of_text`, the token that ends a document,
-`tokenizer`, the content of a tokenizer.json that has all added tokens, and `chat_template` and `bos_token`, the token
-that begins a text, if it has them.
+`tokenizer`, the content of a tokenizer.json that has all added tokens, `chat_template` and `bos_token`, the token that
+begins a text, if it has them, and for a vocabulary that was learned here `learned`, since its end-of-text is ordinary
+text where it occurs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,10 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.formats.byte_characters import BYTES, END_OF_TEXT, decoded
 from daskgpt.formats.stored_model import read_json, short
 
-TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
-SETTINGS, SPECIALS, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+TOKENIZER, SETTINGS, SPECIALS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
-# Files of tokenizers that are not byte-level BPE, or hold it in a form that only their own libraries read.
-FOREIGN = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "tekken.json")
+# Files of tokenizers in other forms.
+FOREIGN = ("merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "tekken.json")
 WHERE = "read_tokenizer"
 OTHERS = "Other tokenizers are not supported: remove its files from the folder, and name an --encoding."
 SIZE_LIMIT = 2**26  # largest file, in bytes
@@ -59,17 +60,16 @@ class LibraryEncoding:
 
         Errors    ValueError if it is no such content
         """
-        try:
+        with whole_files(origin):
             fields = json.loads(content)
-        except ValueError:
-            fields = {}
-        end, pipeline = fields.get("end_of_text"), fields.get("tokenizer", {})
-        self.chat_template: str = fields.get("chat_template", "")
-        self.content, self.library = content, _library_of(pipeline, origin)
+            end, self.learned = fields["end_of_text"], bool(fields.get("learned"))
+            self.chat_template: str = fields.get("chat_template", "")
+            self.content, self.library = content, Tokenizer.from_str(json.dumps(fields["tokenizer"]))
         ids: dict[str, int] = self.library.get_vocab()
         require(end in ids, WHERE, "end_of_text must name a token", {"path": origin, "end_of_text": end}, OTHERS)
         added = self.library.get_added_tokens_decoder()
-        self.bos_token: str = fields["bos_token"] if fields.get("bos_token") in ids else ""
+        bos = fields.get("bos_token", end if self.learned else "")
+        self.bos_token: str = bos if bos in ids else ""
         self.eot_token, self.n_vocab = ids[end], max(ids.values()) + 1
         self.name = f"{PREFIX}{self.n_vocab}-{digest}"
         self.specials = {end: ids[end]} | {token.content: i for i, token in added.items() if token.special}
@@ -77,6 +77,11 @@ class LibraryEncoding:
         for token, i in ids.items():
             plain = (i in added and len(token) > 1) or not BYTES.keys() >= set(token)
             self.tokens[i] = token.encode() if plain else decoded(token)
+
+    @property
+    def ranks(self) -> dict[bytes, int]:
+        """The tokens but end-of-text, with their ids, which are in the order of merges if it was learned here."""
+        return {token: i for i, token in enumerate(self.tokens) if i != self.eot_token}
 
     def encode_to_numpy(self, text: str, *, disallowed_special: Any = ()) -> np.ndarray:
         """Return the ids of a text, in which all added tokens are recognized.
@@ -119,13 +124,24 @@ _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 SPLITTINGS = {"gpt-2": [_LEVEL], "smollm": [{"type": "Digits", "individual_digits": True}, _LEVEL]}
 
 
-def pipeline_of(ids: Mapping[str, int], merges: Sequence[Sequence[str]], splitting: str = "gpt-2") -> dict[str, Any]:
-    """Return the content of a tokenizer.json with the given tokens, which splits text as GPT-2's or as `splitting`."""
-    pipeline = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
-    model = {"type": "BPE", "vocab": ids, "merges": merges}
+def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[Sequence[str]], splitting: str = "gpt-2") -> Tokenizer:
+    """Return a tokenizer with the given tokens, which splits text as GPT-2's or as `splitting`.
+
+    Errors   Exception, as the library raises it
+    """
     first, *others = SPLITTINGS[splitting]
     split = {"type": "Sequence", "pretokenizers": [first, *others]} if others else first
-    return pipeline | {"added_tokens": [], "pre_tokenizer": split, "decoder": _LEVEL, "model": model}
+    model = {"type": "BPE", "vocab": ids, "merges": merges}
+    return Tokenizer.from_str(json.dumps({"pre_tokenizer": split, "decoder": _LEVEL, "model": model}))
+
+
+def content_of(library: Tokenizer, end_of_text: str, **others: str | bool) -> str:
+    """Return a tokenizer as the text that is kept of it.
+
+    others   `learned`, `chat_template` and `bos_token`, of which empty ones are left out
+    """
+    fields = {"end_of_text": end_of_text, "tokenizer": json.loads(library.to_str())}
+    return json.dumps(fields | {name: value for name, value in others.items() if value}, ensure_ascii=False)
 
 
 def splitting_of(pipeline: Mapping[str, Any]) -> str:
@@ -133,33 +149,6 @@ def splitting_of(pipeline: Mapping[str, Any]) -> str:
     parts = pipeline["pre_tokenizer"].get("pretokenizers", [pipeline["pre_tokenizer"]])
     same = [part | {"trim_offsets": True} if part["type"] == "ByteLevel" else part for part in parts]
     return "" if pipeline["normalizer"] else next((name for name, form in SPLITTINGS.items() if form == same), "")
-
-
-def content_of(
-    form: tuple[Mapping[str, int], Sequence[Sequence[str]], str],
-    added: Sequence[AddedToken],
-    end: str,
-    origin: Path,
-    **others: str,
-) -> str:
-    """Return a tokenizer as text.
-
-    form     tokens, merges and splitting, see `pipeline_of`
-    added    those of its tokens that are recognized in texts
-    end      the token that ends a text
-    others   chat_template and bos_token; "" without one
-
-    Errors    ValueError if it is not byte-level BPE
-    """
-    library = _library_of(pipeline_of(*form), origin)
-    library.add_tokens(list(added))
-    _check(origin, library)
-    return _text_of(library, end, others)
-
-
-def _text_of(library: Tokenizer, end: str, others: Mapping[str, str]) -> str:
-    content = {"end_of_text": end, "tokenizer": json.loads(library.to_str())}
-    return json.dumps(content | {name: text for name, text in others.items() if text}, ensure_ascii=False)
 
 
 # Folders
@@ -170,21 +159,20 @@ def read_folder(folder: Path) -> str:
 
     Errors   ValueError naming the part that is not supported, or a file that is damaged
     """
-    try:
-        if not (pipeline := _pipeline_in(folder)):
-            return ""
-        library = _library_of(pipeline, folder)
-        _check(folder, library)
+    if not (folder / TOKENIZER).is_file():
+        others = [name for name in FOREIGN if (folder / name).is_file()]
+        rule, advice = f"a folder's tokenizer must be {TOKENIZER}", f"transformers writes it. {OTHERS}"
+        require(not others, WHERE, rule, {"path": folder, "files": ", ".join(others)}, advice)
+        return ""
+    with whole_files(folder):
+        library = Tokenizer.from_str(json.dumps(_read(folder, TOKENIZER)))
+        check_byte_level(folder, library)
         settings = _add_tokens(library, folder)
-        end = _end_of_text(folder, library, settings.get("eos_token"))
-        others = {"chat_template": _template_in(folder, settings.get("chat_template"))}
-        others |= {"bos_token": _content(settings.get("bos_token") or "")}
-    except (AttributeError, KeyError, TypeError, UnicodeError) as error:
-        got, advice = f"path={folder} ({type(error).__name__})", "Copy them again."
-        raise refusal(ValueError, WHERE, "the tokenizer's files must be whole", got, advice) from error
+        end, bos = _end_of_text(folder, library, settings.get("eos_token")), _content(settings.get("bos_token") or "")
+        template = _template_in(folder, settings.get("chat_template"))
     library.no_truncation()
     library.no_padding()
-    return _text_of(library, end, others)
+    return content_of(library, end, chat_template=template, bos_token=bos)
 
 
 def _template_in(folder: Path, said: Any) -> str:
@@ -196,24 +184,24 @@ def _template_in(folder: Path, said: Any) -> str:
     return said if isinstance(said, str) else ""
 
 
-def _pipeline_in(folder: Path) -> dict[str, Any]:
-    """Return the content of tokenizer.json, or one made from vocab.json and merges.txt; {} if these are missing too."""
-    if pipeline := _read(folder, TOKENIZER):
-        return pipeline
-    if (folder / MERGES).is_file() and (ids := _read(folder, VOCABULARY)):
-        lines = (folder / MERGES).read_text(encoding="utf-8", errors="replace").splitlines()
-        return pipeline_of(ids, [line.split(" ") for line in lines if line and not line.startswith("#version")])
-    wrong = [name for name in FOREIGN if (folder / name).is_file()]
-    rule = f"a folder's tokenizer must be {TOKENIZER}, or {VOCABULARY} and {MERGES}"
-    require(not wrong, WHERE, rule, {"path": folder, "found": ", ".join(wrong)}, OTHERS)
-    return {}
+@contextmanager
+def whole_files(origin: Path | str) -> Iterator[None]:
+    """Raise the errors of files with another content than they should have in the common form."""
+    try:
+        yield
+    except Exception as error:  # the library raises no other
+        if type(error) is ValueError or isinstance(error, OSError):  # in this form already
+            raise
+        got = {"path": origin, "error": short(f"{type(error).__name__}: {error}", 80)}
+        advice = "Copy them again, or update tokenizers."
+        raise refusal(ValueError, WHERE, "the tokenizer's files must be whole", got, advice) from error
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
     return read_json(folder / name, WHERE, name, SIZE_LIMIT) if (folder / name).is_file() else {}
 
 
-def _check(folder: Path, library: Tokenizer) -> None:
+def check_byte_level(origin: Path, library: Tokenizer) -> None:
     """Check that a tokenizer is byte-level BPE: a text has always the same tokens, and each has its bytes.
 
     Errors   ValueError naming the part that differs
@@ -226,16 +214,8 @@ def _check(folder: Path, library: Tokenizer) -> None:
         right[f"model.{name}"] = not getattr(model, name, None)
     right["model.vocab with all bytes"] = library.get_vocab(with_added_tokens=False).keys() >= _NEEDED
     for name, holds in right.items():
-        got = {"path": folder, "kind": type(getattr(library, name.split(".")[0])).__name__}
+        got = {"path": origin, "kind": type(getattr(library, name.split(".")[0])).__name__}
         require(holds, WHERE, f"{name} must be that of byte-level BPE", got, OTHERS)
-
-
-def _library_of(pipeline: Mapping[str, Any], origin: Path | str) -> Tokenizer:
-    try:
-        return Tokenizer.from_str(json.dumps(pipeline))
-    except Exception as error:  # the library raises no other
-        got, advice = {"path": origin, "error": short(error, 80)}, "Copy them again, or update tokenizers."
-        raise refusal(ValueError, WHERE, "the tokenizer's files must be whole", got, advice) from error
 
 
 def _add_tokens(library: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -243,23 +223,17 @@ def _add_tokens(library: Tokenizer, folder: Path) -> dict[str, Any]:
 
     Source   transformers, PreTrainedTokenizerBase._from_pretrained and PreTrainedTokenizerFast
     """
-    settings, added = _read(folder, SETTINGS), _read(folder, ADDED)
+    settings = _read(folder, SETTINGS)
     if "added_tokens_decoder" not in settings:
         settings |= _read(folder, SPECIALS)
-    named = [settings[name] for name in NAMED if settings.get(name)]
+    special = [settings[name] for name in NAMED if settings.get(name)]
     for name in LISTED:
         more = settings.get(name) or []
-        named += more.values() if isinstance(more, dict) else more
-    names = {_content(token) for token in named}
-    if not (folder / TOKENIZER).is_file() and END_OF_TEXT in library.get_vocab().keys() - names:
-        named.append(END_OF_TEXT)  # GPT-2's class adds it
+        special += more.values() if isinstance(more, dict) else more
     decoder = settings.get("added_tokens_decoder", {})
     tokens = [_token(decoder[i]) for i in sorted(decoder, key=lambda i: (len(i), i))]  # by their numbers
-    contents = {token.content for token in (*library.get_added_tokens_decoder().values(), *tokens)}
-    for name in sorted(added.keys() - contents, key=lambda name: added[name]):
-        tokens.append(AddedToken(name, normalized=name not in names, special=name in names))
-    contents |= added.keys()
-    library.add_tokens(tokens + [_token(token, special=True) for token in named if _content(token) not in contents])
+    names = {token.content for token in (*library.get_added_tokens_decoder().values(), *tokens)}
+    library.add_tokens(tokens + [_token(token, special=True) for token in special if _content(token) not in names])
     prefix, level = settings.get("add_prefix_space"), library.pre_tokenizer
     if isinstance(prefix, bool) and isinstance(level, pre_tokenizers.ByteLevel):
         level.add_prefix_space = prefix

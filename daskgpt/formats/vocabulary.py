@@ -1,76 +1,61 @@
 """Vocabularies that are known by a digest of their content: learned ones, and those of Hugging Face's folders.
 
-A learned vocabulary is a file of tiktoken with a line per token, base64 and id. Special tokens have lines with a third
-word: `end` for end-of-text, `special` for others. A file without such lines has one special token, end-of-text, with
-the last id. The vocabularies of Hugging Face's folders are JSON (`formats/tokenizer_folder`).
-
-A name has size and digest: `learned-4096-1f2e3d4c5b6a`. Configurations, manifests and messages hold the name; a
-model's file also holds the content, so that its text can be decoded anywhere. Once a process has read a vocabulary, it
-is available by its name.
+Their content is a tokenizer as JSON (`formats/tokenizer_folder`). A name has size and digest:
+`learned-4096-1f2e3d4c5b6a`. Configurations, manifests and messages hold the name; a model's file also holds the
+content, so that its text can be decoded anywhere. Once a process has read a vocabulary, it is available by its name.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.config.files import readable
+from daskgpt.formats import tokenizer_folder
 from daskgpt.formats.byte_characters import END_OF_TEXT, named
 from daskgpt.formats.stored_model import FilePath
-from daskgpt.formats.tokenizer_folder import (
-    MERGES,
-    PREFIX,
-    SETTINGS,
-    SIZE_LIMIT,
-    TOKENIZER,
-    VOCABULARY,
-    LibraryEncoding,
-    pipeline_of,
-    read_folder,
-    splitting_of,
-)
+from daskgpt.formats.tokenizer_folder import PREFIX, SIZE_LIMIT, LibraryEncoding, splitting_of
 
 WHERE = "read_vocabulary"
 ENCODINGS = ["bytes", "gpt2"]
-GPT2, GPT2_IDS = "306cd27f03c1", 50257  # digest and size of GPT-2's own vocabulary, whose name is gpt2
+GPT2, GPT2_IDS = "0ffec638c558", 50257  # digest of the names of GPT-2's tokens, and the number of its ids
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of an encoding.
+    """Tokens that tiktoken merges; end-of-text has the id after the last of them.
 
-    ranks      ids of tokens, which are also the order of their merges
-    specials   ids of special tokens, end-of-text first
-    content    of its file
+    ranks     ids of tokens, which are also the order of their merges
+    content   none, since it is known by its name
     """
 
     ranks: dict[bytes, int]
-    specials: dict[str, int]
     content: str = ""
+
+    @property
+    def specials(self) -> dict[str, int]:
+        """End-of-text, and its id."""
+        return {END_OF_TEXT: len(self.ranks)}
 
     @property
     def n_vocab(self) -> int:
         """Number of ids."""
-        return len(self.ranks) + len(self.specials)
+        return len(self.ranks) + 1
 
 
 # Vocabularies by name: that of bytes, and those that were read in this process.
-KNOWN: dict[str, Vocabulary | LibraryEncoding] = {
-    "bytes": Vocabulary({bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: 256})
-}
+KNOWN: dict[str, Vocabulary | LibraryEncoding] = {"bytes": Vocabulary({bytes([byte]): byte for byte in range(256)})}
 
 
 def is_learned(name: str) -> bool:
-    """Return whether an encoding's name is that of a learned vocabulary."""
+    """Return whether an encoding's name is that of a vocabulary which is known by its content."""
     return name.startswith(PREFIX)
 
 
@@ -79,25 +64,18 @@ def known_vocabulary(name: str) -> Vocabulary | LibraryEncoding:
 
     Errors   ValueError for another name
     """
-    advice = "Give its file: --encoding FOLDER/vocabulary.tiktoken." if is_learned(name) else nearest(name, ENCODINGS)
+    advice = "Give its file: --encoding FOLDER/vocabulary.json." if is_learned(name) else nearest(name, ENCODINGS)
     require(name in KNOWN, "get_encoding", "the vocabulary must be available", {"encoding": name[:60]}, advice)
     return KNOWN[name]
-
-
-def written_vocabulary(ranks: Mapping[bytes, int]) -> str:
-    """Return the content of a file of tiktoken, tokens in the order of their ids; end-of-text has the last one."""
-    rows = sorted((i, token) for token, i in ranks.items())
-    return "".join(f"{base64.b64encode(token).decode()} {i}\n" for i, token in rows)
 
 
 def read_vocabulary(path: FilePath) -> str:
     """Read the vocabulary in a file, and return its name, by which it is available from here on.
 
-    Errors   OSError if it cannot be read; ValueError if it is not such a file, its ids are not 0, 1, 2 ..., or a byte
-             is missing
+    Errors   OSError if it cannot be read; ValueError if it is not such a file
     """
     with readable(path, WHERE):
-        size = os.path.getsize(path)
+        size = Path(path).stat().st_size
         require(size <= SIZE_LIMIT, WHERE, "it must be a vocabulary", {"path": path, "bytes": size}, "Give another.")
         content = Path(path).read_text(encoding="utf-8", errors="replace")
     return know_vocabulary(content, str(path))
@@ -111,41 +89,17 @@ def know_vocabulary(content: str, origin: str) -> str:
 
     Errors    ValueError as `read_vocabulary`
     """
-    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+    digest = _digest(content)
     if not (name := next((name for name in KNOWN if name.endswith(f"-{digest}")), "")):
-        json_text = content.startswith("{")
-        vocabulary = LibraryEncoding(digest, content, origin) if json_text else _parsed(content, origin)
-        name = "gpt2" if digest == GPT2 else f"{PREFIX}{vocabulary.n_vocab}-{digest}"
-        KNOWN[name] = vocabulary
+        rule, got = "a vocabulary must be JSON that daskgpt wrote", {"path": origin, "begin": ascii(content[:20])}
+        require(content.startswith("{"), WHERE, rule, got, "Learn those of earlier versions again.")
+        vocabulary = LibraryEncoding(digest, content, origin)
+        KNOWN[name := vocabulary.name] = vocabulary
     return name
 
 
-def _parsed(content: str, origin: str) -> Vocabulary:
-    advice = "Give a file that tiktoken reads."
-    ranks: dict[bytes, int] = {}
-    specials: dict[str, int] = {}
-    for number, line in enumerate(content.splitlines()):
-        try:
-            token, i, *kind = line.split()
-            value = base64.b64decode(token, validate=True)
-            name = value.decode() if kind else ""
-        except ValueError:  # the limit of decoding, too
-            i = ""
-        rule = "a vocabulary's lines must be base64 and an id, from 0 on"
-        require(i == str(number), WHERE, rule, {"path": origin, "line": f"{number + 1} ({line[:40]!r})"}, advice)
-        if kind == ["end"]:
-            specials = {name: number} | specials
-        elif kind:
-            specials[name] = number
-        else:
-            ranks[value] = number
-        differ = len(ranks) + len(specials) == number + 1
-        require(differ, WHERE, "tokens must differ", {"path": origin, "line": number + 1}, advice)
-    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    whole = not missing and content.endswith("\n") and (not specials or " end\n" in content)
-    rule, got = "every single byte must be a token", {"path": origin, "missing": missing[:1] or "line end"}
-    require(whole, WHERE, rule, got, advice)
-    return Vocabulary(ranks, specials or {END_OF_TEXT: len(ranks)}, content)
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 # Hugging Face's files
@@ -156,7 +110,7 @@ def encoding_in(folder: Path) -> str:
 
     Errors   ValueError naming the difference if it is not byte-level BPE, or if it is damaged
     """
-    content = read_folder(folder)
+    content = tokenizer_folder.read_folder(folder)
     return encoding_of_content(content, str(folder)) if content else ""
 
 
@@ -167,43 +121,32 @@ def encoding_of_content(content: str, origin: str) -> str:
     """
     name = know_vocabulary(content, origin)
     encoding = KNOWN[name]
-    if encoding.n_vocab == GPT2_IDS and isinstance(encoding, LibraryEncoding):
-        plain = written_vocabulary({token: i for i, token in enumerate(encoding.tokens[:-1])})
-        added, is_gpt2 = len(encoding.specials), hashlib.sha256(plain.encode()).hexdigest().startswith(GPT2)
-        if is_gpt2 and added == 1 and splitting_of(json.loads(encoding.library.to_str())) == "gpt-2":
-            return know_vocabulary(plain, origin)
+    if isinstance(encoding, LibraryEncoding) and encoding.n_vocab == GPT2_IDS:
+        names, pipeline = " ".join(map(named, encoding.ranks)), json.loads(encoding.library.to_str())
+        if _digest(names) == GPT2 and len(pipeline["added_tokens"]) == 1 and splitting_of(pipeline) == "gpt-2":
+            KNOWN[name := "gpt2"] = Vocabulary(encoding.ranks)
     return name
 
 
 def tokenizer_files(vocabulary: Vocabulary | LibraryEncoding, positions: int) -> dict[str, bytes]:
-    """Return the files of a tokenizer by name: tokenizer.json, tokenizer_config.json, and for a vocabulary of tiktoken
-    also vocab.json and merges.txt.
+    """Return the files of a tokenizer by name: tokenizer.json and tokenizer_config.json.
 
     positions   longest sequence of the model [tokens]
 
     Cost        a second for GPT-2's 50,257 tokens
     Errors      ValueError if a token is not a merge of two earlier ones
     """
-    library, end = library_of(vocabulary), next(iter(vocabulary.specials))
+    end = next(iter(vocabulary.specials))
     settings: dict[str, object] = {"bos_token": bos_of(vocabulary) or None, "eos_token": end, "unk_token": end}
     settings |= {"model_max_length": positions, "tokenizer_class": "PreTrainedTokenizerFast"}
-    files = {TOKENIZER: library.to_str().encode()}
     if isinstance(vocabulary, LibraryEncoding) and vocabulary.chat_template:
         settings["chat_template"] = vocabulary.chat_template
-    if isinstance(vocabulary, Vocabulary):
-        settings |= {"add_prefix_space": False, "tokenizer_class": "GPT2Tokenizer"}
-        model = json.loads(files[TOKENIZER])["model"]
-        lines = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]
-        files |= {VOCABULARY: _json(model["vocab"]), MERGES: ("\n".join(lines) + "\n").encode()}
-    return files | {SETTINGS: _json(settings)}
-
-
-def _json(value: Mapping[str, object]) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode()
+    pipeline = library_of(vocabulary).to_str()
+    return {tokenizer_folder.TOKENIZER: pipeline.encode(), tokenizer_folder.SETTINGS: json.dumps(settings).encode()}
 
 
 def bos_of(vocabulary: Vocabulary | LibraryEncoding) -> str:
-    """Return the token that begins a text; "" for a Hugging Face tokenizer without one, end-of-text for others."""
+    """Return the token that begins a text; "" for a tokenizer from elsewhere without one, end-of-text for others."""
     return vocabulary.bos_token if isinstance(vocabulary, LibraryEncoding) else next(iter(vocabulary.specials))
 
 
@@ -214,10 +157,9 @@ def library_of(vocabulary: Vocabulary | LibraryEncoding) -> Tokenizer:
     """
     if isinstance(vocabulary, LibraryEncoding):
         return vocabulary.library
-    specials = sorted(vocabulary.specials, key=lambda name: vocabulary.specials[name])
     ids = {named(token): i for token, i in vocabulary.ranks.items()} | vocabulary.specials
-    library = Tokenizer.from_str(json.dumps(pipeline_of(ids, merges_of(vocabulary.ranks))))
-    library.add_tokens([AddedToken(name, special=True, normalized=False) for name in specials])
+    library = tokenizer_folder.byte_level_bpe(ids, merges_of(vocabulary.ranks))
+    library.add_special_tokens([END_OF_TEXT])
     return library
 
 

@@ -40,7 +40,7 @@ def made(tmp_path_factory):
             assert run(f"train --data my-text.txt --steps 4 --out {out} {FLAGS}") == 0
         assert run("convert runs/first first-hf") == 0
         shutil.copytree("first-hf", "gpt2-folder")
-        assert run("prepare corpus --learn-vocabulary 300 --out tokens") == 0
+        assert run("prepare corpus --encoding learn:300 --out tokens") == 0
     (folder / "tests").mkdir()
     (folder / "tests" / "golden").symlink_to(GOLDEN)
     return folder

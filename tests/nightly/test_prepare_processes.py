@@ -31,7 +31,7 @@ def _written(folder: Path) -> int:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_workers_and_learned_vocabulary_give_the_same_bytes(workers, corpus, tmp_path):
-    flags = ("--learn-vocabulary", "600", "--shard-tokens", "1M")
+    flags = ("--encoding", "learn:600", "--shard-tokens", "1M")
     one = prepared(tmp_path, corpus, *flags, "--scheduler", "sync", out="one")
     result = run("prepare", corpus, *flags, "--scheduler", "local", "--threads", workers, "--out", tmp_path / "two")
     assert result.returncode == 0, result.stderr
@@ -42,7 +42,7 @@ def test_workers_and_learned_vocabulary_give_the_same_bytes(workers, corpus, tmp
 @pytest.mark.parametrize("scheduler", ["threads", "local"])
 def test_killed_preparation_continues_to_the_same_bytes(scheduler, corpus, tmp_path):
     """Killed whenever the files have grown by some, until one process comes to the end."""
-    learned = prepared(tmp_path, corpus, "--learn-vocabulary", "600", out="learned") / VOCABULARY_FILE
+    learned = prepared(tmp_path, corpus, "--encoding", "learn:600", out="learned") / VOCABULARY_FILE
     many = [*[corpus] * 5, "--encoding", learned, "--shard-tokens", "700k"]
     whole, out = prepared(tmp_path, *many, out="whole"), tmp_path / "out"
     kills = 0
@@ -69,7 +69,7 @@ def test_number_of_threads_does_not_change_a_learned_vocabulary(corpus, tmp_path
     names = set()
     for threads in ("1", "2"):
         out = tmp_path / threads
-        result = run("prepare", corpus / "below", "--learn-vocabulary", 500, "--out", out, RAYON_NUM_THREADS=threads)
+        result = run("prepare", corpus / "below", "--encoding", "learn:500", "--out", out, RAYON_NUM_THREADS=threads)
         assert result.returncode == 0, result.stderr
         names.add(read_vocabulary(out / VOCABULARY_FILE))
     assert len(names) == 1

