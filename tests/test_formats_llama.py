@@ -24,9 +24,11 @@ import daskgpt
 from daskgpt import convert, generate
 from daskgpt.data.tokenizer import encode, get_encoding, specials_of
 from daskgpt.formats import models, vocabulary
+from daskgpt.formats.gguf import write_gguf
 from daskgpt.formats.huggingface import write_huggingface
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.vocabulary import KNOWN
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
@@ -78,6 +80,7 @@ def assert_the_model(path, tensors, fields, config=CONFIG):
 
 
 IN_FOLDERS = MODELS | {"scaled": ({"rope_parameters": OTHER_ROPE}, SCALED)}
+IN_FOLDERS |= {"qwen3": (WIDE | {"model_type": "qwen3"}, replace(MODELS["wide heads"][1], qk_norm="rmsnorm"))}
 
 
 @pytest.mark.parametrize("name", IN_FOLDERS)
@@ -92,9 +95,10 @@ def test_folders_are_read_and_written(name, tmp_path):
     assert written.keys() == tensors.keys()
     assert all(written[name].tobytes() == values.tobytes() for name, values in tensors.items())
     settings = json.loads((tmp_path / "ours" / "config.json").read_text())
-    qwen2 = fields["model_type"] == "qwen2"  # it has no such fields
-    expected = {name: value for name, value in fields.items() if not (qwen2 and name.endswith("_bias"))}
-    architecture = "Qwen2ForCausalLM" if qwen2 else "LlamaForCausalLM"
+    kind = fields["model_type"]
+    none = {"llama": (), "qwen2": ("attention_bias", "mlp_bias"), "qwen3": ("mlp_bias",)}[kind]  # it has no such fields
+    expected = {name: value for name, value in fields.items() if name not in none}
+    architecture = f"{kind.capitalize()}ForCausalLM"
     assert settings.items() >= (expected | {"architectures": [architecture], "eos_token_id": 1}).items()
 
 
@@ -146,7 +150,8 @@ REFUSED = [
     ({"num_key_value_heads": "two"}, "must describe a model.*kv_heads must be a whole number"),
     ({"num_key_value_heads": 4}, r"k_proj.weight must have shape \(32, 32\)"),
     ({"tie_word_embeddings": False}, r"missing=lm_head.weight"),
-    ({"model_type": "mixtral"}, "model_type must be gpt2 or llama or qwen2"),
+    ({"model_type": "mixtral"}, "model_type must be gpt2 or llama or qwen2 or qwen3"),
+    ({"model_type": "qwen3", "attention_bias": True}, "attention_bias must be false"),
     ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be false"),
 ]
 
@@ -161,6 +166,7 @@ NOT_WRITTEN = [
     (replace(CONFIG, activation="gelu"), r"config.json \(llama\) has no activation, which must be swiglu"),
     (replace(CONFIG, norm="layernorm", norm_eps=1e-5), "has no norm, which must be rmsnorm"),
     (replace(CONFIG, position="learned"), r"\(gpt2\) has no "),
+    (replace(CONFIG, qk_norm="rmsnorm", bias="qkv"), "has no qk_norm, which must be none"),
 ]
 
 
@@ -234,6 +240,12 @@ def test_written_files_are_read_by_both(name, tmp_path):
     facts = {name: field.contents() for name, field in reader.fields.items()}
     assert facts["llama.rope.dimension_count"] == facts["llama.attention.value_length"] == fields["head_dim"]
     assert (facts["llama.vocab_size"], facts["tokenizer.chat_template"]) == (267, TEMPLATE)
+
+
+def test_normalized_heads_are_not_written(tmp_path):
+    folder = write_folder(tmp_path / "a", llama_tensors(fields := FIELDS | {"model_type": "qwen3"}), fields)
+    with pytest.raises(ValueError, match=r"llama.cpp's file \(llama\) has no qk_norm, which must be none"):
+        write_gguf(tmp_path / "m.gguf", open_model_file(folder), KNOWN["bytes"])
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0"])

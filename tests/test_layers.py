@@ -14,7 +14,7 @@ from daskgpt.model.layers import LAYERS, LINEAR, RMSNORM, Layer, Row
 from daskgpt.profiling import layer_check
 
 # Below and above the lanes of a sum, and no multiples of them.
-SIZES = {"small": {}, "wide": {"C": 41, "X": 120, "O": 70, "V": 72}}
+SIZES = {"small": {}, "wide": {"C": 41, "X": 120, "D": 30, "O": 70, "V": 72}}
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -55,7 +55,7 @@ def test_updates_that_are_clipped_or_skipped_are_native(name):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"norm": "rmsnorm", "activation": "relu2"},
+        {"norm": "rmsnorm", "activation": "relu2", "qk_norm": "rmsnorm"},
         {"position": "rotary", "channels": 24, "activation": "swiglu", "bias": "none", "head": "untied"},
     ],
 )

@@ -45,6 +45,8 @@ CHOICES = {
     "scaled rotary": replace(CONFIG, rope_theta=100.0, rope_factor=4.0, rope_positions=30),
     "all but norm": CONFIG,
     "llama": LLAMA,
+    "normalized heads": replace(LLAMA, qk_norm="rmsnorm"),
+    "normalized heads, not turned": replace(SMALL, qk_norm="rmsnorm"),
     "from outside": replace(SMALL, position="custom_layers:NO_POSITIONS", attention="custom_layers:SAME_ATTENTION"),
     "activation from outside": EXTENDED,
     "the same with rmsnorm": replace(EXTENDED, norm="rmsnorm"),
@@ -57,8 +59,8 @@ def test_gradients_agree_with_a_numeric_derivative(name, random):
 
 
 TRAINED = [
-    *((name, "adamw", "float32") for name in ("grouped queries", "untied", "llama", "from outside")),
-    *((name, "adamw", "bfloat16") for name in ("grouped queries", "untied", "llama", "from outside")),
+    *((name, "adamw", "float32") for name in ("grouped queries", "untied", "normalized heads", "from outside")),
+    *((name, "adamw", "bfloat16") for name in ("grouped queries", "untied", "normalized heads", "from outside")),
     ("activation from outside", "custom_layers:SIGN", "float32"),
     ("the same with rmsnorm", "custom_layers:SIGN", "float32"),
     ("the same with rmsnorm", "momentum", "float32"),

@@ -84,7 +84,8 @@ def test_none_of_these_dials_changes_a_bit(name, precision):
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 def test_chunks_change_no_bit_of_any_layer(layer, groups):
     """Forward and gradients: no row depends on its company, no sum on where a chunk ends."""
-    sizes = SIZES | {"attention": {"X": 35}, "rotary": {"X": 30}, "swiglu": {"X": 42}}.get(layer.name, {})
+    wide = {"attention": {"X": 35}, "rotary": {"X": 30}, "qk_norm": {"X": 30, "D": 6}, "swiglu": {"X": 42}}
+    sizes = SIZES | wide.get(layer.name, {})
     values, expected = random_arguments(layer, np.random.default_rng(4), "f4", sizes), None
     for chunk in CHUNKS["odd"]:
         tape, arrays = Tape(groups=Groups(groups)), lazy_arguments(layer, values, chunk)

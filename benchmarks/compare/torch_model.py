@@ -30,6 +30,9 @@ class Rotary(nn.Module):
         super().__init__()
         half = config.head_channels // 2
         rates = config.rope_theta ** -(torch.arange(half, device="cpu", dtype=torch.float64) / half)
+        turns = config.rope_positions * rates / (2 * torch.pi)
+        whole = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
+        rates = rates * (whole + (1 - whole) / config.rope_factor)
         angles = torch.outer(torch.arange(config.positions, device="cpu"), rates)
         self.cosines, self.sines = angles.cos().float(), angles.sin().float()
 
@@ -46,10 +49,14 @@ class Attention(nn.Module):
         inside = config.heads * self.size
         self.c_attn = nn.Linear(config.channels, sum(self.parts) * self.size, bias=config.bias != "none")
         self.c_proj = nn.Linear(inside, config.channels, bias=config.bias == "all")
+        if config.qk_norm != "none":
+            self.q_norm, self.k_norm = (nn.RMSNorm(self.size, eps=config.norm_eps) for _ in range(2))
         self.turn = Rotary(config) if config.position == "rotary" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.c_attn(x).unflatten(-1, (-1, self.size)).transpose(1, 2).split(self.parts, dim=1)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
         shared = self.parts[0] != self.parts[1]
         y = F.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True, enable_gqa=shared)
         return self.c_proj(y.transpose(1, 2).flatten(2))

@@ -38,6 +38,9 @@ class ModelConfig(Checked):
     rope_low: float = setting(1.0, "turns in rope_positions of an angle that is divided by all of it", above=0)
     rope_high: float = setting(4.0, "turns in rope_positions of an angle that is not divided", above=0)
     rope_positions: int = setting(8192, "longest sequence without this scaling", unit="tokens", least=1, most=2**24)
+    qk_norm: str = setting(
+        "none", "normalization of each head of queries and keys, before they are turned", choices=("none", "rmsnorm")
+    )
     attention: str = setting("causal", "what mixes the tokens of a sequence", choices=("causal",), rows=True)
     activation: str = setting(
         "gelu", "function of the feed-forward layer", choices=("gelu", "swiglu", "relu2"), rows=True
@@ -93,7 +96,8 @@ class ModelConfig(Checked):
     @property
     def uses(self) -> frozenset[str]:
         """Features of the model for which kernels are compiled, see `kernels.compilation.Kernel`."""
-        return frozenset({self.norm, self.activation, "" if self.position == "learned" else "rotary"})
+        rotary, qk_norm = self.position != "learned", self.qk_norm != "none"
+        return frozenset({self.norm, self.activation, "rotary" if rotary else "", "qk_norm" if qk_norm else ""})
 
     @property
     def _usual(self) -> dict[str, int]:
@@ -115,7 +119,7 @@ class ModelConfig(Checked):
         return ", ".join(sorted(f"{name}={value}" for name, value in values.items() if value not in (0, gpt2[name])))
 
 
-CHOICES = ("norm", "position", "attention", "activation", "bias", "head")
+CHOICES = ("norm", "position", "qk_norm", "attention", "activation", "bias", "head")
 
 
 _PUBLISHED: dict[str, Any] = {"vocabulary": 50257, "padded_vocabulary": 50304, "positions": 1024}

@@ -1,4 +1,4 @@
-"""Models as safetensors: Hugging Face's folders of GPT-2, Llama and Qwen2, and this program's own files.
+"""Models as safetensors: Hugging Face's folders of GPT-2, Llama and Qwen, and this program's own files.
 
 Hugging Face's folders have config.json, and optional files of a tokenizer. This program's own file has its
 configuration as metadata.
@@ -98,11 +98,14 @@ _ROTARY_MEANT: dict[str, tuple[object, ...]] = {
 }
 _LLAMA_MEANT = _ROTARY_MEANT | {"attention_bias": (False, True), "mlp_bias": (False, True)}
 _LLAMA_MEANT |= {"rope_interleaved": (False,), "sliding_window": (None,), "num_local_experts": (None,)}
+_QWEN3_MEANT = _ROTARY_MEANT | {"use_sliding_window": (False,), "attention_bias": (False,)}
 QWEN2 = "qwen2"  # a Llama with biases of queries, keys and values
+QWEN3 = "qwen3"  # a Llama with normalized queries and keys
 FIELDS = {
     GPT2: Fields("GPT2LMHeadModel", _GPT2_SIZES, {"n_inner": "hidden"}, _GPT2_MEANT),
     LLAMA: Fields("LlamaForCausalLM", _LLAMA_SIZES, _LLAMA_NUMBERS, _LLAMA_MEANT),
     QWEN2: Fields("Qwen2ForCausalLM", _LLAMA_SIZES, _LLAMA_NUMBERS, _ROTARY_MEANT | {"use_sliding_window": (False,)}),
+    QWEN3: Fields("Qwen3ForCausalLM", _LLAMA_SIZES, _LLAMA_NUMBERS, _QWEN3_MEANT),
 }
 LLAMA_EPSILON = 1e-6  # of a file without the field
 # Tensors that follow from the configuration, which older files hold for each block: triangles of ones, frequencies.
@@ -132,8 +135,8 @@ def is_huggingface(path: Path) -> bool:
 
 
 def open_huggingface(path: FilePath) -> StoredModel:
-    """Open a GPT-2, a Llama or a Qwen2 of Hugging Face. No tensor is read except a tied output layer, which must equal
-    the embedding.
+    """Open a GPT-2, Llama, Qwen2 or Qwen3 of Hugging Face. No tensor is read except a tied output layer, which must
+    equal the embedding.
 
     path     the folder, or a file in it
 
@@ -141,7 +144,7 @@ def open_huggingface(path: FilePath) -> StoredModel:
     Errors   FileNotFoundError if the folder has no config.json or no model.safetensors and no index of one; ValueError
              for a configuration that this program cannot express, with the field, and for tensors that are missing,
              unknown, duplicated, or of another shape or dtype
-    Source   transformers, GPT2Config and GPT2LMHeadModel, and those of Llama and Qwen2
+    Source   transformers, GPT2Config and GPT2LMHeadModel, and those of Llama, Qwen2 and Qwen3
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
@@ -227,6 +230,7 @@ def _config_of(path: Path) -> tuple[str, ModelConfig]:
         check("mlp_bias", settings.get("mlp_bias", False) == with_bias, same, "Other values are not supported.")
         bias = "qkv" if model_type == QWEN2 else "all" if with_bias else "none"
         choices = {"bias": bias, "head": "tied" if settings.get("tie_word_embeddings", False) else "untied"}
+        choices["qk_norm"] = "rmsnorm" if model_type == QWEN3 else "none"
         made = {"norm_eps": LLAMA_EPSILON} | FAMILIES[LLAMA][1] | choices | made
     try:
         return family, ModelConfig(**made).shortest()
@@ -258,9 +262,10 @@ def write_huggingface(
     Cost     memory of the largest tensor, if it is not float32 in `model`
     Errors   ValueError if the folder exists already, and for a configuration that config.json cannot express;
              FileNotFoundError if its parent is missing; OSError if the system refuses
-    Source   transformers, GPT2Config, LlamaConfig and Qwen2Config
+    Source   transformers, GPT2Config, LlamaConfig, Qwen2Config and Qwen3Config
     """
-    family = family_of(model.config, WRITE, CONFIG)
+    is_qwen3 = _model_type(model.config, LLAMA) == QWEN3
+    family = family_of(replace(model.config, qk_norm="none") if is_qwen3 else model.config, WRITE, CONFIG)
     model = replace(model, config=replace(model.config, padded_vocabulary=model.config.vocabulary))
     ids: dict[str, object] = {"bos_token_id": end_of_text if bos is None else bos, "eos_token_id": end_of_text}
     with appearing(folder, WRITE) as inside:
@@ -274,8 +279,14 @@ def write_huggingface(
                 file.write(content)
 
 
+def _model_type(config: ModelConfig, family: str) -> str:
+    if family == LLAMA and config.qk_norm != "none" and config.bias == "none":
+        return QWEN3
+    return QWEN2 if family == LLAMA and config.bias == "qkv" else family
+
+
 def _fields(config: ModelConfig, family: str) -> dict[str, object]:
-    model_type = QWEN2 if family == LLAMA and config.bias == "qkv" else family
+    model_type = _model_type(config, family)
     kind, settings = FIELDS[model_type], explicit(config)
     sizes = {name: settings[field] for name, field in (kind.sizes | kind.numbers).items()}
     meant = {name: values[0] for name, values in kind.meant.items() if values[0] not in ({}, None)}

@@ -34,6 +34,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "wte": ("embed_tokens",),
     "ln_1": ("input_layernorm",),
     "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
     "attn.c_proj": ("self_attn.o_proj",),
     "ln_2": ("post_attention_layernorm",),
     "mlp.c_fc": ("mlp.gate_proj", "mlp.up_proj"),

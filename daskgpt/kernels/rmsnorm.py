@@ -13,7 +13,7 @@ EPSILON = 1e-5
 
 
 @helper
-def _scale(row, eps):
+def scale_of(row, eps):
     """Return 1 / root of the mean square of a row."""
     real = row.dtype.type
     return real(1) / math.sqrt(fma(dot(row, row), real(1) / real(row.size), real(eps)))
@@ -22,7 +22,7 @@ def _scale(row, eps):
 @kernel("r2 r1 f w2", use="rmsnorm")
 def _forward(x, weight, eps, y):
     for i in range(x.shape[0]):
-        scale = _scale(x[i], eps)
+        scale = scale_of(x[i], eps)
         for j in range(x.shape[1]):
             y[i, j] = x[i, j] * scale * weight[j]
 
@@ -34,7 +34,7 @@ def _backward_x(dy, x, weight, eps, dx):
     inverse = real(1) / real(channels)
     g = np.empty(channels, x.dtype)
     for i in range(x.shape[0]):
-        scale = _scale(x[i], eps)
+        scale = scale_of(x[i], eps)
         for j in range(channels):
             g[j] = dy[i, j] * weight[j]
         # x̂ mean(g x̂) = x scale mean(g x scale)
@@ -48,7 +48,7 @@ def _backward_weight(dy, x, eps, total, accumulate):
     if accumulate == 0:
         total[:] = 0
     for i in range(x.shape[0]):
-        scale = _scale(x[i], eps)
+        scale = scale_of(x[i], eps)
         for j in range(x.shape[1]):
             total[j] = fma(dy[i, j], x[i, j] * scale, total[j])
 

@@ -45,8 +45,8 @@ class Forward:
         """Return the layer's first output at a place of the model.
 
         Arguments beyond `arrays` are looked up by their names among the inputs, the parameters of that place (`weight`
-        is `AT.weight`) and those of the model (`wte` is `wte.weight`). Options are `rate`, `place`, or fields of the
-        configuration.
+        is `AT.weight`, `q_norm` is `AT.q_norm.weight`) and those of the model (`wte` is `wte.weight`). Options are
+        `rate`, `place`, or fields of the configuration.
         """
         whole = layer.forward.signature.startswith("bT")
         if self.rate and whole:
@@ -65,7 +65,7 @@ class Forward:
     def _argument(self, at: str, layer: Layer, name: str) -> Any:
         if name in self.inputs:
             return self.inputs[name]
-        for key in (f"{at}.{name}", f"{name}.weight"):
+        for key in (f"{at}.{name}", f"{at}.{name}.weight", f"{name}.weight"):
             if key in self.parameters:
                 return self.parameters[key]
         rule = f"an argument of {layer.name} must be an input or a parameter"
@@ -89,6 +89,10 @@ class Forward:
         """Return the embedded tokens, plus the embedded positions if these have a table."""
         return self(EMBEDDED, layers.EMBEDDING if self.config.position == "learned" else layers.TOKEN_EMBEDDING)
 
+    def normalize_heads(self, at: str, qkv: Any) -> Any:
+        """Return queries, keys and values, whose heads of queries and keys are normalized if the model does so."""
+        return qkv if self.config.qk_norm == "none" else self(at, layers.QK_NORM, qkv)
+
     def with_positions(self, at: str, qkv: Any) -> Any:
         """Return queries, keys and values with their positions, if the model has no table of positions."""
         return qkv if self.config.position == "learned" else self(at, chosen(self.config, "position"), qkv)
@@ -109,7 +113,8 @@ def transformer(tape: Any, config: ModelConfig, p: Parameters, inputs: Inputs, r
 
 def block(forward: Forward, at: str, x: Any) -> Any:
     """Return x after a transformer block: x + attention(norm(x)), then x + feed_forward(norm(x))."""
-    qkv = forward.with_positions(f"{at}.attn", forward.linear(f"{at}.attn.c_attn", forward.normalize(f"{at}.ln_1", x)))
+    qkv = forward.linear(f"{at}.attn.c_attn", forward.normalize(f"{at}.ln_1", x))
+    qkv = forward.with_positions(f"{at}.attn", forward.normalize_heads(f"{at}.attn", qkv))
     y = forward.linear(f"{at}.attn.c_proj", forward(f"{at}.attn", chosen(forward.config, "attention"), qkv))
     x = forward(f"{at}.attn", layers.ADD, x, forward.drop(f"{at}.attn.c_proj", y))
     hidden = forward.linear(f"{at}.mlp.c_fc", forward.normalize(f"{at}.ln_2", x))

@@ -1,7 +1,7 @@
 """TABLE 2: the layers of GPT-2 as data: one forward kernel, and one backward kernel per argument, with signatures.
 
 A signature lists the axes of each array, one letter per axis. *Lower case = cut into chunks, upper case = whole*:
-b t (sequences, tokens), T C X O V P H (DESIGN.md, "Glossary"). Two rules follow from the letters alone:
+b t (sequences, tokens), T C X D O V P H (DESIGN.md, "Glossary"). Two rules follow from the letters alone:
 
     an output without b and t    is a sum over the batch, sequence by sequence (weight gradients, the mean loss)
     an output T where inputs     gathers the chunks of t: the kernel gets a list of them
@@ -25,6 +25,7 @@ from daskgpt.kernels import (
     gelu,
     layernorm,
     linear,
+    qk_norm,
     relu2,
     rmsnorm,
     rotary,
@@ -159,6 +160,18 @@ ROTARY = Layer(
     forward=Row(rotary.forward, "btX, t -> btX", "x positions", "heads key_heads rope"),
     outputs="y",
     backward={"x": Row(rotary.backward, "btX, t -> btX", "dy positions", "heads key_heads rope")},
+    cheap=True,
+)
+
+QK_NORM = Layer(
+    name="qk_norm",
+    forward=Row(qk_norm.forward, "btX, D, D -> btX", "x q_norm k_norm", "heads key_heads norm_eps"),
+    outputs="y",
+    backward={
+        "x": Row(qk_norm.backward_x, "btX, btX, D, D -> btX", "dy x q_norm k_norm", "heads key_heads norm_eps"),
+        "q_norm": Row(qk_norm.backward_q_norm, "btX, btX -> D", "dy x", "heads key_heads norm_eps"),
+        "k_norm": Row(qk_norm.backward_k_norm, "btX, btX -> D", "dy x", "heads key_heads norm_eps"),
+    },
     cheap=True,
 )
 

@@ -23,8 +23,8 @@ class Parameter:
     """One row of the table.
 
     name      GPT-2's published name; `{block}` stands for the block's number
-    axes      one word per axis: V padded vocabulary, P positions, C channels, A channels of all heads, QKV queries with
-              keys and values, H hidden, I input of the activation
+    axes      one word per axis: V padded vocabulary, P positions, C channels, A channels of all heads, D those of one,
+              QKV queries with keys and values, H hidden, I input of the activation
     initial   "one", "zero", "normal" (std 0.02), or "residual" (std 0.02 / sqrt(2 L)) if the output is added to x
     multiplied   returns whether a model multiplies activations by it (positions are only added)
     exists       returns whether a model has it
@@ -55,7 +55,7 @@ class Parameter:
         """Return the shape in a model of this size; matrices are (out, in)."""
         size, hidden = config.head_channels, config.hidden_channels
         sizes = {"V": config.padded_vocabulary, "P": config.positions, "C": config.channels, "H": hidden}
-        sizes |= {"A": config.heads * size, "QKV": (config.heads + 2 * config.key_heads) * size}
+        sizes |= {"D": size, "A": config.heads * size, "QKV": (config.heads + 2 * config.key_heads) * size}
         sizes |= {"I": chosen(config, "activation").widens * hidden if "I" in self.axes else 0}
         return tuple(sizes[axis] for axis in self.axes)
 
@@ -70,6 +70,10 @@ def _is_tied(config: ModelConfig) -> bool:
 
 def _norm_has_bias(config: ModelConfig) -> bool:
     return "bias" in chosen(config, "norm").forward.arguments.split()
+
+
+def _heads_are_normalized(config: ModelConfig) -> bool:
+    return config.qk_norm != "none"
 
 
 def _qkv_has_bias(config: ModelConfig) -> bool:
@@ -88,6 +92,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("h.{block}.ln_1.bias", ("C",), "zero", exists=_norm_has_bias),
     Parameter("h.{block}.attn.c_attn.weight", ("QKV", "C"), "normal", multiplied=_always),
     Parameter("h.{block}.attn.c_attn.bias", ("QKV",), "zero", exists=_qkv_has_bias),
+    Parameter("h.{block}.attn.q_norm.weight", ("D",), "one", exists=_heads_are_normalized),
+    Parameter("h.{block}.attn.k_norm.weight", ("D",), "one", exists=_heads_are_normalized),
     Parameter("h.{block}.attn.c_proj.weight", ("C", "A"), "residual", multiplied=_always),
     Parameter("h.{block}.attn.c_proj.bias", ("C",), "zero", exists=_all_have_bias),
     Parameter("h.{block}.ln_2.weight", ("C",), "one"),

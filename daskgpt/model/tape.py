@@ -119,7 +119,7 @@ class Tape:
         if record is None:
             return array
         row = record.layer.forward
-        arguments = [record.arrays[name] for name in row.arguments.split()]
+        arguments = [self._again(record.arrays[name], after) for name in row.arguments.split()]
         (self.recomputed[array.name],) = self._apply(
             Origin(record.layer.name, "backward", record.where, block_of(record.where), again=True),
             row,

@@ -17,7 +17,7 @@ from daskgpt.graph.calls import parse
 from daskgpt.model.layers import Layer, Row
 from daskgpt.model.tape import Tape
 
-SIZES = {"b": 4, "t": 6, "T": 6, "C": 8, "X": 24, "O": 5, "V": 11, "P": 7}
+SIZES = {"b": 4, "t": 6, "T": 6, "C": 8, "X": 24, "D": 6, "O": 5, "V": 11, "P": 7}
 OPTIONS: dict[str, Any] = {"heads": 2, "key_heads": 1, "vocabulary": 9, "place": 5, "rate": 0.3}
 OPTIONS |= {"norm_eps": 0.01, "rope": (100.0, 4.0, 1.0, 4.0, 30.0)}
 CHUNKS = ((4, 6), (2, 3), (1, 2), (4, 1), (2, 6))  # of a batch of these sizes; the first is all of it

@@ -42,6 +42,7 @@ COLORS = {
     "muon": "#5b6770",
     "momentum": "#7f8c99",
     "rmsnorm": "#3ca951",
+    "qk_norm": "#3ca951",
     "swiglu": "#efb118",
     "rotary": "#f2b6a0",
     "dropout": "#c8b0ec",

@@ -8,6 +8,8 @@ import argparse
 import inspect
 import os
 
+import dask
+import dask.array as da
 import numpy as np
 import pytest
 from conftest import random_parameters, whole_logits
@@ -17,9 +19,12 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt import convert
 from daskgpt.data.tokenizer import encode, get_encoding, learn_encoding
+from daskgpt.formats.layouts import parts_of
 from daskgpt.formats.models import model_path
 from daskgpt.kernels import rotary
+from daskgpt.model.parameters import tensors
 from daskgpt.training.checkpoint import open_model_of
+from daskgpt.training.inference import loss_and_gradients
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason="PyTorch is not installed (the extra test-peers)")
@@ -33,6 +38,7 @@ CHOICES = {
     "untied": {"head": "untied", "rope_theta": 500.0},
     "biases": {"bias": "all", "kv_heads": 1, "head_size": 32},
     "llama3": {"kv_heads": 2, "rope_theta": 300.0, **SCALING},
+    "qwen3": {"qk_norm": "rmsnorm", "kv_heads": 2, "head_size": 32, "rope_theta": 1e6},
     "qwen2": {"bias": "qkv", "kv_heads": 2, "rope_theta": 1e6},
 }
 TOKENS = np.random.default_rng(5).integers(0, 300, 40).tolist()
@@ -51,6 +57,8 @@ def theirs_of(config):
     sizes |= {"tie_word_embeddings": config.head == "tied", "rope_theta": config.rope_theta, "rope_parameters": rope}
     if config.bias == "qkv":
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)).eval()
+    elif config.qk_norm != "none":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).eval()
     else:
         bias = config.bias == "all"
         made = transformers.LlamaConfig(**sizes, attention_bias=bias, mlp_bias=bias)
@@ -80,6 +88,28 @@ def test_models_of_transformers_are_read(name, tmp_path):
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
     for folder in ("one", "shards"):
         assert assert_same_logits(tmp_path / folder, model) == config
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_gradients_are_those_of_transformers(name, tmp_path):
+    model = theirs_of(daskgpt.ModelConfig(**LLAMA | CHOICES[name]))
+    model.save_pretrained(tmp_path / "folder")
+    config, parameters = daskgpt.load(tmp_path / "folder")
+    tokens = np.random.default_rng(6).integers(0, 300, (2, 25), np.int32)
+    batch = [da.from_array(part.copy(), chunks=(1, 12)) for part in (tokens[:, :-1], tokens[:, 1:])]
+    double = {name: values.astype("f8") for name, values in parameters.items()}
+    loss, gradients = dask.compute(*loss_and_gradients(config, double, *batch), scheduler="sync")
+    scores = model.double()(torch.tensor(tokens[:, :-1]).long()).logits.flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(scores, torch.tensor(tokens[:, 1:]).long().flatten())
+    expected.backward()
+    # transformers computes angles and normalizations in float32.
+    tolerance = TOLERANCES["whole model, float32"]["of largest"]
+    assert loss == pytest.approx(expected.item(), rel=tolerance)
+    theirs = {name: values.grad.numpy() for name, values in model.named_parameters()}
+    for name, tensor in tensors(config).items():
+        for part in parts_of(config, tensor, "llama"):
+            wrong = np.abs(gradients[name][part.rows] - theirs[part.name]).max()
+            assert wrong < tolerance * np.abs(theirs[part.name]).max(), part.name
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -12,7 +12,7 @@ from daskgpt.profiling.layer_check import random_arguments
 
 Arrays = dict[str, np.ndarray]
 # Not multiples of a vector's length, so that loops have remainders; T is longer than a block of attention's queries.
-SIZES = {"b": 2, "t": 37, "T": 37, "C": 48, "X": 144, "O": 70, "V": 72, "P": 41}
+SIZES = {"b": 2, "t": 37, "T": 37, "C": 48, "X": 144, "D": 16, "O": 70, "V": 72, "P": 41}
 VOCABULARY = 67
 OPTIONS = {"heads": 3, "key_heads": 3, "vocabulary": VOCABULARY, "place": 5, "rate": 0.3}
 OPTIONS |= {"norm_eps": 0.01, "rope": (100.0, 4.0, 1.0, 4.0, 30.0)}
@@ -65,6 +65,14 @@ def _turned(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return turned.reshape(x.shape)
 
 
+def _normalized(x: np.ndarray, q_norm: np.ndarray, k_norm: np.ndarray) -> np.ndarray:
+    """Heads of queries and keys of length one, but for their weights; values as they are."""
+    heads, key_heads = OPTIONS["heads"], OPTIONS["key_heads"]
+    q, k, v = np.split(x.reshape(*x.shape[:2], -1, q_norm.size), [heads, heads + key_heads], axis=2)
+    q, k = (part / np.sqrt((part**2).mean(-1, keepdims=True) + OPTIONS["norm_eps"]) for part in (q, k))
+    return np.concatenate([q * q_norm, k * k_norm, v], 2).reshape(x.shape)
+
+
 # Of a layer's arguments.
 FORMULAS: dict[str, tuple[Layer, Callable[..., np.ndarray]]] = {
     "embedding": (layers.EMBEDDING, lambda tokens, wte, positions, wpe: wte[tokens] + wpe[positions]),
@@ -80,6 +88,7 @@ FORMULAS: dict[str, tuple[Layer, Callable[..., np.ndarray]]] = {
     "add": (layers.ADD, lambda x, y: x + y),
     "attention": (layers.ATTENTION, lambda qkv: reference_gpt2.attention(qkv, OPTIONS["heads"])[0]),
     "rotary": (layers.ROTARY, _turned),
+    "qk_norm": (layers.QK_NORM, _normalized),
     "crossentropy": (layers.CROSSENTROPY, _losses),
     "mean": (layers.MEAN, lambda losses, shares: np.asarray((losses * shares).sum())),
 }

@@ -45,6 +45,8 @@ def llama_tensors(fields: Mapping[str, Any] = FIELDS, seed: int = 0) -> Tensors:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (fields["vocab_size"], channels)}
     for block in range(fields["num_hidden_layers"]):
         at = f"model.layers.{block}"
+        if fields["model_type"] == "qwen3":
+            shapes |= {f"{at}.self_attn.{part}_norm.weight": (size,) for part in "qk"}
         shapes |= {f"{at}.{name}_layernorm.weight": (channels,) for name in ("input", "post_attention")}
         linear = {f"self_attn.{part}_proj": (rows[part], channels) for part in "qkv"}
         linear |= {"self_attn.o_proj": (channels, rows["q"]), "mlp.down_proj": (channels, hidden)}
@@ -80,6 +82,8 @@ def llama_logits(tensors: Tensors, tokens: Iterable[int], fields: Mapping[str, A
         return y @ p[f"{at}.weight"].T + p.get(f"{at}.bias", 0.0)
 
     def norm(at: str, y: np.ndarray) -> np.ndarray:
+        if f"{at}.weight" not in p:  # of queries and keys
+            return y
         return y / np.sqrt((y * y).mean(-1, keepdims=True) + fields["rms_norm_eps"]) * p[f"{at}.weight"]
 
     def turned(y: np.ndarray) -> np.ndarray:
@@ -91,12 +95,12 @@ def llama_logits(tensors: Tensors, tokens: Iterable[int], fields: Mapping[str, A
     for block in range(fields["num_hidden_layers"]):
         at = f"model.layers.{block}"
         y = norm(f"{at}.input_layernorm", x)
-        q = turned(linear(f"{at}.self_attn.q_proj", y).reshape(len(x), heads, -1))
+        q = norm(f"{at}.self_attn.q_norm", linear(f"{at}.self_attn.q_proj", y).reshape(len(x), heads, -1))
         k, v = (
             linear(f"{at}.self_attn.{part}_proj", y).reshape(len(x), fields["num_key_value_heads"], -1) for part in "kv"
         )
-        k, v = (np.repeat(part, heads // part.shape[1], 1) for part in (turned(k), v))
-        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
+        k, v = (np.repeat(part, heads // part.shape[1], 1) for part in (turned(norm(f"{at}.self_attn.k_norm", k)), v))
+        scores = np.einsum("qhd,khd->hqk", turned(q), k) / np.sqrt(q.shape[-1])
         scores[:, positions[:, None] < positions] = -np.inf
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)

@@ -22,9 +22,10 @@ from daskgpt.kernels.simd.reductions import dot, sum_of
 TENSORS = (
     *("ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias"),
     *("ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"),
-    *("keys", "values"),
+    *("attn.q_norm.weight", "attn.k_norm.weight", "keys", "values"),
 )
-_LN_1, _C_ATTN, _ATTN_PROJ, _LN_2, _C_FC, _MLP_PROJ, _KEYS = range(0, len(TENSORS), 2)  # each with the column after it
+# Each with the column after it.
+_LN_1, _C_ATTN, _ATTN_PROJ, _LN_2, _C_FC, _MLP_PROJ, _QK_NORM, _KEYS = range(0, len(TENSORS), 2)
 _VALUES = _KEYS + 1
 # Columns of the last row of that table.
 OUTSIDE = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias", "lm_head.weight")
@@ -103,15 +104,31 @@ def _finish(what, bias, out, m, first, last, x):
 
 
 @helper
+def _normalise_head(epsilon, weight, row, start, size):
+    """Write the rmsnorm of a head in its place."""
+    head = row[start : start + size]
+    inverse = np.float32(1) / np.float32(size)
+    scale = np.float32(1) / np.float32(math.sqrt(fma(dot(head, head), inverse, epsilon)))
+    for j in range(size):
+        head[j] = head[j] * scale * read_real(weight, j)
+
+
+@helper
 def _keep_heads(halves, qkv, m, first, last, angles, texts):
-    """Turn the new queries and keys of one vector by its position, if the model does; store its keys and values."""
-    rows, tensors, block, sizes = texts
+    """Normalize the new queries and keys of one vector and turn them by its position, if the model does; store its keys
+    and values.
+    """
+    rows, tensors, block, sizes, epsilon = texts
     heads, key_heads, size = sizes[_HEADS], sizes[_KEY_HEADS], sizes[_HEAD_SIZE]
     text, position, half = rows[m, _TEXT], rows[m, _POSITION], angles.shape[2] // 2
     for head in range(first // size, last // size):
-        if half > 0 and head < heads + key_heads:
-            turn(qkv[m], head * size, angles[0, m, :half], angles[0, m, half:], qkv[m])
         number = head - heads
+        if number < key_heads:
+            weight = tensors[block, _QK_NORM + (number >= 0)]
+            if weight != 0:
+                _normalise_head(epsilon, weight, qkv[m], head * size, size)
+            if half > 0:
+                turn(qkv[m], head * size, angles[0, m, :half], angles[0, m, half:], qkv[m])
         if number >= 0:
             values = number >= key_heads
             at = text * key_heads + number % key_heads
@@ -132,7 +149,7 @@ def _product(what, weight, bias, xs, columns, out, outputs, x, angles, texts, st
     """Compute out = xs weightᵀ and what follows from it; the threads divide the rows of the weight among themselves.
 
     angles  cosines and sines of the rows' positions; none if queries and keys are not turned
-    texts   rows, table of addresses, block, sizes
+    texts   rows, table of addresses, block, sizes, what normalizations add
     team    counters, thread, threads
     """
     stay_apart()
@@ -170,7 +187,7 @@ def _attention(qkv, y, scores, row, texts, stage, team):
     """Compute the attention of every row and head, divided among the threads; see `_product` for `texts` and `team`."""
     stay_apart()
     wide_vectors()
-    rows, tensors, block, sizes = texts
+    rows, tensors, block, sizes, _ = texts
     counters, thread, threads = team
     halves = sizes[_HALVES] != 0
     heads, key_heads, capacity, width = sizes[_HEADS], sizes[_KEY_HEADS], sizes[_CAPACITY], sizes[_WIDTH]
@@ -221,7 +238,7 @@ def decode_step(
         for i in range(n):
             set_angles(float(rows[i, _POSITION]), rope, 1.0, angles[0, i, :half], angles[0, i, half:])
     for block in range(blocks):
-        at, texts = tensors[block], (rows, tensors, block, sizes)
+        at, texts = tensors[block], (rows, tensors, block, sizes, epsilon)
         for i in range(n):
             _normalise(mean_too, epsilon, at[_LN_1], at[_LN_1 + 1], x, i, normed[i], channels)
         weight, bias = at[_C_ATTN], at[_C_ATTN + 1]
@@ -241,7 +258,7 @@ def decode_step(
         weight, bias = at[_MLP_PROJ], at[_MLP_PROJ + 1]
         _product(_ADDED, weight, bias, activated, hidden_size, qkv, channels, x, angles, texts, stage + 4, team)
         stage += 5
-    last, texts = tensors[blocks], (rows, tensors, blocks, sizes)
+    last, texts = tensors[blocks], (rows, tensors, blocks, sizes, epsilon)
     for i in range(wanted.size):
         _normalise(mean_too, epsilon, last[_LN_F], last[_LN_F + 1], x, wanted[i], normed[i], channels)
     table = last[_LM_HEAD] if last[_LM_HEAD] != 0 else last[_WTE]
