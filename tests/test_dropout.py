@@ -16,9 +16,9 @@ from tolerances import TOLERANCES
 
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.kernels.dropout import dropped, philox, streams, threshold_of
-from daskgpt.model.gpt2 import lazy_inputs, mean_loss
 from daskgpt.model.step import gradients_of
 from daskgpt.model.tape import Tape
+from daskgpt.model.transformer import lazy_inputs, mean_loss
 from daskgpt.schedulers.opening import open_scheduler
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["dropout"]

@@ -19,9 +19,9 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.data.dataset import batch, load_dataset, validation_batches
 from daskgpt.data.prompt_form import PromptForm
 from daskgpt.generation.sanitize import sanitized
-from daskgpt.model.gpt2 import lazy_inputs, mean_loss
 from daskgpt.model.step import gradients_of, input_values
 from daskgpt.model.tape import Tape
+from daskgpt.model.transformer import lazy_inputs, mean_loss
 
 END = 256
 # Of several lengths; the last two are longer than a sequence of 16 tokens and its end, one already by its prompt.

@@ -1,7 +1,7 @@
 """Decoders, which read tokens of texts and cache keys and values, so that earlier tokens are not computed again.
 
 `Decoder` runs a model of built-in layers in one kernel (`kernels.decoding`). `EagerDecoder` runs any model: it calls
-`model.gpt2.transformer` with the forward kernel of each layer at once.
+`model.transformer.transformer`, whose layers run their forward kernels at once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from daskgpt.kernels.decoding.decode_step import ACTIVATIONS, OUTSIDE, SIZES, TE
 from daskgpt.kernels.decoding.kv_cache import GROUP
 from daskgpt.kernels.decoding.thread_barrier import APART
 from daskgpt.kernels.simd.lanes import LANES
-from daskgpt.model.gpt2 import logits
 from daskgpt.model.layers import Layer
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
+from daskgpt.model.transformer import logits
 from daskgpt.schedulers.local import at_once, own_threads
 
 # Rows of layers that the decoding kernel has, by field of the configuration.

@@ -1,4 +1,4 @@
-"""TABLE 2: the layers of GPT-2 as data: one forward kernel, and one backward kernel per argument, with signatures.
+"""TABLE 2: the layers as data: one forward kernel, and one backward kernel per argument, with signatures.
 
 A signature lists the axes of each array, one letter per axis. *Lower case = cut into chunks, upper case = whole*:
 b t (sequences, tokens), T C X D O V P H (DESIGN.md, "Glossary"). Two rules follow from the letters alone:

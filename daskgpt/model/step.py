@@ -34,12 +34,12 @@ from daskgpt.kernels.arguments import checked_indices
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.float32.blas import one_order
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
-from daskgpt.model.gpt2 import EMBEDDED, mean_loss
 from daskgpt.model.layers import CROSSENTROPY
 from daskgpt.model.optimizer import SQUARES, guarded, guarded_kernel, guards, hyper_of, hyper_size, optimizer_of, update
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, read_rows, write_rows
 from daskgpt.model.tape import Tape
+from daskgpt.model.transformer import EMBEDDED, mean_loss
 
 Arrays = Mapping[str, np.ndarray]
 Lazy = dict[str, da.Array]

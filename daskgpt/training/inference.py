@@ -19,10 +19,10 @@ from daskgpt.graph.compiled import KernelGraph, Layout, compile_graph
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import from_numpy, graph_of
 from daskgpt.graph.update_in_place import Rewritten
-from daskgpt.model.gpt2 import lazy_inputs, logits, mean_loss
 from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.step import Lazy, gradients_of, input_leaves, input_values, state_leaves
 from daskgpt.model.tape import Tape
+from daskgpt.model.transformer import lazy_inputs, logits, mean_loss
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.engine import Engine, State
 from daskgpt.training.job import Job
