@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
     """Print the prompt and its continuation, a token at a time."""
     flags = Parser(prog="daskgpt.generate", description=__doc__)
     flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
-    help_text = "text to continue (default: a new line); repeat it for several texts"
+    help_text = "text to continue, or what a user says to a chat model (default: a new line); may be repeated"
     flags.add_argument("--prompt", action="append", type=text, help=help_text)
     flags.add_argument("-i", "--interactive", action="store_true", help="chat with the model in the terminal")
     add_flags(flags, GenerateConfig)
@@ -110,7 +110,8 @@ def main(arguments: list[str]) -> int:
     template = None if options.template else template_of(encoding)
     rule, got = "a model without a chat template is told nothing before a text", {"system": options.system}
     require(template is not None or not options.system, "generate", rule, got, "Put it into --prompt.")
-    writer = Writer(options, weights, encoding, context, template)
+    # A chat model knows longer texts than those that it was tuned on.
+    writer = Writer(options, weights, encoding, model.config.positions if template else context, template)
     form = PromptForm.of_template(unescaped(options.template)) if options.template else PromptForm()
     if template:
         given = [(f"{text}\n", writer.asking([{"role": USER, "content": text}])) for text in values.prompt or [""]]

@@ -8,7 +8,7 @@ import pytest
 from llama_files import llama_tensors, write_gguf_llama
 
 import daskgpt
-from daskgpt import generate
+from daskgpt import generate, train
 from daskgpt.data.chat import ChatTemplate, Part
 from daskgpt.data.dataset import load_dataset
 from daskgpt.data.pairs import read_examples, read_pairs
@@ -166,3 +166,21 @@ def test_every_message_of_the_assistant_counts(tmp_path):
     tokens, counted = examples.row(0)
     assert encoding.decode(tokens) == "s<|end|>Who?<|end|>I.<|end|>é <b> 'quoted'<|end|>Yes\nindeed<|end|>"
     assert encoding.decode(tokens[counted]) == "I.<|end|>Yes\nindeed<|end|>"
+
+
+def test_a_tuned_chat_model_reads_conversations_longer_than_its_examples(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
+    write_gguf_llama(tmp_path / "model.gguf", llama_tensors())
+    (tmp_path / "pairs.json").write_text(json.dumps([{"prompt": "a 1", "response": f"{n}"} for n in range(12)]))
+    flags = ["--data", tmp_path / "pairs.json", "--batch-size", 2, "--sequence-length", 6, "--sample-tokens", 0]
+    assert (
+        train.main(
+            [*map(str, flags), "--steps", "1", "--init", str(tmp_path / "model.gguf"), "--out", str(tmp_path / "run")]
+        )
+        == 0
+    )
+    contexts = []
+    monkeypatch.setattr(generate, "write_all", lambda writer, prompts: contexts.append(writer.context))
+    assert generate.main([str(tmp_path / "run"), "--prompt", "a"]) == 0
+    assert generate.main([str(tmp_path / "run"), "--prompt", "a", "--template", "{}"]) == 0
+    assert contexts == [24, 6]
