@@ -37,9 +37,8 @@ SIZES = (
     *("channels", "heads", "key_heads", "head_size", "hidden", "vocabulary", "capacity", "width"),
     *("halves", "mean", "activation"),
 )
-_CHANNELS, _HEADS, _KEY_HEADS, _HEAD_SIZE, _HIDDEN, _VOCABULARY, _CAPACITY, _WIDTH, _HALVES, _MEAN, _ACTIVATION = range(
-    11
-)
+_CHANNELS, _HEADS, _KEY_HEADS, _HEAD_SIZE, _HIDDEN, _VOCABULARY, _CAPACITY, _WIDTH = range(8)
+_HALVES, _MEAN, _ACTIVATION = range(8, len(SIZES))
 
 _PART_BYTES = 1 << 16  # of a matrix: a thread takes this much at once
 # What follows a product; the first ones are activations, in the order of their numbers in `sizes`.
