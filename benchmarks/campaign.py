@@ -63,10 +63,23 @@ def random_model(random: np.random.Generator) -> Model:
     return Model(config, (sequences, length), int(random.choice(divisions(sequences))))
 
 
+def random_choices(random: np.random.Generator, config: ModelConfig) -> ModelConfig:
+    """The same sizes with any layers that are built in, GPT-2's in half of the cases."""
+    norms, gpt2 = ["layernorm", "rmsnorm"], random.random() < 0.5
+    config = replace(config, norm=str(random.choice(norms)))
+    if gpt2:
+        return config
+    rows = {"activation": ["gelu", "swiglu", "relu2"], "bias": ["all", "qkv", "none"], "head": ["tied", "untied"]}
+    rows |= {"position": ["learned", "rotary"], "qk_norm": ["none", "rmsnorm"]}
+    sizes = {"kv_heads": [n for n in range(1, config.heads + 1) if config.heads % n == 0], "head_size": [2, 6, 16]}
+    choices = {name: str(random.choice(values)) for name, values in rows.items()}
+    return replace(config, **choices, **{name: int(random.choice(values)) for name, values in sizes.items()})
+
+
 def check_bits(random: np.random.Generator, model: Model, cluster: bool = False) -> tuple[str, str]:
     """No dial changes a bit; where the products are a library's, none but the chunk."""
     precision = str(random.choice(TRAINED))
-    config = replace(model.config, norm=str(random.choice(["layernorm", "rmsnorm"])))
+    config = random_choices(random, model.config)
     dropout, clip = float(random.choice([0.0, 0.2])), float(random.choice([0.0, 0.5]))
     optimizer = str(random.choice(["adamw", "momentum", "muon"]))
     model = replace(model, config=config, optimizer=optimizer, dropout=dropout, clip=clip)
