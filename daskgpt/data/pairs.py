@@ -18,7 +18,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
 from daskgpt.data.reading import is_unicode, parsed_records
-from daskgpt.data.source import Source, pair_fields
+from daskgpt.data.source import CHATS, Source, pair_fields
 from daskgpt.data.text import runs
 from daskgpt.data.tokenizer import Encoding, encode
 
@@ -26,8 +26,7 @@ WHERE = "read_pairs"
 Conversation = tuple[tuple[str, str], ...]  # role and content of each message
 Weighted = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, targets, and loss weights of the targets
 PAIR = (USER, ASSISTANT)
-# Names of the messages of a chat, with those of role and content in each; roles of chats of the second kind.
-CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+# Roles by ShareGPT's names.
 ROLES = {"human": USER, "gpt": ASSISTANT}
 
 
@@ -212,5 +211,5 @@ def _example(
         (ends,) = np.nonzero(tokens == codec.eot_token)
         numbers[ends[-1] + 1 if ends.size else tokens.size :] = False
     counts = np.concatenate(counted)
-    counts[0] = False  # nothing comes before it
+    counts[:1] = False  # nothing comes before it
     return np.concatenate(encoded), counts

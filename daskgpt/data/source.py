@@ -45,7 +45,8 @@ PAIR_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("input",), "output"),
 )
 QUESTION_FIELDS = {"ctx", "endings"}
-CHAT_FIELDS = {"messages", "conversations"}
+# Names of the messages of a chat, with those of role and content in each.
+CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 
 
 @dataclass(frozen=True)
@@ -240,13 +241,13 @@ def _of_records(file: File, accepted: Collection[str], field: str, *, records: b
     records   whether a file with other fields holds records all the same, and not just text
     """
     names = set(file.fields)
-    if PAIRS in accepted and (pair_fields(file.fields) or (names & CHAT_FIELDS and file.form not in TABLES)):
+    if PAIRS in accepted and (pair_fields(file.fields) or (names & CHATS.keys() and file.form not in TABLES)):
         return replace(file, kind=PAIRS)
     if names >= QUESTION_FIELDS and QUESTIONS in accepted:
         return replace(file, kind=QUESTIONS)
     if field in names and file.form not in TABLES:
         return replace(file, kind=TEXT)
-    if chats := ", ".join(names & CHAT_FIELDS):
+    if chats := ", ".join(names & CHATS.keys()):
         return replace(file, reason=f"holds chats ({chats})", advice=_EXPORT)
     if pair_fields(file.fields) or names >= QUESTION_FIELDS:
         return replace(file, kind=PAIRS if pair_fields(file.fields) else QUESTIONS)

@@ -50,7 +50,7 @@ class GGUFTensor:
 
 
 class _Header:
-    """What a file begins with, read from its start on. Errors   ValueError at the end of the file"""
+    """The beginning of a file, read from its start on. Errors   ValueError at the end of the file"""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values, self.place = values, 0

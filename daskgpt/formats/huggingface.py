@@ -175,8 +175,9 @@ def open_huggingface(path: FilePath) -> StoredModel:
             and head.shape == table.shape
             and np.array_equal(held(table.shape, head.read(), head.dtype), parameters["wte.weight"])
         )
-        rule = f"{HEAD} must equal the embedding, value for value, if tie_word_embeddings is true"
-        require(same, READ, rule, {"path": file, HEAD: "another"}, "A GPT-2 with two tables is not supported.")
+        rule, got = f"{HEAD} must equal the embedding, value for value, if tie_word_embeddings is true", {"path": file}
+        advice = "Give a Llama with two tables tie_word_embeddings=false; GPT-2 has one."
+        require(same, READ, rule, got | {HEAD: "another"}, advice)
     dtypes = ", ".join(sorted({READABLE[tensor.dtype] for tensor in stored.values()}))
     listed = dict.fromkeys((folder / CONFIG, file, *files.files))
     encoding = encoding or encoding_in(folder)

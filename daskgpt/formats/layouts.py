@@ -1,4 +1,4 @@
-"""How other programs' files hold a model: the families of models that they know, and the tensors of each.
+"""Layouts of models in other programs' files: the families of models that they know, and the tensors of each.
 
 Hugging Face has GPT-2's tensors under the names of the table, and Llama's under those below. GGUF's names follow from
 Hugging Face's: the library `gguf` knows both.

@@ -120,7 +120,7 @@ class TaskCall:
 
     @property
     def traceable(self) -> bool:
-        """Whether it may be lowered (`graph.lowering`): its kernel is one of the package."""
+        """True if it may be lowered (`graph.lowering`): its kernel is one of the package."""
         return is_ours(self.kernel)
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:

@@ -38,17 +38,17 @@ class Parameter:
 
     @property
     def per_block(self) -> bool:
-        """Whether every block has one."""
+        """True if every block has one."""
         return "{block}" in self.name
 
     @property
     def is_matrix(self) -> bool:
-        """Whether `--decay matrices` decays it."""
+        """True if `--decay matrices` decays it."""
         return len(self.axes) == 2
 
     @property
     def is_conv1d(self) -> bool:
-        """Whether Hugging Face's GPT-2 files hold its transpose (in, out)."""
+        """True if Hugging Face's GPT-2 files hold its transpose (in, out)."""
         return self.is_matrix and self.per_block
 
     def shape(self, config: ModelConfig) -> tuple[int, ...]:

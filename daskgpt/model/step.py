@@ -83,7 +83,7 @@ class Dials:
 
     @property
     def apart(self) -> bool:
-        """Whether sums and updates are tasks of their own phases, since there are barriers within the step."""
+        """True if sums and updates are tasks of their own phases, since there are barriers within the step."""
         return self.barrier in ("layer", "phase")
 
     def fusion(self, ranked: bool) -> Fusion:

@@ -66,7 +66,7 @@ class Platform:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a task needs.
+    """The needs of a task.
 
     kernels   seconds of its kernels on one thread
     beside    seconds of all of them while all cores run kernels
