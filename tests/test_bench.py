@@ -77,7 +77,7 @@ def test_overlapping_steps_are_timed_in_windows():
         assert len(steps.run(3)) == 2
         assert len(steps.losses) == 4
     with open_scheduler("sync") as scheduler:
-        same = job_of(scheduler="sync", grain="block", batch_chunk=2, sequence_chunk=12)  # a library's sums follow them
+        same = job_of(scheduler="sync", grain="block", batch_chunk=2, sequence_chunk=12)
         alone = TimedEngine(same, scheduler, 0)
         assert len(alone.run(4)) == 4
     assert alone.losses == steps.losses

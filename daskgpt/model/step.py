@@ -32,7 +32,6 @@ from daskgpt.graph.update_in_place import (
 )
 from daskgpt.kernels.arguments import checked_indices
 from daskgpt.kernels.dropout import streams
-from daskgpt.kernels.float32.blas import one_order
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
 from daskgpt.model.layers import CROSSENTROPY
 from daskgpt.model.optimizer import SQUARES, guarded, guarded_kernel, guards, hyper_of, hyper_size, optimizer_of, update
@@ -218,7 +217,7 @@ def compile_step(
     rewritten, distribution = Rewritten(graph), None
     if dials.in_place:
         threads = rank.threads if rank else dials.threads
-        elements = elements_of_task(threads if one_order(precision.dtype) else 2, rank is not None)
+        elements = elements_of_task(threads, rank is not None)
         rules = UpdateRules(
             {name: _rule(tensor, optimizer, precision) for name, tensor in table.items()},
             math.prod(shape),

@@ -211,7 +211,7 @@ def in_place_of(job: Job) -> bool:
 
 def chunk_choice(job: Job) -> ChunkChoice:
     """Return the choice of a run's chunks."""
-    return ChunkChoice(job.config, job.micro_shape, job.dataflow, job.precision, threads_of(job))
+    return ChunkChoice(job.config, job.micro_shape, job.dataflow, threads_of(job))
 
 
 def described_chunks(job: Job, chunk: tuple[int, int]) -> str:

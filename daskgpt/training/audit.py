@@ -41,7 +41,6 @@ from daskgpt.training.start import (
     arithmetic,
     configurations,
     data_of_run,
-    fixed_dials,
     open_dataset,
     require_allowed_rows,
     stored_settings,
@@ -202,8 +201,8 @@ class Audit:
         Errors   ValueError where the data, or the arithmetic of this machine, are not the run's
         """
         c = configurations("audit", stored_settings("audit", entry))
-        kept = {name: getattr(c["dataflow"], name) for name in ("precision", *fixed_dials())}
-        dataflow, data = DataflowConfig(**kept | dict(self.dials)), replace(c["data"], data=self.data)
+        dataflow = DataflowConfig(**{"precision": c["dataflow"].precision} | dict(self.dials))
+        data = replace(c["data"], data=self.data)
         require_allowed_rows(entry, "audit")
         dataset = data_of_run("audit", data, entry, self.open_dataset)
         # The learning rate depends on the number of all steps; those after the entry are not made.

@@ -226,7 +226,7 @@ class _OneStep(Engine):
             shape = (last - first) // parts, shape[1]
             # The given number is of the whole batch.
             dataflow = replace(dataflow, batch_chunk=gcd(dataflow.batch_chunk, shape[0]) if dataflow.batch_chunk else 0)
-        self.chunks = ChunkChoice(job.config, shape, dataflow, job.precision, scheduler.threads)
+        self.chunks = ChunkChoice(job.config, shape, dataflow, scheduler.threads)
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
         dials = dials_of(job, self.chunks.first, self.choice.first, scheduler.in_place, parts, scheduler.threads)
         self.step = compile_step(job.config, job.batch_shape, job.optimizer, dials, rank)

@@ -59,7 +59,7 @@ class RankEngine(Engine):
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)
         self.run_name, self.epoch = f"{scheduler.name} {uuid4().hex[:8]}", ""
         self.parts = job.groups
-        self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, job.precision, scheduler.threads)
+        self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, scheduler.threads)
         self.layout = Layout(tuple(_packs(job)))
         self.addresses: list[str] = []
         self.owned: list[rank_program.Owned] = []

@@ -29,7 +29,6 @@ from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import short
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
-from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters, digest
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import versions
@@ -69,7 +68,6 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
 PLACES = ("data", "validation_data")
 PARTS = ("validation_data", "validation_fraction", "held_out")  # settings that divide text
 DIALS = MAY_CHANGE["dataflow"]
-CHUNKS = ("batch_chunk", "sequence_chunk")
 SEEDED = "random, by the seed"  # the parameters of the beginning
 PACKAGES = ("numpy", "numba", "dask")
 
@@ -282,20 +280,13 @@ def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[s
 
 def arithmetic(job: Job) -> dict[str, str]:
     """Return the settings that decide the bits of a matrix product: the precision, and the unit that multiplies."""
-    if job.precision.packed:
-        return {"precision": job.precision.name, "unit": unit().name.lower()}
-    return {"precision": job.precision.name, "unit": "fused" if one_order(job.precision.dtype) else "library"}
+    return {"precision": job.precision.name, "unit": unit().name.lower() if job.precision.packed else "fused"}
 
 
 def beginning(job: Job, resolved: Mapping[str, Any], parameters: Arrays) -> dict[str, Any]:
     """Return the first entry of a run's chain; parameters: those that the run begins with."""
     origin = SEEDED if isinstance(parameters, RandomParameters) else digest(parameters)
     return {"version": VERSION, "step": 0, **checkpoint_facts(job, resolved, 0), "parameters": origin, "files": {}}
-
-
-def fixed_dials() -> tuple[str, ...]:
-    """Return the settings of a run's dataflow that decide bits: where a library multiplies, these are the chunks."""
-    return () if one_order(np.dtype(np.float32)) else CHUNKS
 
 
 def stored_settings(where: str, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -433,8 +424,8 @@ def _changed_configuration(
     for section, values in stored_settings("train", state).items():
         given = changes.get(section, {})
         if section == "dataflow":
-            # As they were given, so that this machine resolves them; but for those that change bits.
-            values |= {dial: value for dial, value in state["asked"].items() if dial not in fixed_dials()}
+            # As they were given, so that this machine resolves them.
+            values |= state["asked"]
             # Never an address from the folder: another person's could name theirs, whose data would be unpickled.
             values["scheduler"] = values["scheduler"] if values["scheduler"] in LOCAL_SCHEDULERS else "auto"
         if section == "run":
