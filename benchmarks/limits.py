@@ -4,7 +4,7 @@ Steps in float32 run on threads while each kernel call is recorded. The table ha
 at least 1 % of the kernels' time: its milliseconds a step, divided by the number of threads, and those that the machine
 allows on as many threads at once, the larger ones of
 
-    operations / the rate of products: the best of NumPy's BLAS and daskgpt's own, with large matrices
+    operations / the rate of products of large matrices
     bytes read and written / the rate of copies: of as many bytes as all weights and moments for weights, gradients and
     moments, of as many as a call has for activations
 

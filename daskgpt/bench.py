@@ -9,8 +9,8 @@ forward, backward, update
 overhead    1 - busy / (threads * wall): the share of the threads' time in the recorded steps in which no kernel ran
 arithmetic  operations a second of the matrix products, 6 N B T + 6 L C B T (T + 1) a step (N values in the matrices of
             products, each multiplied and added in the forward pass and twice in the backward pass; causal attention
-            reads (T + 1) / 2 tokens on average), and their share of the rate that NumPy's BLAS reaches in this run on
-            large float32 matrices and as many threads
+            reads (T + 1) / 2 tokens on average), and their share of the rate that float32 products of large matrices
+            reach in this run on as many threads
 memory      peak memory during the timed steps: this process, and the worker processes of a cluster
 
 Speedup on more threads is measured by `python -m daskgpt.study --threads 1,2,4`; with --batch-chunk auto,

@@ -15,7 +15,6 @@ from distributed import Client
 from machines import KillItself, wait_until
 from small_runs import OPTIMIZER, fit_in_parts, same
 from steps import run_step, state_of, step_of
-from threadpoolctl import threadpool_info
 
 import daskgpt
 from daskgpt.config.run import OptimizerConfig
@@ -118,10 +117,9 @@ def records_on(dask_scheduler):
 
 def left_with(dask_worker):
     """What a run might leave with a worker."""
-    threads = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
     names = [*dask_worker.plugins, *dask_worker.handlers]
     names += map(str, logging.getLogger("distributed.worker").filters)
-    return [name for name in names if "daskgpt" in name], METRIC in dask_worker.metrics, len(dask_worker.data), threads
+    return [name for name in names if "daskgpt" in name], METRIC in dask_worker.metrics, len(dask_worker.data)
 
 
 def filters_here():
@@ -192,7 +190,7 @@ def test_borrowed_client_is_left_unchanged(engine, cluster, small_text, whole, t
         fit(small_text, tmp_path / "run", "threads", **own)
         assert same(tmp_path / "run", whole)
         wait_until(lambda: left() == before, "what is left goes")
-        assert all(own[1] and set(own[3]) <= {1} for own in during[-1][1].values()), "one thread of BLAS a task"
+        assert all(has_metric for _, has_metric, _ in during[-1][1].values())
         with pytest.raises(KeyError, match="enough"):
             fit(small_text, "", "threads", client=client, on_step=stop)
         wait_until(lambda: left() == before, "what is left goes")

@@ -9,14 +9,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from threading import Lock
-from types import TracebackType
 from typing import Any
 
 import dask.local
 import dask.threaded
 from dask.callbacks import Callback
-from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Key, with_leaves
@@ -51,28 +48,6 @@ def return_memory() -> None:
     if platform.libc_ver()[0] == "glibc":
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-
-
-class OneBlasThread:
-    """Limits BLAS to one thread in this process while at least one of its `with` blocks is open, in any thread."""
-
-    def __init__(self) -> None:
-        self.lock, self.users = Lock(), 0
-        self.limits: Any = None
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.limits = self.limits if self.users else threadpool_limits(limits=1, user_api="blas")
-            self.users += 1
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with self.lock:
-            self.users -= 1
-            if not self.users:
-                self.limits.restore_original_limits()
-
-
-ONE_BLAS_THREAD = OneBlasThread()  # tasks use all cores already
 
 
 class LocalScheduler(Scheduler):

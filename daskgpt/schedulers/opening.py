@@ -15,7 +15,7 @@ from typing import Any
 import dask
 
 from daskgpt.config.errors import nearest, require
-from daskgpt.schedulers.local import ONE_BLAS_THREAD, in_task, keep_memory, local_scheduler, own_threads
+from daskgpt.schedulers.local import in_task, keep_memory, local_scheduler, own_threads
 from daskgpt.schedulers.protocol import Scheduler, scheduler_file
 
 LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
@@ -53,8 +53,7 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
     threads = threads or own_threads()
     if address in ("sync", "threads"):
         keep_memory()
-        with ONE_BLAS_THREAD:
-            yield local_scheduler(address, threads)
+        yield local_scheduler(address, threads)
     else:
         from daskgpt.schedulers.connect import connected_cluster, local_cluster
 

@@ -28,7 +28,7 @@ from daskgpt.schedulers.dask_internals import (
 )
 from daskgpt.schedulers.latest_calls import ASKED, LatestCall, latest_calls
 from daskgpt.schedulers.links import end_programs, forget_worker, is_not_reported, leave, ranks_of
-from daskgpt.schedulers.local import ONE_BLAS_THREAD, keep_memory
+from daskgpt.schedulers.local import keep_memory
 from daskgpt.schedulers.machine import IN_BRIEF, product_rate, resident_memory
 from daskgpt.schedulers.membership import plugin_name
 from daskgpt.schedulers.protocol import clock_offset
@@ -38,7 +38,7 @@ LATE_SECONDS = 1.0  # after which no message of a run that has ended comes any m
 
 
 class PrepareWorker(WorkerPlugin):
-    """Limits BLAS to one thread a task (only a nanny does that by itself) and compiles kernels before tasks need them.
+    """Compiles kernels before tasks need them, and keeps memory.
 
     From then on the worker's heartbeats contain `METRIC`: without it a worker is not ready for tasks. All of this is
     undone when the last run that uses the worker has ended.
@@ -50,7 +50,6 @@ class PrepareWorker(WorkerPlugin):
         self.name, self.run = plugin_name(run, "prepare"), run
 
     async def setup(self, worker: Any) -> None:
-        ONE_BLAS_THREAD.__enter__()
         if not self.users[None]:
             logging.getLogger("distributed.worker").addFilter(is_not_reported)
         self.users.update((None, worker.id))
@@ -76,7 +75,6 @@ class PrepareWorker(WorkerPlugin):
             del self.users[worker.id]
             # Messages that are under way may still come.
             event_loop(worker).call_later(LATE_SECONDS, self._forget, worker)
-        ONE_BLAS_THREAD.__exit__(None, None, None)
         if not self.users[None]:
             logging.getLogger("distributed.worker").removeFilter(is_not_reported)
             METER.measure = None
