@@ -22,9 +22,9 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import RECORDER, bytes_of, calls_of
 from daskgpt.model import layers
 from daskgpt.model.optimizer import OPTIMIZERS
-from daskgpt.profiling.pages import bars_of, write_side_by_side, write_timeline
+from daskgpt.profiling.pages import bars_of, write_timeline
 from daskgpt.profiling.recorder import (
-    StepRecorder,
+    Recorder,
     TimelineCallback,
     TimelineConfig,
     is_bare,
@@ -43,7 +43,6 @@ from daskgpt.profiling.timeline import (
     longest_chain,
     seconds_at_once,
     summarise,
-    svg_strips,
 )
 from daskgpt.schedulers.opening import open_scheduler
 
@@ -58,7 +57,9 @@ def recorded(barrier, windows, config=SMALL, shape=(4, 12), chunk=(2, 6), schedu
         dials = {"grain": grain, "barrier": barrier, "in_place": runs.in_place}
         step = step_of(config, shape, chunk, OptimizerConfig(), **dials)
         state = state_of(step, random_parameters(config, random))
-        recorder = StepRecorder(SimpleNamespace(step=step, scheduler=runs))
+        job = SimpleNamespace(batch_shape=shape, dataflow=SimpleNamespace(barrier=barrier))
+        engine = {"step": step, "scheduler": runs, "ranks": False, "job": job, "chunk": chunk, "used_grain": grain}
+        recorder = Recorder(SimpleNamespace(**engine))
         for number, window in enumerate([windows[0], *windows]):
             batches = [random_batch(config, random, shape) for _ in window]
             with recorder.window(window) if number else nullcontext():
@@ -272,13 +273,6 @@ def test_bars_of_a_page():
         assert words in bars[0]["about"]
 
 
-def test_strips_of_colour():
-    text = svg_strips(hand_made(), end=20.0)
-    grey, *strips = re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)"', text)
-    assert grey == ("110", "0", "350"), "half of the time that the width stands for"
-    assert strips == [("145", "0", "70"), ("250", "0", "140"), ("110", "26", "350"), ("215", "26", "70")]
-
-
 # Files.
 
 
@@ -354,12 +348,10 @@ def test_a_trace_has_the_calls_and_the_page_loads_nothing(tmp_path):
     names = [(event["name"], event["args"]["name"]) for event in trace["traceEvents"] if event["ph"] == "M"]
     assert names == [("process_name", "by <hand>"), ("thread_name", "thread 1"), ("thread_name", "thread 2")]
     assert trace["otherData"] == {"title": "by <hand>", "summary": describe_summary(summarise(timeline))}
-    other = write_side_by_side({"x": timeline, "y": timeline}, tmp_path / "two.html", timeline.title)
-    for written in (page, other):
-        text = written.read_text()
-        assert unescape(re.search(r"<title>(.*?)</title>", text)[1]) == "by <hand>"
-        assert "10000.00 ms a step, 1 step" in text
-        assert not re.search(r"\b(src|href)\s*=", re.sub(r"(?s)(<script[^>]*>).*?</script>", r"\1", text))
+    text = page.read_text()
+    assert unescape(re.search(r"<title>(.*?)</title>", text)[1]) == "by <hand>"
+    assert "10000.00 ms a step, 1 step" in text
+    assert not re.search(r"\b(src|href)\s*=", re.sub(r"(?s)(<script[^>]*>).*?</script>", r"\1", text))
 
 
 MODEL = "--blocks 1 --heads 2 --channels 32 --batch-size 4 --sequence-length 16 --validate-every 0"
