@@ -5,11 +5,11 @@ results.jsonl (the line of `bench --json` per run, with machine, versions and lo
 efficiency, overlap and memory of every point), and a figure, threads.png and .svg (time, speedup and efficiency by the
 number of threads). Speedups are over the sequential run: the fastest point on one thread. Table and figure name it.
 
-Without any of the lists below, points differ from one base point (all cores, barrier step, grain block, half of the
-sequences in a chunk) in one dial: threads and barriers, chunks, grain, scheduler and engine. With lists, every
-combination of their values is run; with --threads alone, each barrier on these numbers of threads: fork-join, phases,
-tasks, and barrier-free. Barrier layer always has grain kernel, and the scheduler sync one thread. --out FOLDER
-continues a study that was stopped; runs in its results are not repeated.
+Every combination of the values in the lists below is run. Without lists, and with --threads alone, that is each
+barrier on these numbers of threads (1, 2, 4 ... up to all cores): fork-join, phases, tasks, and barrier-free. Settings
+without a list are barrier step, grain block, half of the sequences in a chunk, and all cores. Barrier layer always has
+grain kernel, and the scheduler sync one thread. --out FOLDER continues a study that was stopped; runs in its results
+are not repeated.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from daskgpt.profiling.study import (
     Results,
     StudyConfig,
     caption,
-    chosen_grid,
-    default_grid,
     flags_of,
+    grid,
     run_all,
     table_of,
+    thread_counts,
 )
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import require_scheduler
@@ -66,21 +66,20 @@ def main(arguments: list[str]) -> int:
         numbers, settings = QUICK_MODEL | numbers, QUICK_STUDY | settings
     model, study, cores = preset(values.preset, **numbers), StudyConfig(**settings), usable_cores()
     chosen = {dial: getattr(values, dial) for dial in DIALS if getattr(values, dial)}
-    if values.quick and not chosen:
-        chosen["threads"] = sorted({1, min(cores, 2)})
+    chosen = chosen or {"threads": thread_counts(min(cores, 2) if values.quick else cores)}
     if chosen.keys() == {"threads"}:
         chosen["barrier"] = [*BARRIERS]
-    grid = chosen_grid(study, cores, chosen) if chosen else default_grid(study, cores)
-    for point in grid:
+    points = grid(study, cores, chosen)
+    for point in points:
         job_of(model, study, point)
-    for address in {point.scheduler for point in grid}:
+    for address in {point.scheduler for point in points}:
         require_scheduler(address)
     importlib.import_module("daskgpt.profiling.plots")  # refuses to be imported without matplotlib
     folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
     results = Results(folder / "results.jsonl", model, study)
     folder.mkdir(parents=True, exist_ok=True)
     compile_kernels()
-    failures = run_all(grid, results, flags_of({"preset": values.preset} | numbers))
+    failures = run_all(points, results, flags_of({"preset": values.preset} | numbers))
     if results.rows:
         print("\n".join([text_table([cells[:4] for cells in table_of(results.points)]), *caption(results)]))
     print(f"study written to {folder / 'table.md'}")

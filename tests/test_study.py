@@ -5,14 +5,13 @@ import io
 import json
 import sys
 from dataclasses import asdict, replace
-from itertools import product
 
 import pytest
 
 from daskgpt import bench
 from daskgpt.config.model import ModelConfig
 from daskgpt.profiling import study
-from daskgpt.profiling.measure import Spread, job_of, rounded
+from daskgpt.profiling.measure import Spread, rounded
 from daskgpt.profiling.study import (
     BARRIERS,
     DIALS,
@@ -20,12 +19,12 @@ from daskgpt.profiling.study import (
     StudyConfig,
     base_point,
     caption,
-    chosen_grid,
-    default_grid,
     figure_of,
+    grid,
     sequential,
     spread,
     table_of,
+    thread_counts,
 )
 from daskgpt.schedulers import machine
 from daskgpt.study import main, parser
@@ -136,31 +135,24 @@ def test_runs_that_fail_are_told(tmp_path, monkeypatch, capsys):
     assert (len(failures), len(results.rows), written) == (3, 3, [1, 2, 3])
 
 
-def test_the_default_grid_asks_five_questions():
-    points = default_grid(STUDY, 2)
-    assert len(points) == len(set(points)) == 19
-    assert [p.engine for p in points if p.scheduler == "local"] == ["ranks", "tasks"]
-    assert [getattr(BASE, dial) for dial in DIALS] == [2, "threads", "step", 2, 64, "block", "ranks"]
-    assert {(p.threads, p.barrier) for p in points if p.scheduler == "threads"} >= set(product((1, 2), BARRIERS))
-    assert {(4, 64), (4, 16), (2, 16), (1, 64), (1, 16)} <= {(p.batch_chunk, p.sequence_chunk) for p in points}
-    assert {(p.barrier, p.grain) for p in points} >= {("step", "segment"), ("step", "chunk"), ("layer", "kernel")}
-    assert ("layer", "block") not in {(p.barrier, p.grain) for p in points}
-    assert {(p.scheduler, p.threads) for p in points} == {("threads", 1), ("threads", 2), ("sync", 1), ("local", 2)}
-    for point in points:
-        dataflow = job_of(replace(MODEL, positions=64), STUDY, point).dataflow
-        assert (dataflow.batch_chunk, dataflow.sequence_chunk) == (point.batch_chunk, point.sequence_chunk)
-    counts = [sorted({p.threads for p in default_grid(STUDY, cores)}) for cores in (1, 2, 6, 8)]
-    assert counts == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-
-
 def test_chosen_values_are_combined():
-    points = chosen_grid(STUDY, 2, {"threads": [1, 2], "barrier": ["layer", "none"], "grain": ["kernel", "block"]})
+    chosen = {"threads": [1, 2], "barrier": ["layer", "none"], "grain": ["kernel", "block"]}
+    points = grid(STUDY, 2, chosen)
     assert len(points) == 2 * (1 + 2)  # fork-join has one grain
-    assert {(p.scheduler, p.batch_chunk) for p in points} == {("threads", 2)}
+    assert {(p.scheduler, p.batch_chunk, p.sequence_chunk) for p in points} == {("threads", 2, 64)}
+    assert [getattr(BASE, dial) for dial in DIALS] == [2, "threads", "step", 2, 64, "block", "ranks"]
     assert base_point(StudyConfig(batch_size=3), 2).batch_chunk == 3
-    assert [p.threads for p in chosen_grid(STUDY, 2, {"threads": [0]})] == [study.usable_cores()]
+    assert [p.threads for p in grid(STUDY, 2, {"threads": [0]})] == [study.usable_cores()]
+    clusters = grid(STUDY, 2, {"scheduler": ["sync", "threads", "local"], "engine": ["ranks", "tasks"]})
+    assert [(p.scheduler, p.threads, p.engine) for p in clusters] == [
+        ("sync", 1, "ranks"),
+        ("threads", 2, "ranks"),
+        ("local", 2, "ranks"),
+        ("local", 2, "tasks"),
+    ]
     auto = parser().parse_args(["--threads", "1,2", "--batch-chunk", "auto,2"])
     assert (auto.threads, auto.batch_chunk) == ([1, 2], [0, 2])
+    assert [thread_counts(cores) for cores in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 # Table and figure of numbers by hand.

@@ -32,7 +32,7 @@ from dask.order import order
 from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, replacing
 from daskgpt.config.flags import called
-from daskgpt.config.model import preset
+from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import wait
 from daskgpt.graph.compiled import Submission
@@ -51,28 +51,19 @@ from daskgpt.training.job import Job, compile_kernels
 Samples = dict[str, list[tuple[Sizes, float]]]  # situation and kind of a call -> sizes of its axes, and seconds
 SITUATIONS = ("alone", "beside")  # a call on one thread, and while all others run calls as well
 FORM = 3  # of the stored file
-# Models with few weights, and with more than caches hold; and how often their steps are measured.
+# Steps that are sampled: chunks, sequences of each, tokens of a sequence and of each in a chunk, and the barrier. With
+# barrier phase, sums and updates are apart, as on ranks.
+SMALL = [(2, 6, 64, 64, "step"), (2, 2, 64, 64, "step"), (2, 3, 64, 16, "step"), (2, 6, 64, 64, "phase")]
+MEDIUM = [(2, 4, 64, 64, "step"), (2, 1, 256, 256, "step"), (2, 2, 64, 32, "step"), (2, 4, 64, 64, "phase")]
+EIGHT = (8, 1, 64, 64, "phase")
+LARGE = [(2, 2, 64, 64, "step"), (2, 1, 256, 256, "step"), (4, 1, 256, 256, "phase")]
+# Models with few weights, and with more than caches hold; how often their steps are measured; and these steps.
 TINY = preset("tiny")
-MODELS = {"tiny": TINY, "384": preset("tiny", blocks=6, heads=6, channels=384, positions=256)}
-MODELS["gpt2"] = preset("gpt2", blocks=2)
-TURNS = {"tiny": 9, "384": 3, "gpt2": 3}
-# Their steps: chunks, sequences of each, tokens of a sequence and of each in a chunk, and the barrier. With barrier
-# phase, sums and updates are apart, as on ranks.
-SHAPES = [
-    ("tiny", 2, 6, 64, 64, "step"),
-    ("tiny", 2, 2, 64, 64, "step"),
-    ("tiny", 2, 3, 64, 16, "step"),
-    ("tiny", 2, 6, 64, 64, "phase"),
-    ("tiny", 8, 1, 64, 64, "phase"),
-    ("384", 2, 4, 64, 64, "step"),
-    ("384", 2, 1, 256, 256, "step"),
-    ("384", 2, 2, 64, 32, "step"),
-    ("384", 2, 4, 64, 64, "phase"),
-    ("384", 8, 1, 64, 64, "phase"),
-    ("gpt2", 2, 2, 64, 64, "step"),
-    ("gpt2", 2, 1, 256, 256, "step"),
-    ("gpt2", 4, 1, 256, 256, "phase"),
-]
+MODELS: dict[str, tuple[ModelConfig, int, list[tuple[int, int, int, int, str]]]] = {
+    "tiny": (TINY, 9, [*SMALL, EIGHT]),
+    "384": (preset("tiny", blocks=6, heads=6, channels=384, positions=256), 3, [*MEDIUM, EIGHT]),
+    "gpt2": (preset("gpt2", blocks=2), 3, LARGE),
+}
 WARMUP, QUICK_TURNS, TASK_TURNS = 1, 2, 11  # steps
 # Sequences of a chunk, grain, and barrier of steps that show the cost of tasks: of some tenths of a ms up to some ms.
 TASK_POINTS = [(2, "kernel", "layer"), (6, "kernel", "step"), (6, "segment", "phase"), (2, "block", "step")]
@@ -198,16 +189,15 @@ def calibrate(say: Callable[[str], None] = print) -> Calibration:
     """Measure everything, in some minutes; the machine should have nothing else to do."""
     cores, samples, start = usable_cores(), Samples(), perf_counter()
     say("calibrate  kernels and tasks of this machine, for two to three minutes ...")
-    for model, config in MODELS.items():
+    for model, (config, turns, shapes) in MODELS.items():
         jobs = list[Job]()
-        for precision, (name, chunks, sequences, length, tokens, barrier) in product(("float32", "auto"), SHAPES):
-            if name == model and (model, precision) != ("384", "auto"):
-                shape = BatchConfig(batch_size=sequences * max(cores, chunks), sequence_length=length)
-                cuts: dict[str, Any] = {"batch_chunk": sequences, "sequence_chunk": tokens}
-                job = job_of(config, shape, DataflowConfig(**cuts, barrier=barrier, precision=precision, grain="block"))
-                if precision == "float32" or job.precision.name != "float32":
-                    jobs.append(job)
-        for kind, rows in sample(jobs, cores, TURNS[model]).items():
+        for precision, (chunks, sequences, length, tokens, barrier) in product(("float32", "auto"), shapes):
+            shape = BatchConfig(batch_size=sequences * max(cores, chunks), sequence_length=length)
+            cuts: dict[str, Any] = {"batch_chunk": sequences, "sequence_chunk": tokens, "barrier": barrier}
+            job = job_of(config, shape, DataflowConfig(**cuts, precision=precision, grain="block"))
+            if precision == "float32" or (model != "384" and job.precision.name != "float32"):
+                jobs.append(job)
+        for kind, rows in sample(jobs, cores, turns).items():
             samples.setdefault(kind, []).extend(rows)
         say(f"calibrate  kernels of {model}: {perf_counter() - start:.0f} s")
     return overheads(samples, cores)

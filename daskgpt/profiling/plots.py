@@ -95,9 +95,11 @@ def picture(runs: Mapping[str, Curves], kind: str) -> bytes:
 def _draw(axes: Any, run: Curves, name: str, label: str, color: str) -> None:
     """Draw the values of single steps, their mean over a hundredth of the run, and the losses of validations."""
     there, validated = np.isfinite(run[name]), np.isfinite(run["validation_loss"])
-    mean = EMA(1 / max(10, len(there) // 100))
-    axes.plot(run["step"][there], run[name][there], color=color, alpha=0.25, linewidth=0.8)
-    axes.plot(run["step"][there], [mean(value) for value in run[name][there].tolist()], color=color, label=label)
+    steps, values = run["step"][there], run[name][there].tolist()
+    if name != "learning_rate":
+        axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+        values = list(map(EMA(1 / max(10, len(values) // 100)), values))
+    axes.plot(steps, values, color=color, label=label)
     if name == "loss":
         axes.plot(run["step"][validated], run["validation_loss"][validated], "o--", color=color, markersize=4)
 

@@ -256,11 +256,16 @@ class Simulation:
         self.state[rank] = start_state_from_dask(process.graph, {}, process.order.__getitem__, keys)
         self._locked(rank, any_graph + node * len(process.graph), self._fire, rank)
 
+    def ready(self, rank: int) -> list[Key]:
+        """Return the tasks of a process whose needs are done, in Dask's order: its threads take them from the end."""
+        tasks: list[Key] = self.state[rank]["ready"]
+        return tasks
+
     def _fire(self, rank: int) -> None:
         """Give tasks to threads that have none."""
-        state, process = self.state[rank], self.processes[rank]
-        while state["ready"] and len(state["running"]) < process.threads:
-            key = state["ready"].pop()
+        state, process, ready = self.state[rank], self.processes[rank], self.ready(rank)
+        while ready and len(state["running"]) < process.threads:
+            key = ready.pop()
             state["running"].add(key)
             lock, besides = self.costs.of_task(process.demands[key].alone, process.pooled)
             self._locked(rank, lock, self._receive, rank, key, more=besides)

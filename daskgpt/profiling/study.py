@@ -84,32 +84,23 @@ def runnable(point: DataflowConfig) -> DataflowConfig:
 
 
 def base_point(study: StudyConfig, cores: int) -> DataflowConfig:
-    """Return the point that the others differ from in one setting: all cores, barrier step, grain block."""
+    """Return the settings of points that are not chosen: all cores, barrier step, grain block, half of the sequences
+    in a chunk.
+    """
     sequences = study.batch_size // 2 if study.batch_size % 2 == 0 else study.batch_size
     base = DataflowConfig(batch_chunk=sequences, sequence_chunk=study.sequence_length, threads=cores, grain="block")
     return replace(base, scheduler="threads", window=study.window, precision=study.precision)
 
 
-def default_grid(study: StudyConfig, cores: int) -> list[DataflowConfig]:
-    """Return the points of a study's questions: threads and barriers, chunks, grain, and schedulers."""
-    base, size, length = base_point(study, cores), study.batch_size, study.sequence_length
-    threads = [2**power for power in range(10) if 2**power < cores] + [cores]
-    points = [replace(base, threads=n, barrier=barrier) for n in threads for barrier in BARRIERS]
-    cuts = product((size, max(size // 2, 1), 1), (length, max(length // 4, 1)))
-    points += [replace(base, batch_chunk=b, sequence_chunk=t) for b, t in cuts if size % b == length % t == 0]
-    points += [replace(base, grain=grain) for grain in ORDER["grain"][:-1]]
-    points += [replace(base, scheduler=scheduler) for scheduler in ORDER["scheduler"]]
-    return distinct([*points, replace(base, scheduler="local", engine="tasks")])
+def thread_counts(cores: int) -> list[int]:
+    """Return the powers of two below the number of cores, and that number."""
+    return [2**power for power in range(10) if 2**power < cores] + [cores]
 
 
-def chosen_grid(study: StudyConfig, cores: int, chosen: Mapping[str, Sequence[Any]]) -> list[DataflowConfig]:
-    """Return every combination of the chosen values; other settings are those of the base point."""
+def grid(study: StudyConfig, cores: int, chosen: Mapping[str, Sequence[Any]]) -> list[DataflowConfig]:
+    """Return every runnable combination of the chosen values once; other settings are those of the base point."""
     base = base_point(study, cores)
-    return distinct(replace(base, **dict(zip(chosen, values))) for values in product(*chosen.values()))
-
-
-def distinct(points: Iterable[DataflowConfig]) -> list[DataflowConfig]:
-    """Return each runnable point once."""
+    points = (replace(base, **dict(zip(chosen, values))) for values in product(*chosen.values()))
     return list(dict.fromkeys(map(runnable, points)))
 
 
