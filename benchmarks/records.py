@@ -114,8 +114,8 @@ class Record:
         Errors   ValueError for a value that JSON cannot express
         """
         values = {name: value for name, value in asdict(self).items() if value}
-        for name, figure in self.figures.items():
-            values["figures"][name] = {key: part for key, part in asdict(figure).items() if part not in (None, ())}
+        for name, quantity in self.figures.items():
+            values["figures"][name] = {key: part for key, part in asdict(quantity).items() if part not in (None, ())}
         return f"{json.dumps(values, allow_nan=False)}\n".encode()
 
     @classmethod

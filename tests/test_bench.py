@@ -171,6 +171,7 @@ def test_plan_table(capsys, small_text):
     assert train.main(["--plan", "--data", str(small_text), *SIZE, "--grain", "chunk", "--batch-chunk", "2"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "no step was run"
+    assert max(map(len, out.splitlines())) <= 80
     for words in ("parameters: 2 blocks, 2 heads, 32 channels", "4 x 32 tokens", "2 of 2 x 32"):
         assert words in " ".join(out.split())
     plan = predict(job_of(grain="chunk", batch_chunk=2))

@@ -367,6 +367,9 @@ def test_a_timeline_has_the_tasks_that_the_run_chose(small_text):
     engine, summary = watcher.recorder.engine, summarise(watcher.timeline)
     assert engine.grain == "chunk", "short tasks become long ones after the first step, whose grain is segment"
     assert "grain chunk" in watcher.timeline.title
+    lines = repr(watcher.timeline).splitlines()
+    assert (len(lines) <= 40, max(map(len, lines)) <= 120) == (True, True), "it fits on a screen"
+    assert repr(replace(watcher.timeline, events=())).endswith("no events")
     assert summary.tasks <= 2 * engine.tasks
     assert summary.kernel_share + summary.inside_share + summary.scheduling_share + summary.waiting_share < 1.05
 
