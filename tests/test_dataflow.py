@@ -72,7 +72,7 @@ def test_dataflows_in_turns_have_equal_losses():
     assert [(run.threads, len(run.timeline.steps)) for run in measured.values()] == [(1, 4), (2, 4), (2, 4)]
     assert measured.speedup("sequential") == measured.efficiency("sequential") == 1
     assert measured.efficiency("fork-join") == pytest.approx(measured.speedup("fork-join") / 2)
-    assert measured["sequential"].summary.overlap == 0
+    assert measured["sequential"].timeline.summary.overlap == 0
     assert all(name in repr(measured) for name in models)
     with pytest.raises(ValueError, match="turns=0"):
         daskgpt.measure(MODEL, DATA, models, turns=0)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
 from math import prod
 from statistics import fmean
 from time import perf_counter
@@ -25,7 +24,7 @@ from daskgpt.graph.program import Span
 from daskgpt.kernels.simd.lanes import features
 from daskgpt.model.parameters import RandomParameters, step_operations
 from daskgpt.profiling.recorder import Recorder
-from daskgpt.profiling.timeline import Summary, Timeline, is_message, summarise
+from daskgpt.profiling.timeline import Timeline, is_message
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
@@ -252,11 +251,6 @@ class TimedEngine:
         """Return the number of tasks of a step."""
         return int(self.engine.tasks)
 
-    @property
-    def grain(self) -> str:
-        """Return the grain of the steps so far."""
-        return str(self.engine.used_grain)
-
 
 def in_turns(engines: Mapping[K, TimedEngine], turns: int, steps: int = 1, untimed: int = 0) -> dict[K, list[float]]:
     """Return the seconds of a step of each engine, one value a turn. They take turns, so that noise hits all alike.
@@ -278,7 +272,7 @@ def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) ->
     steps.reset_peak()
     seconds = Spread.of(steps.run(timed))
     peak, loss = steps.peak(), steps.losses[warmup + timed - 1]
-    summary = summarise(steps.timeline(recorded))
+    summary = steps.timeline(recorded).summary
     passes = dict.fromkeys(PHASES, 0.0)
     for (layer, phase), (duration, _) in summary.kernels.items():
         passes[phase] += 0.0 if is_message(layer) else 1e3 * duration / (threads * summary.steps)
@@ -297,7 +291,12 @@ def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) ->
         "peak": (peak / 1e9, "GB"),
     }
     figures = {name: (Spread.of([value]), unit) for name, (value, unit) in values.items()}
-    settings = steps.settings | {"tasks": steps.tasks, "grain": steps.grain, "threads": threads, "loss": loss}
+    settings = steps.settings | {
+        "tasks": steps.tasks,
+        "grain": steps.engine.used_grain,
+        "threads": threads,
+        "loss": loss,
+    }
     return Measurement(settings, {"step": (Spread.of(1e3 * value for value in seconds.values), "ms"), **figures})
 
 
@@ -311,7 +310,6 @@ def matmul_rate(threads: int, dask_worker: Any = None) -> float:
 
 
 WARMUP = 4  # steps before the first turn
-HEAD = ("", "ms a step", "speedup", "efficiency", "overlap", "idle")
 
 
 @dataclass(frozen=True)
@@ -327,11 +325,6 @@ class Execution:
     seconds: Spread
     losses: tuple[float, ...]
     timeline: Timeline
-
-    @cached_property
-    def summary(self) -> Summary:
-        """Times of kernels, tasks and threads in the timeline."""
-        return summarise(self.timeline)
 
 
 class Executions(dict[str, Execution]):
@@ -352,14 +345,6 @@ class Executions(dict[str, Execution]):
         """Return the speedup by how many times as many threads it has."""
         return self.speedup(name) * next(iter(self.values())).threads / self[name].threads
 
-    def rows(self) -> list[list[str]]:
-        """Return a table of text, whose columns are those of HEAD."""
-        return [
-            [name, run.seconds.text("", 1, 1e3), f"{self.speedup(name):.2f}"]
-            + [f"{share:.0%}" for share in (self.efficiency(name), run.summary.overlap, 1 - run.summary.kernel_share)]
-            for name, run in self.items()
-        ]
-
     @property
     def note(self) -> str:
         """Say that the machine was busy, "" where it was not."""
@@ -368,7 +353,12 @@ class Executions(dict[str, Execution]):
         return f"note: other programs kept {self.others:.1f} cores busy; these are times of a share of the machine"
 
     def __repr__(self) -> str:
-        return f"{text_table([HEAD, *self.rows()])}\nspeedup over {next(iter(self))}\n{self.note}".rstrip()
+        table = [["", "ms a step", "speedup", "efficiency", "overlap", "idle"]]
+        for name, run in self.items():
+            shares = self.efficiency(name), run.timeline.summary.overlap, 1 - run.timeline.summary.kernel_share
+            times = [run.seconds.text("", 1, 1e3), f"{self.speedup(name):.2f}"]
+            table.append([name, *times, *(f"{share:.0%}" for share in shares)])
+        return f"{text_table(table)}\nspeedup over {next(iter(self))}\n{self.note}".rstrip()
 
 
 def measure(

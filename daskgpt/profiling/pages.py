@@ -15,7 +15,7 @@ from bokeh.resources import INLINE
 from tqdm import tqdm
 
 from daskgpt.config.files import replacing
-from daskgpt.profiling.timeline import Timeline, color_of, describe_summary, summarise, timeline_paths
+from daskgpt.profiling.timeline import Timeline, color_of, timeline_paths
 
 LANE_HEIGHT, MARGIN, LEFT = 60, 90, 130  # pixels
 HELP = (
@@ -39,7 +39,7 @@ def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
 def page_of(timeline: Timeline) -> str:
     """Return the HTML of a timeline: its lanes above its summary."""
     head = f"<h2 style='margin: 4px 0'>{escape(timeline.title)}</h2>{HELP}<br>{html_legend(timeline)}"
-    summary = f"<pre style='font-size: 13px'>{escape(describe_summary(summarise(timeline)))}</pre>"
+    summary = f"<pre style='font-size: 13px'>{escape(str(timeline.summary))}</pre>"
     parts = [_text(head), _lanes_of(timeline), _text(summary)]
     return str(file_html(column(*parts, sizing_mode="stretch_width"), INLINE, timeline.title))
 

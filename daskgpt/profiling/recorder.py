@@ -17,9 +17,7 @@ from daskgpt.profiling.timeline import (
     TaskGraph,
     Timeline,
     Window,
-    describe_summary,
     events_of,
-    summarise,
     timeline_paths,
 )
 from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
@@ -175,4 +173,4 @@ class TimelineCallback:
             from daskgpt.profiling.pages import write_timeline  # loads Bokeh
 
             trace, page = write_timeline(self.timeline, self.path)
-            print(f"\n{describe_summary(summarise(self.timeline))}\n\ntimeline written to {page} and {trace}")
+            print(f"\n{self.timeline.summary}\n\ntimeline written to {page} and {trace}")

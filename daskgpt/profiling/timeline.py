@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import ChainMap, Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from graphlib import TopologicalSorter
 from itertools import pairwise, product
 from operator import itemgetter
@@ -156,6 +157,11 @@ class Timeline:
         """The steps, counted from 0 as in `metrics.jsonl`; what people see counts from 1."""
         return [step for window in self.windows for step in window.steps]
 
+    @cached_property
+    def summary(self) -> Summary:
+        """Times of kernels, tasks and lanes. Errors   ValueError without events"""
+        return summarise(self)
+
     def trace(self) -> dict[str, Any]:
         """Return Chrome's trace events, which Perfetto reads as well: a process per worker, a thread per lane.
 
@@ -176,12 +182,12 @@ class Timeline:
             shown = {name: getattr(event, name) for name in ("layer", "block", "chunk", "bytes")}
             more = {"pass": event.phase, "where": event.place, "step": event.step + 1, "task": event.task_name}
             entries.append({**entry, "cat": f"{event.phase},step {event.step + 1}", "args": {**shown, **more}})
-        about = {"title": self.title, "summary": describe_summary(summarise(self))}
+        about = {"title": self.title, "summary": str(self.summary)}
         return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": about}
 
     def __repr__(self) -> str:
         """Return a summary that fits on one screen."""
-        text = describe_summary(summarise(self)) if self.events else "no events"
+        text = str(self.summary) if self.events else "no events"
         lines = [f"Timeline: {self.title}", *text.splitlines()]
         return "\n".join(fill(line, 100, subsequent_indent="  ") if len(line) > 100 else line for line in lines)
 
@@ -264,6 +270,28 @@ class Summary:
     def kernel_share(self) -> float:
         """Share of all lanes' time in which kernels ran."""
         return sum(self.busy.values()) / len(self.busy)
+
+    def __str__(self) -> str:
+        """Return the summary as text, with means over the steps."""
+        per_step, many = 1e3 / self.steps, "s" * (self.steps > 1)
+        path = ", ".join(
+            f"{layer}.{phase} {seconds / self.critical_path:.0%}"
+            for (layer, phase), seconds in list(self.critical.items())[:3]
+        )
+        lines = [
+            f"wall          {self.wall * per_step:9.2f} ms a step, {self.steps} step{many}",
+            *(f"{name:13} {share:9.1%} busy, {1 - share:.1%} idle" for name, share in self.busy.items()),
+            f"overlap       {self.overlap:9.1%} of the time two or more layers at once, "
+            f"{self.steps_overlap:.1%} two or more steps",
+            f"critical path {self.critical_path * per_step:9.2f} ms a step, "
+            f"{self.critical_path / self.wall:.0%} of the wall time: {path}",
+            f"threads' time {self.kernel_share:9.1%} kernels, {self.inside_share:.1%} between the kernels of a task, "
+            f"{self.scheduling_share:.1%} scheduling (a task was ready), {self.waiting_share:.1%} waiting (none was)",
+            f"tasks         {self.tasks / self.steps:9,.0f} a step",
+            "",
+            _table(self),
+        ]
+        return "\n".join(lines)
 
 
 def summarise(timeline: Timeline) -> Summary:
@@ -376,29 +404,6 @@ def _scheduling(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -
         ready_tasks, running = ready_tasks + more_ready, running + more_running
         seconds += (following - time) * max(min(ready_tasks, len(timeline.lanes) - running), 0)
     return seconds
-
-
-def describe_summary(summary: Summary) -> str:
-    """Return a summary as text, with means over the steps."""
-    per_step, many = 1e3 / summary.steps, "s" * (summary.steps > 1)
-    path = ", ".join(
-        f"{layer}.{phase} {seconds / summary.critical_path:.0%}"
-        for (layer, phase), seconds in list(summary.critical.items())[:3]
-    )
-    lines = [
-        f"wall          {summary.wall * per_step:9.2f} ms a step, {summary.steps} step{many}",
-        *(f"{name:13} {share:9.1%} busy, {1 - share:.1%} idle" for name, share in summary.busy.items()),
-        f"overlap       {summary.overlap:9.1%} of the time two or more layers at once, "
-        f"{summary.steps_overlap:.1%} two or more steps",
-        f"critical path {summary.critical_path * per_step:9.2f} ms a step, "
-        f"{summary.critical_path / summary.wall:.0%} of the wall time: {path}",
-        f"threads' time {summary.kernel_share:9.1%} kernels, {summary.inside_share:.1%} between the kernels of a task, "
-        f"{summary.scheduling_share:.1%} scheduling (a task was ready), {summary.waiting_share:.1%} waiting (none was)",
-        f"tasks         {summary.tasks / summary.steps:9,.0f} a step",
-        "",
-        _table(summary),
-    ]
-    return "\n".join(lines)
 
 
 def _table(summary: Summary) -> str:
