@@ -1,10 +1,12 @@
-"""Tests of the notebooks' graph of a step, and of `daskgpt.measure`, which runs dataflows in turns."""
+"""Tests of `daskgpt.measure`, which runs dataflows in turns, and of what notebooks draw: graphs and lanes."""
 
 import re
 from itertools import pairwise
 
 import dataflow
+import matplotlib.pyplot as plt
 import pytest
+from lanes import lanes
 from small_runs import MODEL
 
 import daskgpt
@@ -59,7 +61,7 @@ def test_drawing_has_boxes_and_stripes():
             function(argument)
 
 
-def test_dataflows_in_turns_have_equal_losses():
+def test_dataflows_in_turns_have_equal_losses(monkeypatch):
     models = {
         "sequential": {"scheduler": "sync", "grain": "segment"},
         "fork-join": {"threads": 2, "barrier": "layer", "grain": "kernel"},
@@ -74,5 +76,9 @@ def test_dataflows_in_turns_have_equal_losses():
     assert measured.efficiency("fork-join") == pytest.approx(measured.speedup("fork-join") / 2)
     assert measured["sequential"].timeline.summary.overlap == 0
     assert all(name in repr(measured) for name in models)
+    monkeypatch.setattr(plt, "show", lambda: None)
+    lanes({name: run.timeline for name, run in measured.items()})
+    assert [len(axes.collections) for axes in plt.gcf().axes] == [2 * (1 + 2 + 2)], "a lane, and its bars, per thread"
+    plt.close("all")
     with pytest.raises(ValueError, match="turns=0"):
         daskgpt.measure(MODEL, DATA, models, turns=0)
