@@ -10,6 +10,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from layer_check import OPTIONS, lazy_arguments, random_arguments
 from one_number import MODELS, SEED, VARIANTS, Dials, bits_after_steps, seed
 from product_cases import UNITS, using
 from reference_gpt2 import expected
@@ -18,7 +19,6 @@ from tolerances import TOLERANCES
 from daskgpt.config.groups import Groups
 from daskgpt.model.layers import LAYERS
 from daskgpt.model.tape import Tape
-from daskgpt.profiling.layer_check import OPTIONS, lazy_arguments, random_arguments
 
 LARGER = {"tiny", "tiny in 4 groups"}
 SMALLER = [name for name in MODELS | VARIANTS if name not in LARGER | {"long"}]
