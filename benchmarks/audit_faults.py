@@ -33,7 +33,6 @@ from daskgpt.data.dataset import BatchLoader
 from daskgpt.formats.huggingface import MODEL, open_run_model
 from daskgpt.formats.safetensors import TensorFiles, tensor_path
 from daskgpt.model import step
-from daskgpt.schedulers import worker_metrics
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.audit import Audit, Verdict
 from daskgpt.training.chain import CHAIN, LINK
@@ -71,11 +70,6 @@ class Found:
     def found(self) -> bool:
         """Whether the audit fails."""
         return bool(self.chain) or any(verdict.differs for verdict in self.verdicts)
-
-
-def unmeasured() -> AbstractContextManager[Any]:
-    """Leave out the measurement of the rate of products, which takes longer than the steps of a small run."""
-    return patch.object(worker_metrics, "product_rate", lambda *_: 1.0)
 
 
 def honest(text: Path, out: Path) -> Path:
@@ -301,7 +295,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     values = parser.parse_args()
     begin, found = time.monotonic(), dict[str, list[Found]]()
-    with tempfile.TemporaryDirectory() as folder, unmeasured():
+    with tempfile.TemporaryDirectory() as folder:
         text, alarms = write_text(Path(folder)), 0
         whole = honest(text, Path(folder) / "honest")
         for number in range(values.honest):

@@ -24,7 +24,7 @@ from daskgpt.schedulers.dask_internals import closes
 from daskgpt.schedulers.membership import members, running
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import WorkerLost
-from daskgpt.schedulers.worker_metrics import METRIC
+from daskgpt.schedulers.protocol import METRIC
 from daskgpt.training.engine import State, call_on_model
 from daskgpt.training.rank_program import RankProgram
 
@@ -43,10 +43,8 @@ def whole(small_text, tmp_path_factory):
 def test_two_workers_give_the_bits_of_threads(engine, cluster, small_text, whole, tmp_path, capsys):
     cluster.have(2)
     fit(small_text, tmp_path / "run", cluster.address, engine=engine)
-    said = capsys.readouterr().out
     assert same(tmp_path / "run", whole)
-    assert f"cluster at {cluster.address}, 2 workers" in said
-    assert {line.split()[-1] for line in said.split("sent/s\n")[1].splitlines()[:2]} == set(cluster.alive())
+    assert f"cluster at {cluster.address}, 2 workers" in capsys.readouterr().out
 
 
 def test_two_workers_give_the_bits_of_threads_in_bfloat16(cluster, small_text, tmp_path):

@@ -1,4 +1,4 @@
-"""Tests of schedulers in this process: addresses, errors, recovery, membership and metrics of a cluster."""
+"""Tests of schedulers in this process: addresses, errors, recovery and membership of a cluster."""
 
 import asyncio
 import logging
@@ -19,10 +19,10 @@ from small_runs import MODEL, fit, metrics_of, same
 from threadpoolctl import threadpool_info
 
 import daskgpt
-from daskgpt.schedulers import connect, failures, machine, membership, opening, worker_metrics, workers
+from daskgpt.schedulers import connect, failures, machine, membership, opening
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import own_threads
-from daskgpt.schedulers.worker_metrics import METRIC
+from daskgpt.schedulers.protocol import METRIC
 from daskgpt.training import recovery
 from daskgpt.training.rank_engine import RankEngine
 from daskgpt.training.recovery import RecoveryPoints
@@ -369,7 +369,7 @@ def test_concurrent_runs_keep_their_plugins(same, threads, client, small_text):
             before = plugins()
             assert fit(small_text, client=other).losses == wanted.losses
             wait_until(lambda: plugins() == before, "the other's plugins go")
-            assert worker_metrics.METRIC in before
+            assert METRIC in before
 
     with Client(threads) as another:
         other = client if same else another
@@ -446,54 +446,6 @@ def test_waiting_for_a_worker_ends(monkeypatch):
         scheduler.monitor.stop_requested = lambda: False
         scheduler.await_worker()
         assert said[2:] == ["workers    all are gone: the run ends unless one comes in 1 minutes"]
-
-
-def test_worker_usage_is_reported():
-    later, before = (
-        worker_metrics.Use(1.0, 10.0, 2, 30, 8, 500, 100, 7, 3.0),
-        worker_metrics.Use(1.0, 4.0, 2, 10, 4, 200, 100, 5, 2.0),
-    )
-    assert later.since(before) == worker_metrics.Use(1.0, 6.0, 2, 20, 4, 300, 0, 7, 3.0)
-    assert later.since(None) == later.since(worker_metrics.Use(2.0, 4.0, 2)) == later
-    assert before.plus(later) == worker_metrics.Use(1.0, 14.0, 2, 40, 12, 700, 200, 7, 3.0)
-    assert worker_metrics.imbalance({"a": later, "b": before}) == pytest.approx(0.5 / 0.45 - 1)
-    assert worker_metrics.imbalance({"a": worker_metrics.Use(1.0, 1.0, 1)}) == 0
-    told = iter([{}, {"a": before}, {"a": before, "b": later}, {"a": later}, {}])
-    scheduler = SimpleNamespace(in_place=False)
-    scheduler.worker_metrics = lambda name: {worker: vars(use) for worker, use in next(told).items()}
-    usage = worker_metrics.WorkerMetrics(scheduler)
-    usage.begin()
-    assert usage.news() == {}
-    assert [list(usage.news(every=0)["workers"]) for _ in range(3)] == [["a"], ["b"], ["a"]], "who has news"
-    assert usage.products == 3.0
-    assert usage.lines() == [
-        "workers      tasks/s   idle  received/s    sent/s",
-        "                 3.0    60%       50.0B     10.0B  a",
-        "                 3.0    60%       50.0B     10.0B  b",
-        "           the busiest was 0% busier than the mean",
-    ]
-    usage.whole, told = {str(number): later for number in range(worker_metrics.SHOWN + 2)}, iter([{}])
-    assert usage.lines()[-2].strip() == "and 2 more"
-
-
-def test_worker_usage_counts_from_its_start(monkeypatch):
-    monkeypatch.setattr(workers, "product_rate", lambda *_: 5.0)
-    monkeypatch.setattr(workers, "resident_memory", lambda: 11)
-    state = SimpleNamespace(nthreads=2, executed_count=3)
-    worker = type("Worker", (), {"state": state, "transfer_outgoing_bytes_total": 50})()
-    worker.transfer_incoming_log, sums = [{"total": 100}], {("execute", "a", "thread-cpu", "s"): 1.0}
-    worker.digests_total, uses = sums, []
-    count = workers.Count(worker)
-    for more in ([{"total": 20}, {"total": 3}], [], [{"total": 4}]):
-        worker.transfer_incoming_log += more
-        state.executed_count += 1
-        worker.transfer_outgoing_bytes_total += 6
-        for key in (("execute", "a", "kernel x", "s"), ("execute", "a", "disk", "s"), ("get", "thread-cpu", "s")):
-            sums[key] = sums.get(key, 0.0) + 2.0
-        uses.append(worker_metrics.Use(**count(worker)))
-    counted = [(use.tasks, use.busy, use.received, use.sent) for use in uses]
-    assert counted == [(1, 2, 23, 6), (2, 4, 23, 12), (3, 6, 27, 18)]
-    assert (uses[0].threads, uses[0].memory, uses[0].products) == (2, 11, 5.0)
 
 
 def test_product_rate_counts_all_threads(monkeypatch):

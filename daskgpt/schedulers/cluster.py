@@ -248,11 +248,6 @@ class ClusterScheduler(Scheduler):
         with losses_as_errors(self.client):
             return results + list(awaited(self.client, self._look, self.client.run, function, *arguments).values())
 
-    def worker_metrics(self, name: str) -> dict[str, Any]:
-        with losses_as_errors(self.client):
-            workers = members(self.client).values()
-        return {str(worker["name"]): worker["metrics"][name] for worker in workers if name in worker["metrics"]}
-
     def publish(self, topic: str, message: Any) -> None:
         with suppress(WorkerLost), losses_as_errors(self.client):  # the next request for results raises the error
             self.client.log_event(topic, message)

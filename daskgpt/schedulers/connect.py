@@ -48,8 +48,7 @@ from daskgpt.schedulers.membership import (
     running,
     show_run,
 )
-from daskgpt.schedulers.protocol import scheduler_file
-from daskgpt.schedulers.worker_metrics import TOPIC
+from daskgpt.schedulers.protocol import TOPIC, scheduler_file
 from daskgpt.schedulers.workers import PrepareWorker
 
 CONNECT_TIMEOUT = 10  # seconds

@@ -203,7 +203,6 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 SIZE, PRODUCTS, ROUNDS = 1024, 8, 5  # 17 GFLOP a thread and round
-IN_BRIEF = (2, 3)  # products and rounds: some tenth of a second in all
 
 
 def product_rate(threads: int, products: int = PRODUCTS, rounds: int = ROUNDS) -> float:

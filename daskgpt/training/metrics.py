@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from daskgpt.config.errors import refusal
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import step_operations
 from daskgpt.model.step import NO_LIMITS, Limits, Outcome
-from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.schedulers.worker_metrics import WorkerMetrics
+from daskgpt.schedulers.machine import resident_memory
+from daskgpt.schedulers.protocol import TOPIC, Scheduler
 from daskgpt.training.checkpoint import checkpoints
 from daskgpt.training.engine import Engine, State, named_parameters, run_on_packs
 from daskgpt.training.job import Job
@@ -36,19 +35,17 @@ class StepMetrics:
     seconds         of training so far, all processes of the run and validations included [s]
     tokens_per_s    of the step
     gflop_per_s     of its matrix products, without what is computed twice
-    product_share   the same as a share of the float32 rate that this machine, or the cluster, reaches
-    memory_bytes    of this process; the workers of a cluster report theirs
+    memory_bytes    of this process; Dask's dashboard has those of workers
 
     timers          seconds that steps have waited for other work, by PARTS; work in the background does not count
     """
 
-    def __init__(self, job: Job, worker_metrics: WorkerMetrics, seconds: Callable[[], float]) -> None:
+    def __init__(self, job: Job, scheduler: Scheduler, seconds: Callable[[], float]) -> None:
         """seconds   returns how long the run has trained"""
         self.job, self.tokens = job, math.prod(job.batch_shape)
         self.operations = step_operations(job.config, *job.batch_shape)
-        self.worker_metrics, self.scheduler, self.seconds = worker_metrics, worker_metrics.scheduler, seconds
+        self.scheduler, self.seconds = scheduler, seconds
         self.timers = dict.fromkeys(PARTS, 0.0)
-        self.process = psutil.Process()
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -73,16 +70,13 @@ class StepMetrics:
 
     def _shared(self, seconds: float) -> dict[str, Any]:
         """Return the metrics that steps of one window have in common; seconds: of each."""
-        rate = self.operations / seconds
         metrics: dict[str, Any] = {
             "seconds": round(self.seconds(), 3),
             "tokens_per_s": round(self.tokens / seconds, 1),
-            "gflop_per_s": round(rate / 1e9, 3),
+            "gflop_per_s": round(self.operations / seconds / 1e9, 3),
         }
-        if self.worker_metrics.products:
-            metrics["product_share"] = round(rate / self.worker_metrics.products, 4)
         if self.scheduler.in_place:
-            metrics["memory_bytes"] = self.process.memory_info().rss
+            metrics["memory_bytes"] = resident_memory()
         return metrics
 
 
@@ -127,6 +121,32 @@ class Outliers:
         deviation = sqrt(fsum((value - mean) ** 2 for value in values) / len(values))
         limit = mean + self.z * deviation
         return limit if limit < inf else inf
+
+
+EVENTS_EVERY = 0.25  # seconds between two events: a step may be shorter, and the scheduler keeps the last thousand
+FIELDS = ("step", "loss", "validation_loss", "tokens_per_s", "lost_steps")  # of a step's metrics
+RARE = {"validation_loss", "lost_steps"}  # steps that have one of these are all published
+
+
+class Events:
+    """Publishes metrics of steps, which the page of a cluster's dashboard shows: of those that are rare, and else of
+    one in each quarter of a second.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.latest, self.at = scheduler, dict[str, Any](), 0.0
+
+    def note(self, metrics: Mapping[str, Any]) -> None:
+        """Publish the metrics of a step if it is time to."""
+        self.latest = {name: metrics[name] for name in FIELDS if name in metrics}
+        if time.monotonic() - self.at > EVENTS_EVERY or RARE & metrics.keys():
+            self.flush()
+
+    def flush(self) -> None:
+        """Publish the metrics of the latest step, unless they were."""
+        if self.latest:
+            self.scheduler.publish(TOPIC, self.latest)
+            self.latest, self.at = {}, time.monotonic()
 
 
 class Diverged(RuntimeError):

@@ -20,7 +20,7 @@ from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
 from daskgpt.model.step import Limits, Outcome, as_weights, weights_in
 from daskgpt.schedulers.dask_internals import thread_count
-from daskgpt.schedulers.latest_calls import KEPT, RECEIVE
+from daskgpt.schedulers.latest_calls import KEPT
 from daskgpt.schedulers.links import LEFT, LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.training.engine import LocalEngine
@@ -113,12 +113,9 @@ class RankProgram:
                     raise
             self.kept += spans if kept else []
             messages, self.messages[:] = self.messages[:], []
-            seconds, done = time.perf_counter() - start, self.link.ranks.done
-            kernels = (span for span in spans if not str(span.key[0]).startswith(RECEIVE))
-            done["busy"] += sum(span.end - span.start for span in kernels) - seconds
+            seconds = time.perf_counter() - start
             del spans[:-KEPT]
             step = self.engine.step
-            done["tasks"] += len(batches) * step.tasks
             self.last = Window(outcomes, seconds, messages, step.tasks, step.dials.grain)
             return self.last
 

@@ -24,12 +24,11 @@ from daskgpt.model.parameters import check_config
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import ClusterLost, Scheduler, WorkerLost
-from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.engine import Engine, LocalEngine, State, TaskEngine
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, Say, compile_kernels, describe, require_memory
-from daskgpt.training.metrics import Finite, Outliers, StepMetrics
+from daskgpt.training.metrics import Events, Finite, Outliers, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.run_folder import Saver
 from daskgpt.training.start import Start, beginning, checkpoint_facts, new_run, resumed_run
@@ -264,8 +263,7 @@ class _Trainer:
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
         self.outliers = Outliers(job.optimizer.skip_outliers, start.outliers)
         self.finite = Finite(job, self.losses, self.wait)
-        self.worker_metrics, self.events = WorkerMetrics(scheduler), Events(scheduler)
-        self.metrics = StepMetrics(job, self.worker_metrics, lambda: self.seconds)
+        self.events, self.metrics = Events(scheduler), StepMetrics(job, scheduler, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
         self.result = Result(job.config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
         self.validation = Validation(job, self.engine, self.stop_requested)
@@ -356,7 +354,6 @@ class _Trainer:
         if engine.described_tasks:  # otherwise it is printed when it is known
             progress.say(f"grain      {engine.described_tasks}")
         self.callbacks = [(one.begin(job, engine, job.steps), one) for one in self.observers.callbacks]
-        self.worker_metrics.begin(products=bool(self.folder or self.observers.on_step))
         self.began = time.perf_counter()
         progress.begin()
 
@@ -404,7 +401,7 @@ class _Trainer:
                 metrics |= self.recovery.news()
             self.events.note(metrics)
             if self.saver:
-                self.saver.folder.log(metrics | self.saver.news() | self.worker_metrics.news(), self.progress.say)
+                self.saver.folder.log(metrics | self.saver.news(), self.progress.say)
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
         with self.timed("validation" if "validation_loss" in metrics else "logs"):
@@ -451,8 +448,6 @@ class _Trainer:
         if self.scheduler.in_place or not result.checkpoint:
             result.held = engine.weights().parameters(self.scheduler)
         self.progress.close()
-        for line in self.worker_metrics.lines():
-            self.progress.say(line)
         del self.losses[engine.made :]  # of steps that a loss has taken back
         if self.saver:
             self.saver.save(engine.state(), self._facts(engine.made), self.validated.get(engine.made), last=True)
