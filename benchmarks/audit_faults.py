@@ -102,13 +102,18 @@ def flipped(kind: str, at: int, draw: random.Random) -> Iterator[None]:
 
 def other_rate(at: int, draw: random.Random) -> AbstractContextManager[Any]:
     """Change the learning rate of a step by up to a tenth."""
-    made, factor = step.hyper_of, 1 + draw.choice((-1, 1)) * 10 ** draw.uniform(-4, -1)
+    row_of, factor = step.optimizer_of, 1 + draw.choice((-1, 1)) * 10 ** draw.uniform(-4, -1)
 
-    def hyper_of(optimizer: Any, row: Any, number: int, *rest: Any) -> Any:
-        rate = optimizer.learning_rate * (factor if number == at else 1)
-        return made(replace(optimizer, learning_rate=rate), row, number, *rest)
+    def optimizer_of(name: str) -> Any:
+        row = row_of(name)
 
-    return patch.object(step, "hyper_of", hyper_of)
+        def hyper(config: Any, number: int, steps: int) -> Any:
+            rate = config.learning_rate * (factor if number == at else 1)
+            return row.hyper(replace(config, learning_rate=rate), number, steps)
+
+        return replace(row, hyper=hyper)
+
+    return patch.object(step, "optimizer_of", optimizer_of)
 
 
 def other_batch(at: int, draw: random.Random) -> AbstractContextManager[Any]:

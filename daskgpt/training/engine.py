@@ -25,11 +25,9 @@ from daskgpt.graph.program import Span
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import FLOAT32, Precision, values_of
 from daskgpt.model.step import (
-    NO_LIMITS,
     Arrays,
     CompiledStep,
     Dials,
-    Limits,
     Outcome,
     as_weights,
     compile_step,
@@ -154,11 +152,10 @@ class Engine(ABC):
         """Continue from a state that the scheduler holds."""
 
     @abstractmethod
-    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         """Run one step per batch; return their outcomes.
 
         steps    number of steps of the run, on which the learning rate depends
-        limits   of a step that runs alone
         """
 
     @abstractmethod
@@ -265,13 +262,13 @@ class _OneStep(Engine):
         return self.chunks.described(self.chunk)
 
     def together(self) -> int:
-        alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers or self.undecided
+        alone = self.job.dataflow.barrier != "none" or self.undecided
         return 1 if alone else self.job.dataflow.window
 
-    def inputs(self, batches: Sequence[Batch], steps: int, limits: Limits) -> list[Arrays]:
+    def inputs(self, batches: Sequence[Batch], steps: int) -> list[Arrays]:
         """Return the inputs of the next steps."""
         seed = self.job.run.seed
-        return [self.step.inputs(batch, number, steps, limits, seed) for number, batch in enumerate(batches, self.made)]
+        return [self.step.inputs(batch, number, steps, seed) for number, batch in enumerate(batches, self.made)]
 
 
 class LocalEngine(_OneStep):
@@ -318,17 +315,17 @@ class LocalEngine(_OneStep):
             self.step, line = self.choice.choose(self.step, spans, self.scheduler.threads, self.available)
             self.say(f"grain      {line}")
 
-    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         if not self.undecided:
-            return self._window(batches, steps, limits)
+            return self._window(batches, steps)
         with self.scheduler.record() as processes:
-            outcomes = self._window(batches[:1], steps, limits)
+            outcomes = self._window(batches[:1], steps)
         self.tune([span for process in processes for span in process.spans], steps - self.made)
         return outcomes
 
-    def _window(self, batches: Sequence[Batch], steps: int, limits: Limits) -> list[Outcome]:
+    def _window(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         """Run steps as one graph; return their outcomes."""
-        step, packs, inputs = self.step, self.current.packs, self.inputs(batches, steps, limits)
+        step, packs, inputs = self.step, self.current.packs, self.inputs(batches, steps)
         alone = len(inputs) == 1
         submission = step.submission(inputs[0], packs) if alone else step.window_submission(inputs, packs)
         results = self.scheduler.fetch(self.scheduler.run(submission))
@@ -347,9 +344,9 @@ class TaskEngine(_OneStep):
     def described_tasks(self) -> str:
         return f"{self.grain}, {self.tasks} tasks a step, each of which costs Dask's scheduler some milliseconds"
 
-    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         submitted = []
-        for inputs in self.inputs(batches, steps, limits):
+        for inputs in self.inputs(batches, steps):
             results = self.scheduler.run(self.step.submission(inputs, self.current.packs))
             handles, packs = self.step.split(results, self.current.packs)
             submitted.append(handles)

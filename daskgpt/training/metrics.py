@@ -1,4 +1,4 @@
-"""Metrics of steps, limits of outliers, whose updates are left out, and checks that numbers stay finite."""
+"""Metrics of steps, and checks that numbers stay finite."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from math import fsum, inf, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from daskgpt.config.errors import refusal
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import step_operations
-from daskgpt.model.step import NO_LIMITS, Limits, Outcome
+from daskgpt.model.step import Outcome
 from daskgpt.schedulers.machine import resident_memory
 from daskgpt.schedulers.protocol import TOPIC, Scheduler
 from daskgpt.training.checkpoint import checkpoints
@@ -63,7 +62,6 @@ class StepMetrics:
         for number, outcome in zip(window, outcomes):
             metrics = {"step": number, "loss": outcome.loss, "tokens": (number + 1) * self.tokens, **shared}
             metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
-            metrics |= {} if outcome.made else {"skipped": True}
             metrics["learning_rate"] = learning_rate(optimizer, number, self.job.steps)
             records.append(metrics)
         return records
@@ -78,49 +76,6 @@ class StepMetrics:
         if self.scheduler.in_place:
             metrics["memory_bytes"] = resident_memory()
         return metrics
-
-
-WINDOW = 128  # steps that limits depend on
-LEAST = 32  # steps before which no step is left out
-
-
-class Outliers:
-    """The limits of steps, z standard deviations above the mean of the steps before, beyond which an update is skipped.
-
-    They depend only on the steps before, so the same steps are left out under any scheduler, and again when they are
-    repeated. A step counts in later limits with its numbers clipped to its own limits: one outlier does not widen them,
-    and a loss that stays high is let in after some steps.
-
-    seen   (step, loss, norm) of the steps that count, in order
-    """
-
-    def __init__(self, z: float, seen: Sequence[Sequence[Any]] = ()) -> None:
-        self.z = z
-        self.seen = [(int(step), float(loss), float(norm)) for step, loss, norm in seen]
-
-    def limits(self, step: int) -> Limits:
-        """Return the limits of a step's loss and norm, above which its update is left out."""
-        before = [numbers for number, *numbers in self.seen if number < step][-WINDOW:]
-        if not self.z or len(before) < LEAST:
-            return NO_LIMITS
-        losses, norms = zip(*before)
-        return self._limit(losses), self._limit(norms)
-
-    def note(self, step: int, outcome: Outcome) -> None:
-        """Count a step that was made; one that is repeated counts once."""
-        if self.z and outcome.norm is not None and (not self.seen or step > self.seen[-1][0]):
-            most_loss, most_norm = self.limits(step)
-            self.seen.append((step, min(outcome.loss, most_loss), min(outcome.norm, most_norm)))
-
-    def facts(self, done: int) -> list[tuple[int, float, float]]:
-        """Return the entry of a checkpoint: the steps that count after some steps."""
-        return [entry for entry in self.seen if entry[0] < done][-WINDOW:]
-
-    def _limit(self, values: Sequence[float]) -> float:
-        mean = fsum(values) / len(values)
-        deviation = sqrt(fsum((value - mean) ** 2 for value in values) / len(values))
-        limit = mean + self.z * deviation
-        return limit if limit < inf else inf
 
 
 EVENTS_EVERY = 0.25  # seconds between two events: a step may be shorter, and the scheduler keeps the last thousand

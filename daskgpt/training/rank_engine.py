@@ -19,7 +19,7 @@ from daskgpt.config.groups import share_of_rank
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.compiled import Layout
 from daskgpt.model.parameters import RandomParameters, tensors
-from daskgpt.model.step import NO_LIMITS, Arrays, Limits, Outcome
+from daskgpt.model.step import Arrays, Outcome
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.failures import loss, losses_as_errors, places_apart
 from daskgpt.schedulers.links import end_programs, leave, leaving
@@ -95,8 +95,6 @@ class RankEngine(Engine):
     def together(self) -> int:
         most = max(1, round(min(WINDOW_SECONDS, self.pace) / max(self.seconds, 1e-6)))
         every = self.job.run.snapshot_every
-        if self.job.optimizer.skip_outliers:
-            most = 1
         return min(most, every - self.made % every) if every > 0 else most
 
     def look(self, workers: int) -> None:
@@ -154,7 +152,7 @@ class RankEngine(Engine):
             self.copies |= {number: copy for number, (copy,) in zip(missing, made)}
         return [self.copies[number] for number in numbers]
 
-    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         if self.given is None:
             self._wait_for_ranks()
         changed = self.workers != len(self.addresses) and self._ranks() != self.addresses
@@ -167,7 +165,7 @@ class RankEngine(Engine):
         arguments = []
         for rank in range(len(self.addresses)):
             mine = [np.ascontiguousarray(part[:, self._sequences(rank)]) for part in parts]
-            arguments.append((self.made, steps, mine, limits, self.kept))
+            arguments.append((self.made, steps, mine, self.kept))
         ended = self._windows(arguments)
         self.seconds = max(window.seconds for window in ended) / len(batches)
         for line in ended[0].messages:

@@ -56,7 +56,7 @@ SECTIONS: Mapping[str, type] = {
 }
 # Settings that may change when a run is resumed. Those of the first row change bits from there on, the others none.
 MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip", "skip_outliers"),
+    "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip"),
     "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "engine", "window"),
     "run": (
         *("steps", "epochs", "tokens", "validate_every", "validation_batches", "sample_tokens", "sample_every"),
@@ -105,7 +105,6 @@ class Start:
     validation  the last validation loss, nan if there was none
     messages    lines to print
     seconds     how long earlier processes have trained
-    outliers    see `metrics.Outliers.facts`
     best        the best checkpoint of earlier processes
     entry       of the run's chain, behind which it continues; empty for a new run
     """
@@ -118,7 +117,6 @@ class Start:
     validation: float = nan
     messages: Sequence[str] = ()
     seconds: float = 0.0
-    outliers: Sequence[Sequence[Any]] = ()
     best: Best = field(default_factory=Best)
     entry: Mapping[str, Any] = field(default_factory=dict)
 
@@ -411,7 +409,6 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
         validated[-1] if validated else nan,
         messages,
         state.get("seconds", 0.0),
-        state.get("outliers", ()),
         Best.of(folder.path, state),
         state,
     )

@@ -28,7 +28,7 @@ from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.engine import Engine, LocalEngine, State, TaskEngine
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, Say, compile_kernels, describe, require_memory
-from daskgpt.training.metrics import Events, Finite, Outliers, StepMetrics
+from daskgpt.training.metrics import Events, Finite, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.run_folder import Saver
 from daskgpt.training.start import Start, beginning, checkpoint_facts, new_run, resumed_run
@@ -261,7 +261,6 @@ class _Trainer:
         self.enough, self.began = False, time.perf_counter()
         self.engine = engine_of(job, scheduler, say)
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
-        self.outliers = Outliers(job.optimizer.skip_outliers, start.outliers)
         self.finite = Finite(job, self.losses, self.wait)
         self.events, self.metrics = Events(scheduler), StepMetrics(job, scheduler, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
@@ -313,12 +312,10 @@ class _Trainer:
             batches = self.loader.take(steps)
             undecided, begin = engine.undecided, time.perf_counter()
             with self._observed(steps):
-                outcomes = engine.run(batches, length, self.outliers.limits(steps.start))
+                outcomes = engine.run(batches, length)
             seconds = time.perf_counter() - begin
             first_time = steps[-1] >= len(self.losses)  # else all of them are made again after a loss
             with self.timed("logs"):
-                for number, outcome in zip(steps, outcomes):
-                    self.outliers.note(number, outcome)
                 records = self.metrics.of_window(steps, outcomes, seconds)
             if self.folder and undecided:  # chunks and grain may have been chosen with this step
                 self.folder.configure(self._resolved())
@@ -429,7 +426,7 @@ class _Trainer:
     def _facts(self, step: int) -> dict[str, Any]:
         """Return the entries of a checkpoint's state.json."""
         facts = checkpoint_facts(self.job, self._resolved(), step)
-        return facts | {"seconds": round(self.seconds, 3), "outliers": self.outliers.facts(step)}
+        return facts | {"seconds": round(self.seconds, 3)}
 
     def _save_what_is_left(self) -> None:
         """Save the newest recovery point of a run whose cluster is lost, where it can be had without its workers."""
