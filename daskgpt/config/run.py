@@ -146,7 +146,6 @@ class RunConfig(Checked):
     save_minutes: float = setting(10.0, "time between checkpoints; 0 = only at the end", unit="minutes")
     keep: int = setting(3, "number of newest checkpoints to keep", least=1)
     keep_best: int = setting(1, "keep a checkpoint of the lowest validation loss so far as RUN/best; 0 = none", below=2)
-    keep_every: int = setting(0, "steps between checkpoints that are never deleted; 0 = none", unit="steps")
     snapshot_every: int = setting(
         -1,
         "on a cluster, steps between copies of the state on other workers; auto = at most 1 % of the time; 0 = none",

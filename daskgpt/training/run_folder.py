@@ -269,7 +269,7 @@ class Saver:
             return False
         if self.better(loss):
             return True
-        if any(every and done % every == 0 for every in (run.save_every, run.keep_every)):
+        if run.save_every and done % run.save_every == 0:
             return True
         late = run.save_minutes and time.monotonic() - self.since >= 60 * run.save_minutes
         return bool(late) and not (save and save.thread.is_alive())
@@ -377,7 +377,7 @@ class Saver:
             point(folder.path / LATEST, newest.name)
             if former != self.best:
                 self.best.point(folder.path)
-            prune(folder.path, job.run.keep, job.run.keep_every, self.best.step)
+            prune(folder.path, job.run.keep, self.best.step)
         except Exception as error:  # of any kind: it must not end the run, and `_finish` reports it
             save.error = error
         save.seconds = time.perf_counter() - start

@@ -60,7 +60,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
     "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "engine", "window"),
     "run": (
         *("steps", "epochs", "tokens", "validate_every", "validation_batches", "sample_tokens", "sample_every"),
-        *("save_every", "save_minutes", "keep", "keep_best", "keep_every", "snapshot_every"),
+        *("save_every", "save_minutes", "keep", "keep_best", "snapshot_every"),
         *("worker_minutes", "worker_seconds"),
     ),
 }

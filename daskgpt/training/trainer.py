@@ -364,8 +364,8 @@ class _Trainer:
     def _together(self) -> int:
         """Return how many steps from the next one on run together: until the one after which something is due."""
         run, made = self.job.run, self.engine.made
-        every = (run.save_every, run.keep_every) if self.saver else ()
-        ends: list[int] = [(made // count + 1) * count for count in (*every, run.sample_every) if count]
+        every = run.save_every if self.saver else 0
+        ends: list[int] = [(made // count + 1) * count for count in (every, run.sample_every) if count]
         ends += [first for first, _ in self.callbacks if made < first]
         return min(self.engine.together(), min([*ends, self._next_validation(made)]) - made)
 
