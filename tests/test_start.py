@@ -139,7 +139,7 @@ WRONG = [
 def nothing_slow(monkeypatch):
     """Fail where data are read, or kernels compiled."""
     monkeypatch.setattr(connect, "CONNECT_TIMEOUT", 0.3)
-    for place in ("training.start.load_dataset", "training.start.open_dataset", "train.open_dataset"):
+    for place in ("training.start.load_dataset", "training.start.open_dataset"):
         monkeypatch.setattr(f"daskgpt.{place}", lambda *_, **__: pytest.fail("data are read"))
     for place in ("training.trainer", "bench", "study", "profiling.measure", "audit"):
         monkeypatch.setattr(f"daskgpt.{place}.compile_kernels", lambda *_: pytest.fail("kernels are compiled"))

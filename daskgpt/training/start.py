@@ -30,7 +30,7 @@ from daskgpt.formats.stored_model import short
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.float32.blas import one_order
-from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters, digest
+from daskgpt.model.parameters import RandomParameters, digest
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, require_scheduler
@@ -202,60 +202,44 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     return dataset
 
 
-def first_start(
-    job: Job, folder: RunFolder | None, origin: WarmStart | None = None, parameters: Arrays | None = None
-) -> Start:
-    """Return what a new run starts with: the given parameters, those of a model, or random ones.
+def new_run(
+    settings: Mapping[str, Any],
+    config_of: Callable[[int], ModelConfig],
+    origin: WarmStart | None = None,
+    parameters: Arrays | None = None,
+    *,
+    most: int,
+    connects: bool = True,
+) -> tuple[Job, Start]:
+    """Return the job of a new run, and what it starts with. All but the data is checked before these are read.
 
-    folder       see `check_beginning`
-    parameters   checked
-    """
-    if parameters is not None:
-        parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
-    elif origin:
-        parameters = origin.model.loaded().parameters
-    else:
-        parameters = RandomParameters(job.config, job.run.seed)
-    return Start(folder, parameters)
+    settings     configurations by name, without that of the model
+    config_of    returns that of the model by the size of the vocabulary of the data; 0 before they are open
+    origin       model to start from; without it, parameters are random
+    parameters   checked, in place of both
+    most         see `open_dataset`
+    connects     whether a scheduler must answer
 
-
-def check_beginning(job: Job, *, connects: bool = True) -> RunFolder | None:
-    """Check what a new run needs, before its data are read or anything is computed; return its folder, if it has one.
-
-    job        without data
-    connects   whether a scheduler must answer
-
-    Errors     as of `daskgpt.fit`
+    Errors       as of `daskgpt.fit`
     """
     require_compiler()
+    job = Job(config_of(0), **settings)
     require_memory(job)
     folder = RunFolder(job.run.out) if job.run.out else None
     if folder:
         require_room(job)
     if connects:
         require_scheduler(job.dataflow.scheduler)
-    return folder
-
-
-def new_run(sections: Mapping[str, Any], parameters: Arrays | None, *, connects: bool = True) -> tuple[Job, Start]:
-    """Return the job of a new run from its configurations by name, and what it starts with.
-
-    connects   whether a scheduler must answer; it has if there is a client
-
-    Errors     as of `daskgpt.fit`
-    """
-    c = configurations("fit", sections)
-    config, origin = c.pop("model"), WarmStart(c["run"].init) if c["run"].init else None
-    if origin:
-        rule = "the model's numbers must be those of the model to start from"
-        origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
-    job = Job(config, **c)
+    dataset = open_dataset(job.data, job.config.vocabulary, origin, most=most)
+    job = replace(job, config=config_of(dataset.vocabulary), dataset=dataset)
+    require_memory(job)
     if parameters is not None:
-        check_parameters(config, parameters)
-        check_dtypes("fit", parameters, np.float32)
-    folder = check_beginning(job, connects=connects)
-    job = replace(job, dataset=open_dataset(c["data"], config.vocabulary, origin, most=config.vocabulary))
-    return job, first_start(job, folder, origin, parameters)
+        parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
+    elif origin:
+        parameters = origin.model.loaded().parameters
+    else:
+        parameters = RandomParameters(job.config, job.run.seed)
+    return job, Start(folder, parameters)
 
 
 def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[str, Any]:

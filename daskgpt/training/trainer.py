@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -20,7 +20,7 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
-from daskgpt.model.parameters import check_config
+from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import ClusterLost, Scheduler, WorkerLost
@@ -31,7 +31,15 @@ from daskgpt.training.job import Job, Say, compile_kernels, describe, require_me
 from daskgpt.training.metrics import Events, Finite, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.run_folder import Saver
-from daskgpt.training.start import Start, beginning, checkpoint_facts, new_run, resumed_run
+from daskgpt.training.start import (
+    Start,
+    WarmStart,
+    beginning,
+    checkpoint_facts,
+    configurations,
+    new_run,
+    resumed_run,
+)
 
 if TYPE_CHECKING:
     from daskgpt.training.recovery import Recovery
@@ -183,7 +191,17 @@ def fit(
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
         check_config("fit", config)
-        job, start = new_run(sections, parameters, connects=client is None)
+        settings = configurations("fit", sections)
+        size: ModelConfig = settings.pop("model")
+        origin = WarmStart(settings["run"].init) if settings["run"].init else None
+        if origin:
+            rule = "the model's numbers must be those of the model to start from"
+            origin.check_size(asdict(size), "fit", rule, "Take them from daskgpt.load.")
+        if parameters is not None:
+            check_parameters(size, parameters)
+            check_dtypes("fit", parameters, np.float32)
+        given = settings, lambda vocabulary: size, origin, parameters
+        job, start = new_run(*given, most=size.vocabulary, connects=client is None)
     return train(job, start, Observers(on_step, callbacks, quiet=quiet), client)
 
 
