@@ -36,7 +36,7 @@ class StepMetrics:
     gflop_per_s     of its matrix products, without what is computed twice
     memory_bytes    of this process; Dask's dashboard has those of workers
 
-    timers          seconds that steps have waited for other work, by PARTS; work in the background does not count
+    timers          seconds that steps have waited for other work, by PARTS
     """
 
     def __init__(self, job: Job, scheduler: Scheduler, seconds: Callable[[], float]) -> None:
@@ -111,11 +111,9 @@ class Diverged(RuntimeError):
 class Finite:
     """Checks that losses and parameters of a run stay finite, and explains where they do not."""
 
-    def __init__(self, job: Job, losses: Sequence[float], wait: Callable[[], None]) -> None:
-        """losses   of all steps so far
-        wait     waits for the checkpoint that is being written
-        """
-        self.job, self.losses, self.wait = job, losses, wait
+    def __init__(self, job: Job, losses: Sequence[float]) -> None:
+        """losses   of all steps so far"""
+        self.job, self.losses = job, losses
 
     def require(self, engine: Engine, metrics: Mapping[str, Any]) -> None:
         """Check the losses of a step, and with a validation loss every parameter.
@@ -138,7 +136,6 @@ class Finite:
             raise self._diverged(step, "parameters", f"parameter={names[0]}{others}")
 
     def _diverged(self, step: int, rule: str, got: str) -> Diverged:
-        self.wait()
         job, out = self.job, Path(self.job.run.out)
         rate = learning_rate(job.optimizer, step, job.steps)
         before = f"the loss before was {self.losses[step - 1]:.3f}" if 0 < step <= len(self.losses) else "it began so"

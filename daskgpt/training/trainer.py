@@ -237,11 +237,8 @@ def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) 
         trainer = _Trainer(job, scheduler, start, observers, progress, stop_requested)
         try:
             return trainer.run()
-        except Exception as error:
-            trainer.wait()  # for the checkpoint that is being written, which precedes the error
-            if isinstance(error, WorkerLost):
-                raise trainer.error_of(error) from None
-            raise
+        except WorkerLost as error:
+            raise trainer.error_of(error) from None
         finally:
             trainer.close()
 
@@ -279,7 +276,7 @@ class _Trainer:
         self.enough, self.began = False, time.perf_counter()
         self.engine = engine_of(job, scheduler, say)
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
-        self.finite = Finite(job, self.losses, self.wait)
+        self.finite = Finite(job, self.losses)
         self.events, self.metrics = Events(scheduler), StepMetrics(job, scheduler, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
         self.result = Result(job.config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
@@ -308,7 +305,6 @@ class _Trainer:
                 if self.recovery is None:
                     raise
                 lost = error.with_traceback(None)  # its frames hold what is lost
-                self.wait()
         if not result.stopped:  # whoever stops a run does not want to wait
             with suppress(WorkerLost):  # the model is saved by now
                 self._sample()
@@ -473,11 +469,6 @@ class _Trainer:
     def seconds(self) -> float:
         """Seconds that the run has trained, earlier processes included."""
         return self.start.seconds + time.perf_counter() - self.began
-
-    def wait(self) -> None:
-        """Wait for the checkpoint that is being written."""
-        if self.saver:
-            self.saver.wait()
 
     def close(self) -> None:
         """Release what the run holds, on a cluster its state and the copies of it."""
