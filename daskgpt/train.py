@@ -17,14 +17,14 @@ from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, OptimizerCon
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.data.tokenizer import encode, get_encoding
-from daskgpt.generation.sampler import sampled
+from daskgpt.generation.sampler import sample
 from daskgpt.generation.sanitize import readable, shown
 from daskgpt.profiling.plan import check_plan, predict
 from daskgpt.profiling.recorder import TimelineCallback, TimelineConfig
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
-from daskgpt.training.engine import State, call_on_model
+from daskgpt.training.engine import State
 from daskgpt.training.job import LENGTHS, Job, require_one_length
 from daskgpt.training.run_folder import new_folder
 from daskgpt.training.start import SECTIONS, Start, WarmStart, changeable, may_not_change, new_run, resumed_run
@@ -165,11 +165,10 @@ def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
     For a run on pairs, the text is a held-out prompt and the response of the model.
     """
     encoding, steps, asked = get_encoding(job.tokens.encoding_name), state.step, list(job.tokens.prompt)
-    threads, length = 0 if scheduler.in_place else 1, job.data.sequence_length
-    options: dict[str, Any] = {"temperature": 0.8, "seed": job.run.seed, "threads": threads, "context": length}
+    options: dict[str, Any] = {"temperature": 0.8, "seed": job.run.seed, "context": job.data.sequence_length}
     end, prompt = encoding.eot_token if asked else None, asked or encode(encoding, "\n").tolist()
-    writing = partial(sampled, job.config, prompt=prompt, count=job.run.sample_tokens, end=end, **options)
-    tokens = call_on_model(scheduler, state, writing)
+    parameters = state.parameters(scheduler)
+    tokens = list(sample(job.config, parameters, prompt, job.run.sample_tokens, end=end, **options))
     text = "".join(readable(encoding, [*asked, *shown(encoding, tokens, end)]))
     return f"{f'--- sample after {steps:,} steps ':-<71}\n{text}\n{'-' * 71}"
 

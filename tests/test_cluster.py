@@ -25,7 +25,6 @@ from daskgpt.schedulers.membership import members, running
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import WorkerLost
 from daskgpt.schedulers.protocol import METRIC
-from daskgpt.training.engine import State, call_on_model
 from daskgpt.training.rank_program import RankProgram
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
@@ -67,25 +66,6 @@ def state_after_a_step(scheduler, precision):
     step = step_of(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision, **dials)
     initial = state_of(step, daskgpt.initial_parameters(SMALL, 0))
     return run_step(scheduler, step, initial, random_batch(SMALL, np.random.default_rng(1), (4, 12)), 10)[1]
-
-
-def summed(parameters):
-    """Where it runs, what it finds, and a sample."""
-    sums = {name: (value.dtype, value.shape, float(value.sum())) for name, value in parameters.items()}
-    return os.getpid(), sums, list(daskgpt.sample(SMALL, parameters, [1, 2], 8, seed=3))
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_function_of_parameters_runs_on_a_worker(cluster, precision, monkeypatch):
-    cluster.have(2)
-    with daskgpt.open_scheduler("threads", 2) as threads:
-        here, *wanted = call_on_model(threads, state_after_a_step(threads, precision), summed)
-    with daskgpt.open_scheduler(cluster.address) as scheduler:
-        state = state_after_a_step(scheduler, precision)
-        monkeypatch.setattr(State, "parameters", None)
-        process, *sums = call_on_model(scheduler, state, summed)
-    assert here == os.getpid() != process
-    assert sums == wanted
 
 
 def test_recorded_spans_name_their_workers_and_times(cluster):

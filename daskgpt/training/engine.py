@@ -9,9 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import gcd
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -24,21 +23,11 @@ from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.program import Span
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import FLOAT32, Precision, values_of
-from daskgpt.model.step import (
-    Arrays,
-    CompiledStep,
-    Dials,
-    Outcome,
-    as_weights,
-    compile_step,
-    weights_in,
-)
+from daskgpt.model.step import Arrays, CompiledStep, Dials, Outcome, as_weights, compile_step, weights_in
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice, GrainChoice
 from daskgpt.training.job import Job, Say
-
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -99,27 +88,6 @@ def run_on_packs(scheduler: Scheduler, name: str, calls: Calls) -> list[Any]:
         graph[key] = task(key, function, arguments)
         leaves |= arguments
     return scheduler.run(Submission(graph, leaves, list(graph)))
-
-
-def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Answer]) -> Answer:
-    """Return the result of a function of a state's parameters.
-
-    On a cluster the function runs in a task on a worker, so that parameters need not fit into this process.
-
-    function   of the parameters by name; a cluster pickles it and its result
-
-    Errors     those of the function; schedulers.failures.WorkerLost if a parameter is lost
-    """
-    if scheduler.in_place:
-        return function(state.parameters(scheduler))
-    weights = state.weights
-    call = partial(_call, function, weights.layout), weights.packs
-    results: list[Answer] = scheduler.fetch(run_on_packs(scheduler, "model.call", [call]))
-    return results[0]
-
-
-def _call(function: Callable[[dict[str, np.ndarray]], Answer], layout: Layout, *packs: Any) -> Answer:
-    return function(named_parameters(layout.unpack(packs)))
 
 
 class Engine(ABC):
