@@ -316,14 +316,12 @@ def test_a_paused_worker_is_named_once_with_its_memory(monkeypatch):
     assert (monitor.stuck, monitor.watched["tcp://a"].named, len(said)) == ({}, "", 1)
 
 
-def test_recovery_interval_follows_cost_and_losses(monkeypatch):
+def test_recovery_interval_follows_cost(monkeypatch):
     job = SimpleNamespace(run=SimpleNamespace(snapshot_every=-1))
-    points = RecoveryPoints(SimpleNamespace(job=job, scheduler=SimpleNamespace(in_place=False)), print)
-    points.cost = 2.0
-    assert points.interval == 200
-    points.begin, points.losses = -100, 4
+    points = RecoveryPoints(SimpleNamespace(job=job, scheduler=None), print)
+    points.cost = 0.1
+    assert points.interval == 10
     monkeypatch.setattr("daskgpt.training.recovery.time.monotonic", lambda: 0.0)
-    assert points.interval == 10  # sqrt(2 * 2 * 25)
     due = []
     for points.soon, points.every, points.since in ((True, 0, 0), (False, -1, -7), (False, -1, -8), (False, 3, 0)):
         due.append(points._due(8))
