@@ -43,7 +43,7 @@ from daskgpt.training.checkpoint import (
     open_with_state,
     read_checkpoint,
 )
-from daskgpt.training.job import LENGTHS, Job, from_root, require_memory, require_one_length, require_room
+from daskgpt.training.job import LENGTHS, Job, from_root, require_memory, require_one_length
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.run_folder import RunFolder
 
@@ -226,8 +226,6 @@ def new_run(
     job = Job(config_of(0), **settings)
     require_memory(job)
     folder = RunFolder(job.run.out) if job.run.out else None
-    if folder:
-        require_room(job)
     if connects:
         require_scheduler(job.dataflow.scheduler)
     dataset = open_dataset(job.data, job.config.vocabulary, origin, most=most)
@@ -368,7 +366,6 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
     open_model_file(checkpoint_folder)  # makes a learned vocabulary known
     require_allowed_rows(state, "train")
     job = Job(c.pop("model"), **c)
-    require_room(job)
     if not job.run.epochs:  # whose number of steps the data decide
         _require_steps_left(job, state, path)
     job = replace(job, dataset=data_of_run("train", job.data, state))
