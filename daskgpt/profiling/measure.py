@@ -267,7 +267,7 @@ class TimedEngine:
     @property
     def grain(self) -> str:
         """Return the grain of the steps so far."""
-        return str(self.engine.used_grain)
+        return str(self.engine.grain)
 
 
 def in_turns(engines: Mapping[K, TimedEngine], turns: int, steps: int = 1, untimed: int = 0) -> dict[K, list[float]]:

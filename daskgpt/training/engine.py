@@ -150,17 +150,12 @@ class Engine(ABC):
     @property
     @abstractmethod
     def grain(self) -> str:
-        """The grain of the coming steps, or `auto` while it is undecided."""
+        """The grain of the steps; on ranks, that of the first one, or the given one before its first steps."""
 
     @property
     @abstractmethod
     def tasks(self) -> int:
         """Number of tasks of a step."""
-
-    @property
-    def used_grain(self) -> str:
-        """The grain of the last steps."""
-        return self.grain
 
     @property
     @abstractmethod
@@ -222,10 +217,6 @@ class _OneStep(Engine):
         return self.step.tasks
 
     @property
-    def used_grain(self) -> str:
-        return self.step.dials.grain
-
-    @property
     def described_chunks(self) -> str:
         return self.chunks.described(self.chunk)
 
@@ -264,10 +255,6 @@ class LocalEngine(_OneStep):
     @property
     def undecided(self) -> bool:  # type: ignore[override]
         return self.chunks.undecided or self.choice.undecided
-
-    @property
-    def grain(self) -> str:
-        return "auto" if self.choice.undecided else self.step.dials.grain
 
     @property
     def described_tasks(self) -> str:

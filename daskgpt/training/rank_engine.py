@@ -51,14 +51,14 @@ class RankEngine(Engine):
     scheduler: ClusterScheduler
     ranks = True
     described_tasks = f"some steps of a worker, about {WINDOW_SECONDS:g} s, are a task"
-    made, tasks = 0, 0  # tasks: of all ranks, in the last steps
+    made, tasks, grain = 0, 0, ""  # tasks: of all ranks, in the last steps
 
     def __init__(self, job: Job, scheduler: ClusterScheduler, say: Say = print) -> None:
         self.job, self.scheduler, self.say = job, scheduler, say
         dataflow = replace(job.dataflow, precision=job.precision.name)
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)
         self.run_name, self.epoch = f"{scheduler.name} {uuid4().hex[:8]}", ""
-        self.parts = job.groups
+        self.parts, self.grain = job.groups, job.dataflow.grain
         self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, job.precision, scheduler.threads)
         self.layout = Layout(tuple(_packs(job)))
         self.addresses: list[str] = []
@@ -66,24 +66,15 @@ class RankEngine(Engine):
         self.heirs: dict[int, int] = {}
         self.given: State | None = None
         self.copies, self.held = dict[int, Any](), list[Any]()
-        self.grain_of_rank = job.dataflow.grain  # of the first rank, in the last steps
         self.kept = False  # whether kernel calls are kept for a timeline
         self.seconds = WINDOW_SECONDS  # of one step; until the first one is made
         self.pace = math.inf
-        self.seen = self.workers = len(scheduler.addresses())
+        self.workers = len(scheduler.addresses())
 
     @property
     def chunk(self) -> tuple[int, int]:
         """Sequences and tokens of a chunk where one process has the whole batch."""
         return self.chunks.first
-
-    @property
-    def grain(self) -> str:
-        return self.job.dataflow.grain
-
-    @property
-    def used_grain(self) -> str:
-        return self.grain_of_rank
 
     @property
     def described_chunks(self) -> str:
@@ -96,12 +87,6 @@ class RankEngine(Engine):
         most = max(1, round(min(WINDOW_SECONDS, self.pace) / max(self.seconds, 1e-6)))
         every = self.job.run.snapshot_every
         return min(most, every - self.made % every) if every > 0 else most
-
-    def look(self, workers: int) -> None:
-        """Note the number of workers, every few seconds; new ranks begin once it is the same twice."""
-        if workers == self.seen:
-            self.workers = workers
-        self.seen = workers
 
     def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
         """Return a state whose packs are on workers; random weights need none."""
@@ -170,7 +155,7 @@ class RankEngine(Engine):
         self.seconds = max(window.seconds for window in ended) / len(batches)
         for line in ended[0].messages:
             self.say(f"rank 0     {line}")
-        self.tasks, self.grain_of_rank = sum(window.tasks for window in ended), ended[0].grain
+        self.tasks, self.grain = sum(window.tasks for window in ended), ended[0].grain
         self.made, self.copies, self.held = self.made + len(batches), {}, []
         return cast(list[Outcome], ended[0].outcomes)
 

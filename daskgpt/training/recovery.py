@@ -209,7 +209,7 @@ class Recovery:
         now = self.scheduler.addresses() | (before & there)  # a worker that is paused is not gone
         come, gone, self.workers = sorted(now - before), sorted(before - now), now
         self.gone = gone  # those of the look before are reported: steps have been made without them
-        self.engine.look(len(now))
+        self.engine.workers = len(now)  # new ranks begin with the next window
         if before and (come or gone):
             self.points.soon |= bool(gone)  # copies are lost
             parts = ("gone:", self._named(gone)), ("new:", come)
