@@ -18,7 +18,7 @@ from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import step_operations
 from daskgpt.model.step import Outcome
 from daskgpt.schedulers.machine import resident_memory
-from daskgpt.schedulers.protocol import TOPIC, Scheduler
+from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import checkpoints
 from daskgpt.training.engine import Engine, State, named_parameters, run_on_packs
 from daskgpt.training.job import Job
@@ -78,30 +78,8 @@ class StepMetrics:
         return metrics
 
 
-EVENTS_EVERY = 0.25  # seconds between two events: a step may be shorter, and the scheduler keeps the last thousand
-FIELDS = ("step", "loss", "validation_loss", "tokens_per_s", "lost_steps")  # of a step's metrics
-RARE = {"validation_loss", "lost_steps"}  # steps that have one of these are all published
-
-
-class Events:
-    """Publishes metrics of steps, which the page of a cluster's dashboard shows: of those that are rare, and else of
-    one in each quarter of a second.
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler, self.latest, self.at = scheduler, dict[str, Any](), 0.0
-
-    def note(self, metrics: Mapping[str, Any]) -> None:
-        """Publish the metrics of a step if it is time to."""
-        self.latest = {name: metrics[name] for name in FIELDS if name in metrics}
-        if time.monotonic() - self.at > EVENTS_EVERY or RARE & metrics.keys():
-            self.flush()
-
-    def flush(self) -> None:
-        """Publish the metrics of the latest step, unless they were."""
-        if self.latest:
-            self.scheduler.publish(TOPIC, self.latest)
-            self.latest, self.at = {}, time.monotonic()
+# Of the metrics of steps, what the page of a cluster's dashboard shows.
+SHOWN = ("step", "loss", "validation_loss", "tokens_per_s", "lost_steps")
 
 
 class Diverged(RuntimeError):

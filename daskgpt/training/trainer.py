@@ -23,12 +23,12 @@ from daskgpt.kernels.compilation import compile_later
 from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
-from daskgpt.schedulers.protocol import ClusterLost, Scheduler, WorkerLost
+from daskgpt.schedulers.protocol import TOPIC, ClusterLost, Scheduler, WorkerLost
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.engine import Engine, LocalEngine, State, TaskEngine
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, Say, compile_kernels, describe, require_memory
-from daskgpt.training.metrics import Events, Finite, StepMetrics
+from daskgpt.training.metrics import SHOWN, Finite, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.run_folder import Saver
 from daskgpt.training.start import (
@@ -277,7 +277,7 @@ class _Trainer:
         self.engine = engine_of(job, scheduler, say)
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
         self.finite = Finite(job, self.losses)
-        self.events, self.metrics = Events(scheduler), StepMetrics(job, scheduler, lambda: self.seconds)
+        self.metrics = StepMetrics(job, scheduler, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
         self.result = Result(job.config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
         self.validation = Validation(job, self.engine, self.stop_requested)
@@ -336,8 +336,12 @@ class _Trainer:
             if first_time and engine.made == self._next_validation(steps[-1]):
                 with self.timed("validation"):
                     records[-1].update(self.validation.measure())
-            for record in records[max(len(self.losses) - steps.start, 0) :]:
+            new = records[max(len(self.losses) - steps.start, 0) :]
+            for record in new:
                 self._report(record)
+            shown = {name: record[name] for record in new for name in SHOWN if name in record}
+            if shown:
+                self.scheduler.publish(TOPIC, shown)
             if engine.made == length:
                 return False
             if self.enough or self.stop_requested():
@@ -399,7 +403,7 @@ class _Trainer:
             yield
 
     def _report(self, metrics: dict[str, Any]) -> None:
-        """Show, log and publish the metrics of a step, and end the run if a number is not finite."""
+        """Show and log the metrics of a step, and end the run if a number is not finite."""
         with self.timed("logs"):
             self.losses.append(metrics["loss"])
             if "validation_loss" in metrics:
@@ -410,7 +414,6 @@ class _Trainer:
             self.progress.step(metrics)
             if self.recovery:
                 metrics |= self.recovery.news()
-            self.events.note(metrics)
             if self.saver:
                 self.saver.folder.log(metrics | self.saver.news(), self.progress.say)
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
@@ -451,7 +454,6 @@ class _Trainer:
 
     def _finished(self, *, stopped: bool) -> Result:
         """Save the last state and return the result of the run."""
-        self.events.flush()
         result, engine = self.result, self.engine
         result.seconds, result.stopped = time.perf_counter() - self.began, stopped
         self.finite.require_weights(engine, max(engine.made - 1, 0))
