@@ -66,20 +66,15 @@ def test_resolved_addresses(setting, address, resolved, tmp_path):
         assert opening.resolved_address(address) == resolved
 
 
+WRONG_ADDRESSES = ["node0", "", "http://127.0.0.1:8787/status", "ftp://127.0.0.1:1", "tcp://node0", "node0:87866"]
+WRONG_ADDRESSES += ["node0:port", "node0:0", ":8786", "::1:8786", "[]:1"]
+
+
 @pytest.mark.parametrize(
     ("address", "kind", "keyword"),
     [
         ("thread", ValueError, r"must be known; got scheduler=thread\. Did you mean threads\?"),
-        ("node0", ValueError, "Give HOST:PORT"),
-        ("", ValueError, "Give HOST:PORT"),
-        ("FILE", ValueError, "Give file:"),
-        ("http://127.0.0.1:8787/status", ValueError, "must be known; .*That is a dashboard"),
-        ("ftp://127.0.0.1:1", ValueError, "must be known"),
-        ("tcp://node0", ValueError, "must be HOST:PORT"),
-        ("node0:87866", ValueError, "must be HOST:PORT"),
-        ("node0:port", ValueError, "must be HOST:PORT"),
-        (":8786", ValueError, "must be HOST:PORT"),
-        ("::1:8786", ValueError, r"must be HOST:PORT; .* in brackets: tcp://\[::1\]:8786"),
+        *((address, ValueError, "must be known; .*Choose from sync, .*HOST:PORT") for address in WRONG_ADDRESSES),
         ("tcp://127.0.0.1:1", RuntimeError, r"must answer; got scheduler=tcp://127\.0\.0\.1:1 \(Timed out"),
         ("[::1]:1", RuntimeError, r"must answer; got scheduler=tcp://\[::1\]:1"),
         ("tcp://nobody.invalid:1", RuntimeError, "no machine has this name"),
