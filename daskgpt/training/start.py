@@ -147,14 +147,10 @@ class WarmStart:
         require(not names, where, rule, f"{got}, init={self.init} ({theirs})", advice)
 
     def data_config(self, given: Mapping[str, Any]) -> DataConfig:
-        """Return the data settings of this model's run, with those that are given in their place.
-
-        Errors   ValueError if the given encoding is not the model's
-        """
+        """Return the data settings of this model's run, with those that are given in their place."""
         length = self.model.sequence_length or min(DataConfig().sequence_length, self.config.positions)
         names = {"data", *PARTS} & self.data.keys()
-        chosen = DataConfig(**{"sequence_length": length, **{name: self.data[name] for name in names}, **given})
-        return replace(chosen, encoding=self.encoding(chosen.encoding))
+        return DataConfig(**{"sequence_length": length, **{name: self.data[name] for name in names}, **given})
 
     def encoding(self, wanted: str) -> str:
         """Return the model's encoding; where its file has none, the wanted one, or the one that its vocabulary means.
