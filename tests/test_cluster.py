@@ -23,8 +23,7 @@ from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.dask_internals import closes
 from daskgpt.schedulers.membership import members, running
 from daskgpt.schedulers.opening import require_scheduler
-from daskgpt.schedulers.protocol import WorkerLost
-from daskgpt.schedulers.protocol import METRIC
+from daskgpt.schedulers.protocol import METRIC, WorkerLost
 from daskgpt.training.rank_program import RankProgram
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)

@@ -35,7 +35,7 @@ def usable_cores() -> int:
     """Return the number of cores that this process may keep busy, as Dask counts them: those of its affinity or, if
     that is less, the quota of its control group, rounded up.
     """
-    return cpu_count()
+    return int(cpu_count())
 
 
 def memory_limit() -> tuple[int, str]:

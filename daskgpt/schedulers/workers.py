@@ -21,7 +21,7 @@ from daskgpt.schedulers.dask_internals import (
     send_heartbeat,
 )
 from daskgpt.schedulers.latest_calls import ASKED, LatestCall, latest_calls
-from daskgpt.schedulers.links import end_programs, forget_worker, is_not_reported, leave, ranks_of
+from daskgpt.schedulers.links import end_programs, forget_worker, is_not_reported, leave
 from daskgpt.schedulers.local import ONE_BLAS_THREAD, keep_memory
 from daskgpt.schedulers.membership import plugin_name
 from daskgpt.schedulers.protocol import METRIC, clock_offset

@@ -173,11 +173,11 @@ def fetched_arrays(scheduler: Scheduler, state: State) -> Arrays:
     places = {name: place for place, (names, _) in enumerate(zip(state.layout.packs, state.packs)) for name in names}
 
     @lru_cache(maxsize=2)  # the model and the moments are written side by side
-    def pack(place: int) -> Arrays:
+    def pack(place: int) -> dict[str, Any]:
         (values,) = scheduler.fetch([state.packs[place]])
-        return {name: values_of(value) for name, value in zip(state.layout.packs[place], values)}
+        return dict(zip(state.layout.packs[place], values))
 
-    return ReadLater(places, lambda name: pack(places[name])[name])
+    return ReadLater(places, lambda name: values_of(pack(places[name])[name]))
 
 
 class Saver:
