@@ -323,10 +323,7 @@ class RankEngine(Engine):
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Let the tasks of ranks fail that wait for one that has failed.
-
-        The workers stay needed until new ranks begin: a checkpoint's thread may wait for a copy that was on a lost one.
-        """
+        """Let the tasks of ranks fail that wait for one that has failed."""
         try:
             yield
         except BaseException:
