@@ -122,13 +122,13 @@ class RankEngine(Engine):
             self.held = run_on_packs(self.scheduler, "state.hold", calls)
         return State(layout, self.held, self.made)
 
-    def copied_apart(self) -> list[list[Any]]:
-        """Return futures of two copies of each pack on different workers, where there are several.
+    def copied_apart(self) -> State:
+        """Return the state with two copies of each pack on different workers, where there are several, as futures.
 
         No other task may read them: of the copies that this leaves, Dask's memory manager keeps one, perhaps that on
         the worker with the other copy.
         """
-        return self._copies_of(self.layout.packs, apart=True)
+        return State(self.layout, self._copies_of(self.layout.packs, apart=True), self.made)
 
     def _copied(self, numbers: Sequence[int]) -> list[Any]:
         missing = [number for number in numbers if number not in self.copies]

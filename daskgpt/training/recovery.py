@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from daskgpt.graph.compiled import Layout
-from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
 from daskgpt.training.checkpoint import newest_good, read_checkpoint
 from daskgpt.training.engine import State
@@ -23,24 +21,10 @@ LEAST_COST = 1e-3  # seconds
 NEARLY = 0.75  # of the interval, after which a point is due: points are made between windows
 
 
-class Point:
-    """A recovery point: a state that is kept.
-
-    places  handles of the copies of each pack, on different workers
-    """
-
-    def __init__(self, layout: Layout, step: int, places: list[list[Any]]) -> None:
-        self.layout, self.step, self.places = layout, step, places
-
-    def whole(self, scheduler: ClusterScheduler) -> State | None:
-        """Return the state, each pack from a place where it still is; None if a pack is lost."""
-        there = iter(scheduler.present(list(chain(*self.places))))
-        left = [[place for place in places if next(there)] for places in self.places]
-        return State(self.layout, [places[0] for places in left], self.step) if all(left) else None
-
-
 class RecoveryPoints:
     """Holds the newest recovery point of a run, and makes the next one while steps continue.
+
+    A point is a state whose packs are lists of copies, on different workers.
 
     The first point, and the first one after a loss, are waited for and timed; the least time decides when the next one
     is due. There is none while there is only one worker.
@@ -51,8 +35,8 @@ class RecoveryPoints:
     def __init__(self, engine: RankEngine, say: Say) -> None:
         self.engine, self.scheduler, self.say = engine, engine.scheduler, say
         self.every = engine.job.run.snapshot_every
-        self.kept: Point | None = None
-        self.making: Point | None = None
+        self.kept: State | None = None
+        self.making: State | None = None
         self.soon, self.reported = True, False
         self.cost, self.since = math.inf, 0.0
 
@@ -66,17 +50,23 @@ class RecoveryPoints:
         try:
             if self.making is None and self._due(self.engine.made) and len(self.scheduler.addresses()) > 1:
                 self._copy()
-            if self.making is not None and self.scheduler.are_made([copies[-1] for copies in self.making.places]):
+            if self.making is not None and self.scheduler.are_made([copies[-1] for copies in self.making.packs]):
                 self.kept, self.making = self.making, None
         except WorkerLost:
             self.making, self.soon = None, True
 
     def newest_whole(self) -> State | None:
         """Return the state of the newest point of which no part is lost; the next point is then due at once."""
-        points = ((point, point.whole(self.scheduler)) for point in (self.making, self.kept) if point is not None)
+        points = ((point, self._whole(point)) for point in (self.making, self.kept) if point is not None)
         self.kept, state = next(((point, state) for point, state in points if state is not None), (None, None))
         self.making, self.soon = None, True
         return state
+
+    def _whole(self, point: State) -> State | None:
+        """Return a state, each pack a copy that still is there; None if all copies of one are lost."""
+        there = iter(self.scheduler.present(list(chain(*point.packs))))
+        left = [[copy for copy in copies if next(there)] for copies in point.packs]
+        return replace(point, packs=[copies[0] for copies in left]) if all(left) else None
 
     def _due(self, step: int) -> bool:
         if self.soon:
@@ -93,9 +83,9 @@ class RecoveryPoints:
     def _copy(self) -> None:
         """Begin to copy the state to other workers."""
         self.since, start = time.monotonic(), time.perf_counter()
-        self.making = Point(self.engine.layout, self.engine.made, self.engine.copied_apart())
+        self.making = self.engine.copied_apart()
         if self.soon:
-            self.scheduler.wait_for([copies[-1] for copies in self.making.places])
+            self.scheduler.wait_for([copies[-1] for copies in self.making.packs])
             cost = max(time.perf_counter() - start, LEAST_COST)
             self.cost, self.soon = min(cost, self.cost), False  # the first one after a loss may wait for other things
             if not self.reported:
