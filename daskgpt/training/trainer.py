@@ -428,7 +428,7 @@ class _Trainer:
                 self.progress.say(sampler(self.scheduler, self.engine.weights()))
 
     def _save_if_due(self, *, checked: bool) -> None:
-        """Begin to write a checkpoint if one is due; checked: whether the parameters are known to be finite."""
+        """Write a checkpoint if one is due; checked: whether the parameters are known to be finite."""
         made = self.engine.made
         loss = self.validated.get(made)
         if self.saver and self.saver.due(made, loss):
