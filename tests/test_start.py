@@ -162,17 +162,12 @@ def test_small_vocabulary_is_refused_before_data_are_read(flags, small_text, tmp
 
 
 @pytest.mark.usefixtures("nothing_slow")
-def test_fit_says_what_is_wrong_before_data_are_read(first, small_text, tmp_path):
+def test_fit_says_what_is_wrong_before_data_are_read(first, small_text):
     config, data = daskgpt.preset("tiny", blocks=1), {"data": str(small_text)}
-    wrong = [
-        ({"dataflow": {"scheduler": "127.0.0.1:1"}}, "scheduler must answer"),
-        ({"run": {"out": str(first)}}, "must not hold a run already"),
-        ({"parameters": {}}, "names must be the table's"),
-        ({"data": data | {"batch_size": 4}, "dataflow": {"batch_chunk": 3}}, "must divide batch_size"),
-    ]
-    for settings, said in wrong:
-        with pytest.raises((ValueError, OSError, RuntimeError), match=said):
-            daskgpt.fit(config, **{"data": data} | settings)
+    with pytest.raises(ValueError, match="names must be the table's"):
+        daskgpt.fit(config, data, parameters={})
+    with pytest.raises(RuntimeError, match="scheduler must answer"):
+        daskgpt.fit(config, data, dataflow={"scheduler": "127.0.0.1:1"})
     with pytest.raises(RuntimeError, match="scheduler must answer"):
         daskgpt.fit(resume=first, dataflow={"scheduler": "127.0.0.1:1"})
     with pytest.raises(RuntimeError, match="scheduler must answer"):
