@@ -83,7 +83,6 @@ def test_file_system_that_lacks_everything(small_text, tmp_path, usual, refusing
     refusing("fsync", errno.EINVAL)
     refusing("symlink", errno.EPERM)
     refusing("posix_fadvise", errno.EINVAL)
-    refusing("setpriority", errno.EPERM)
     refusing("flock", errno.ENOLCK, module=fcntl)
     out = tmp_path / "run"
     fit(small_text, out, save_every=4, keep=1, validate_every=4)

@@ -18,7 +18,7 @@ from dask.callbacks import Callback
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Key, with_leaves
 from daskgpt.graph.program import Span
-from daskgpt.schedulers.machine import quota_note, usable_cores
+from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 
 # From <malloc.h>
@@ -117,7 +117,7 @@ def local_scheduler(name: str, threads: int) -> LocalScheduler:
     if name == "sync":
         return LocalScheduler(dask.local.get_sync, "Dask's synchronous scheduler")
     get = partial(dask.threaded.get, num_workers=threads)
-    share = " (in a task of a Dask worker)" if in_task() else quota_note(threads)
+    share = " (in a task of a Dask worker)" if in_task() else ""
     return LocalScheduler(get, f"Dask's threaded scheduler, {threads} thread{'s' * (threads != 1)}{share}", threads)
 
 

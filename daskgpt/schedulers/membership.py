@@ -30,7 +30,7 @@ from daskgpt.schedulers.dask_internals import (
     remove_plugins,
     scheduler_identity,
 )
-from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
+from daskgpt.schedulers.protocol import METRIC, TOPIC
 
 PREFIX = "daskgpt-"  # of the names of plugins
 PAGE = "daskgpt.profiling.dashboard"  # by name: it is in a layer above

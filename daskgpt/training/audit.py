@@ -238,8 +238,7 @@ class Audit:
                 if at != stretch.begin:
                     shutil.rmtree(at)
             out, steps = RunFolder(str(folder / f"to-{entry['step']}")), range(state["step"], entry["step"])
-            outliers, earlier_losses = state.get("outliers", ()), [nan] * steps.start
-            start = Start(out, parameters, moments, steps.start, earlier_losses, outliers=outliers, entry=state)
+            start = Start(out, parameters, moments, steps.start, [nan] * steps.start, entry=state)
             losses, at = _made(job, scheduler, start, entry["step"])
             both = zip_longest(steps, map(self.losses.get, steps), losses)
             verdict.losses += [loss for loss in both if loss[1] != loss[2]]

@@ -161,15 +161,14 @@ def tidy(run: Path, step: int) -> None:
         point(run / LATEST, step_folder(run, step).name)
 
 
-def prune(run: Path, keep: int, keep_every: int, best: int = -1) -> None:
-    """Delete the checkpoints of a run, except the newest ones, one each `keep_every` steps, and the best one.
+def prune(run: Path, keep: int, best: int = -1) -> None:
+    """Delete the checkpoints of a run, except the newest ones and the best one.
 
-    keep     how many of the newest stay
-    best     step of the best checkpoint
+    keep   how many of the newest stay
+    best   step of the best checkpoint
     """
     for path in checkpoints(run)[:-keep]:
-        step = step_of(path)
-        if step != best and not (keep_every and step % keep_every == 0):
+        if step_of(path) != best:
             with temporary_beside(path, "prune") as deleted:
                 os.replace(path, deleted)  # first, so that no checkpoint is partial
             remove(deleted)

@@ -8,8 +8,6 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from daskgpt.config.errors import nearest, refusal, require, require_named
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import require_allowed
@@ -29,7 +27,7 @@ from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import short
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
-from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters, digest
+from daskgpt.model.parameters import RandomParameters, digest
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, require_scheduler
@@ -42,7 +40,7 @@ from daskgpt.training.checkpoint import (
     open_with_state,
     read_checkpoint,
 )
-from daskgpt.training.job import LENGTHS, Job, from_root, require_memory, require_one_length, require_room
+from daskgpt.training.job import LENGTHS, Job, from_root, require_memory, require_one_length
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.run_folder import RunFolder
 
@@ -55,11 +53,11 @@ SECTIONS: Mapping[str, type] = {
 }
 # Settings that may change when a run is resumed. Those of the first row change bits from there on, the others none.
 MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip", "skip_outliers"),
+    "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip"),
     "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "engine", "window"),
     "run": (
         *("steps", "epochs", "tokens", "validate_every", "validation_batches", "sample_tokens", "sample_every"),
-        *("save_every", "save_minutes", "keep", "keep_best", "keep_every", "snapshot_every"),
+        *("save_every", "save_minutes", "keep", "keep_best", "snapshot_every"),
         *("worker_minutes", "worker_seconds"),
     ),
 }
@@ -103,7 +101,6 @@ class Start:
     validation  the last validation loss, nan if there was none
     messages    lines to print
     seconds     how long earlier processes have trained
-    outliers    see `metrics.Outliers.facts`
     best        the best checkpoint of earlier processes
     entry       of the run's chain, behind which it continues; empty for a new run
     """
@@ -116,7 +113,6 @@ class Start:
     validation: float = nan
     messages: Sequence[str] = ()
     seconds: float = 0.0
-    outliers: Sequence[Sequence[Any]] = ()
     best: Best = field(default_factory=Best)
     entry: Mapping[str, Any] = field(default_factory=dict)
 
@@ -147,14 +143,10 @@ class WarmStart:
         require(not names, where, rule, f"{got}, init={self.init} ({theirs})", advice)
 
     def data_config(self, given: Mapping[str, Any]) -> DataConfig:
-        """Return the data settings of this model's run, with those that are given in their place.
-
-        Errors   ValueError if the given encoding is not the model's
-        """
+        """Return the data settings of this model's run, with those that are given in their place."""
         length = self.model.sequence_length or min(DataConfig().sequence_length, self.config.positions)
         names = {"data", *PARTS} & self.data.keys()
-        chosen = DataConfig(**{"sequence_length": length, **{name: self.data[name] for name in names}, **given})
-        return replace(chosen, encoding=self.encoding(chosen.encoding))
+        return DataConfig(**{"sequence_length": length, **{name: self.data[name] for name in names}, **given})
 
     def encoding(self, wanted: str) -> str:
         """Return the model's encoding; where its file has none, the wanted one, or the one that its vocabulary means.
@@ -202,60 +194,42 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     return dataset
 
 
-def first_start(
-    job: Job, folder: RunFolder | None, origin: WarmStart | None = None, parameters: Arrays | None = None
-) -> Start:
-    """Return what a new run starts with: the given parameters, those of a model, or random ones.
+def new_run(
+    settings: Mapping[str, Any],
+    config_of: Callable[[int], ModelConfig],
+    origin: WarmStart | None = None,
+    parameters: Arrays | None = None,
+    *,
+    most: int,
+    connects: bool = True,
+) -> tuple[Job, Start]:
+    """Return the job of a new run, and what it starts with. All but the data is checked before these are read.
 
-    folder       see `check_beginning`
-    parameters   checked
+    settings     configurations by name, without that of the model
+    config_of    returns that of the model by the size of the vocabulary of the data; 0 before they are open
+    origin       model to start from; without it, parameters are random
+    parameters   checked, in place of both
+    most         see `open_dataset`
+    connects     whether a scheduler must answer
+
+    Errors       as of `daskgpt.fit`
     """
+    require_compiler()
+    job = Job(config_of(0), **settings)
+    require_memory(job)
+    folder = RunFolder(job.run.out) if job.run.out else None
+    if connects:
+        require_scheduler(job.dataflow.scheduler)
+    dataset = open_dataset(job.data, job.config.vocabulary, origin, most=most)
+    job = replace(job, config=config_of(dataset.vocabulary), dataset=dataset)
+    require_memory(job)
     if parameters is not None:
         parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
     elif origin:
         parameters = origin.model.loaded().parameters
     else:
         parameters = RandomParameters(job.config, job.run.seed)
-    return Start(folder, parameters)
-
-
-def check_beginning(job: Job, *, connects: bool = True) -> RunFolder | None:
-    """Check what a new run needs, before its data are read or anything is computed; return its folder, if it has one.
-
-    job        without data
-    connects   whether a scheduler must answer
-
-    Errors     as of `daskgpt.fit`
-    """
-    require_compiler()
-    require_memory(job)
-    folder = RunFolder(job.run.out) if job.run.out else None
-    if folder:
-        require_room(job)
-    if connects:
-        require_scheduler(job.dataflow.scheduler)
-    return folder
-
-
-def new_run(sections: Mapping[str, Any], parameters: Arrays | None, *, connects: bool = True) -> tuple[Job, Start]:
-    """Return the job of a new run from its configurations by name, and what it starts with.
-
-    connects   whether a scheduler must answer; it has if there is a client
-
-    Errors     as of `daskgpt.fit`
-    """
-    c = configurations("fit", sections)
-    config, origin = c.pop("model"), WarmStart(c["run"].init) if c["run"].init else None
-    if origin:
-        rule = "the model's numbers must be those of the model to start from"
-        origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
-    job = Job(config, **c)
-    if parameters is not None:
-        check_parameters(config, parameters)
-        check_dtypes("fit", parameters, np.float32)
-    folder = check_beginning(job, connects=connects)
-    job = replace(job, dataset=open_dataset(c["data"], config.vocabulary, origin, most=config.vocabulary))
-    return job, first_start(job, folder, origin, parameters)
+    return job, Start(folder, parameters)
 
 
 def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -377,7 +351,6 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
     open_model_file(checkpoint_folder)  # makes a learned vocabulary known
     require_allowed_rows(state, "train")
     job = Job(c.pop("model"), **c)
-    require_room(job)
     if not job.run.epochs:  # whose number of steps the data decide
         _require_steps_left(job, state, path)
     job = replace(job, dataset=data_of_run("train", job.data, state))
@@ -402,7 +375,6 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
         validated[-1] if validated else nan,
         messages,
         state.get("seconds", 0.0),
-        state.get("outliers", ()),
         Best.of(folder.path, state),
         state,
     )
