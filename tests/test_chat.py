@@ -88,7 +88,7 @@ def test_models_with_a_chat_template_answer(tmp_path, monkeypatch, capsys):
         ids = encode(encoding, text, "test")
         tokens = daskgpt.sample(config, parameters, ids, 5, temperature=0, end=encoding.eot_token)
         reply = [token for token in tokens if token != encoding.eot_token]
-        return encoding.decode(reply), "".join(sanitized(map(encoding.decode_single_token_bytes, reply)))
+        return encoding.decode(reply), "".join(sanitized(encoding.tokens[token] for token in reply))
 
     def said(typed, *flags):
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
@@ -133,7 +133,7 @@ SHARED = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "v
 
 
 def write(path, records):
-    path.write_text(json.dumps(records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return recognize(str(path))
 
 
@@ -171,7 +171,7 @@ def test_every_message_of_the_assistant_counts(tmp_path):
 def test_a_tuned_chat_model_reads_conversations_longer_than_its_examples(tmp_path, monkeypatch, capsys):
     pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
     write_gguf_llama(tmp_path / "model.gguf", llama_tensors())
-    (tmp_path / "pairs.json").write_text(json.dumps([{"prompt": "a 1", "response": f"{n}"} for n in range(12)]))
+    write(tmp_path / "pairs.json", [{"prompt": "a 1", "response": f"{n}"} for n in range(12)])
     flags = ["--data", tmp_path / "pairs.json", "--batch-size", 2, "--sequence-length", 6, "--sample-tokens", 0]
     assert (
         train.main(

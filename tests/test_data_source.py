@@ -1,12 +1,8 @@
 """Tests of what a path holds: recognized by content, the same for training, evaluation and preparation."""
 
-import bz2
 import gzip
 import json
-import lzma
-import os
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +12,7 @@ from llmc_samples import write_tokens
 
 import daskgpt
 from daskgpt import evaluate, prepare, train
-from daskgpt.data.dataset import load_dataset, load_validation
+from daskgpt.data.dataset import load_dataset
 from daskgpt.data.pairs import read_pairs
 from daskgpt.data.source import recognize
 from daskgpt.data.text import read_text
@@ -57,7 +53,7 @@ def texts_of(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("charset", ["utf-8", "utf-8-sig"])
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_texts_are_the_same_with_a_mark_and_in_all_packings(charset, pack, tmp_path):
     source = written(tmp_path / "t.txt", pack(TEXT.encode(charset)))
     assert texts_of(source) == [TEXT]
@@ -65,9 +61,6 @@ def test_texts_are_the_same_with_a_mark_and_in_all_packings(charset, pack, tmp_p
         written(tmp_path / name, pack(form.encode(charset)))
     assert texts_of(str(tmp_path / "l.jsonl")) == [TEXT]
     assert pairs_of(recognize(str(tmp_path / "p.jsonl")))[0] == PAIRS
-
-
-def test_preparation_reads_the_same_text(tmp_path):
     for name, encoded in (("plain", TEXT.encode()), ("other", TEXT.encode("utf-8-sig"))):
         source = written(tmp_path / name / "t.txt", encoded)
         prepare.main([source, "--encoding", "bytes", "--out", str(tmp_path / f"{name}-tokens")])
@@ -82,7 +75,7 @@ def test_zstd_with_several_frames(tmp_path):
     assert texts_of(written(tmp_path / "t.zst", packed)) == [TEXT]
 
 
-PACKINGS = {"zstd": zstd, "gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}
+PACKINGS = {"zstd": zstd, "gzip": gzip.compress}
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -90,7 +83,7 @@ PACKINGS = {"zstd": zstd, "gzip": gzip.compress, "bzip2": bz2.compress, "xz": lz
 def test_compressed_files_that_are_cut_off_are_refused(packing, share, tmp_path):
     packed = PACKINGS[packing](" ".join(map(str, np.random.default_rng(0).integers(0, 10**9, 90_000))).encode())
     path = written(tmp_path / "t", packed[: int(len(packed) * share) - 1])
-    with pytest.raises(ValueError, match=rf"damaged {packing}|a compressed file must be complete"):
+    with pytest.raises(ValueError, match="a compressed file must be complete"):
         texts_of(path)
 
 
@@ -102,17 +95,6 @@ def test_a_file_that_is_cut_within_a_character(tmp_path):
 
 
 # Token files
-
-
-def test_ids_of_other_widths_are_read_as_they_are(tmp_path):
-    ids = np.random.default_rng(0).integers(0, 50_000, 5000)
-    for dtype in ("<u2", "<u4", "<i4", "<i8", "<u8"):
-        path = tmp_path / f"{dtype[1:]}.bin"
-        ids.astype(dtype).tofile(path)
-        validation = load_validation(recognize(str(path)), "gpt2").validation
-        np.testing.assert_array_equal(validation, ids, err_msg=dtype)
-    with pytest.raises(ValueError, match=r"below the vocabulary; got id=.*path=.*u2.bin.*encoding"):
-        load_dataset(str(tmp_path / "u2.bin"), "bytes")
 
 
 def test_own_shards_have_the_encoding_of_their_manifest(tmp_path, capsys):
@@ -132,26 +114,21 @@ def test_own_shards_have_the_encoding_of_their_manifest(tmp_path, capsys):
     assert recognize(str(tmp_path / "link.bin")).encoding == "bytes"
 
 
-# Pairs
+# Records
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("name", "records"),
     [
-        ("pairs.JSONL", lines(pairs_as("prompt", "response"))),
-        ("pairs.ndjson", lines(pairs_as("prompt", "completion"))),
-        ("pairs.txt", lines(pairs_as("question", "answer"))),
-        ("pairs.json", json.dumps(pairs_as("prompt", "response"), indent=1)),
-        ("alpaca.json", json.dumps([row | {"input": ""} for row in pairs_as("instruction", "output")])),
-        ("pairs.csv", "prompt,response\r\n" + "".join(f'"{ask}",{answer}\r\n' for ask, answer in PAIRS)),
-        ("pairs.tsv", "\ufeffprompt\tresponse\n" + "".join(f"{ask}\t{answer}\n" for ask, answer in PAIRS)),
-        ("capital.csv", "Question,Answer\n" + "".join(f'"{ask}",{answer}\n' for ask, answer in PAIRS)),
-        ("capital.jsonl", lines(pairs_as("Instruction", "Output"))),
-        ("folder/a.jsonl", lines(pairs_as("prompt", "response"))),
+        ("pairs.JSONL", pairs_as("prompt", "response")),
+        ("pairs.ndjson", pairs_as("prompt", "completion")),
+        ("pairs.txt", pairs_as("question", "answer")),
+        ("pairs.json", [row | {"input": ""} for row in pairs_as("instruction", "output")]),
+        ("folder/a.jsonl", pairs_as("Instruction", "Output")),
     ],
 )
-def test_pairs_are_recognized_by_content(name, content, tmp_path):
-    written(tmp_path / name, content)
+def test_pairs_are_recognized_by_content(name, records, tmp_path):
+    written(tmp_path / name, lines(records))
     source = recognize(str(tmp_path / name.split("/")[0]))
     assert source.kind == "pairs"
     assert pairs_of(source) == (PAIRS, [])
@@ -186,23 +163,25 @@ def test_preparation_reads_every_column_of_texts(kind, tmp_path):
     assert dataset.training.size + dataset.validation.size == sum(map(len, texts)) + len(texts)
 
 
-def test_pairs_that_cannot_be_learned_are_left_out_by_number(tmp_path):
+def test_what_cannot_be_learned_is_left_out_by_number(tmp_path):
     content = lines(pairs_as("prompt", "response"))
     content += '{"prompt": "a \\ud83d b", "response": "c"}\n{"prompt": "a", "response": ""}\n'
     dataset = load_dataset(written(tmp_path / "a.jsonl", content), sequence_length=32)
     assert "2 left out: empty or half a character (a.jsonl line 61)" in dataset.description
-
-
-@pytest.mark.parametrize(("name", "count"), [("a.jsonl", 1), ("a.json", 2)])
-def test_texts_with_half_a_character_are_left_out_by_number(name, count, tmp_path):
-    rows = ['{"text": "half \\ud83d of one"}'] * count + [json.dumps({"text": text}) for text in (TEXT, "\U0001f600")]
-    path = written(tmp_path / name, "\n".join(rows) if name == "a.jsonl" else f"[{','.join(rows)}]")
+    path = written(
+        tmp_path / "t.jsonl", '{"text": "half \\ud83d of one"}\n' + lines([{"text": TEXT}, {"text": "\U0001f600"}])
+    )
     assert texts_of(path) == [TEXT, "\U0001f600"]
-    said = f"; {count} record{'s' * (count > 1)} left out: half a character ({name} line 1)"
-    assert said in load_dataset(path).description
+    assert "; 1 record left out: half a character (t.jsonl line 1)" in load_dataset(path).description
 
 
-# Folders, globs and pipes
+@pytest.mark.parametrize("size", [2**14 - 150, 2**14 - 27, 2**14 - 26, 2**14 - 25, 50_000])
+def test_a_first_record_may_be_long(size, tmp_path):
+    rows = [{"n": 123456, "text": "a" * (size - 100) + "\u65e5" * 30}, {"text": "b", "n": True}]
+    assert texts_of(written(tmp_path / "a.json", lines(rows))) == [row["text"] for row in rows]
+
+
+# Folders and globs
 
 
 def test_what_is_left_out_of_a_folder_is_said(tmp_path):
@@ -226,91 +205,57 @@ def test_a_file_that_turns_out_not_to_be_text_is_refused(tmp_path):
         load_dataset(late)
 
 
-@pytest.mark.parametrize("array", [False, True])
-@pytest.mark.parametrize("size", [2**14 - 30, 2**14 - 29, 2**14 - 28, 2**14 - 27, 2**14 - 26, 2**14 - 25, 50_000])
-def test_a_first_record_may_be_long(array, size, tmp_path):
-    """It is read on wherever the first bytes that are looked at end: in an escape, a number, or between."""
-    rows = [{"n": 123456, "text": "a" * (size - 100) + "\u65e5" * 30}, {"text": "b", "n": True}]
-    content = json.dumps(rows) if array else lines(rows)
-    assert texts_of(written(tmp_path / "a.json", content)) == [row["text"] for row in rows]
-
-
-@pytest.mark.parametrize("wrong", [b'"\xff",b', b'a,"' + b"b" * 200_000 + b'"'])
-def test_wrong_rows_of_a_table_are_refused_by_line(wrong, tmp_path):
-    rows = "".join(f"{ask},{answer}\n\n" for ask, answer in PAIRS).encode()  # blank lines are no rows
-    assert len(pairs_of(recognize(written(tmp_path / "good.csv", b"prompt,response\n" + rows)))[0]) == len(PAIRS)
-    source = recognize(written(tmp_path / "wrong.csv", b"prompt,response\n" + rows * 30 + wrong + b"\n"))
-    with pytest.raises(ValueError, match="a table must be CSV in UTF-8; got path=.*line="):
-        pairs_of(source)
-
-
 def test_runs_and_prepared_tokens_below_a_folder_are_no_text(tmp_path):
     written(tmp_path / "t.txt", TEXT)
     train.main(["--data", str(tmp_path / "t.txt"), *SMALL, "--steps", "1", "--out", str(tmp_path / "run")])
     prepare.main([str(tmp_path / "t.txt"), "--encoding", "bytes", "--out", str(tmp_path / "tokens")])
+    written(tmp_path / "site" / "manifest.json", '{"name": "a web page"}')
     source = recognize(str(tmp_path))
-    assert [file.name for file in source.files] == ["t.txt"]
-    assert dict(source.left_out) == {"run": "is a run of daskgpt", "tokens": "is prepared tokens"}
+    assert [file.name for file in source.files] == ["site/manifest.json", "t.txt"]
+    assert dict(source.left_out) == {"run": "is a run or a model", "tokens": "is prepared tokens"}
     (tmp_path / "t.txt").unlink()
-    with pytest.raises(ValueError, match=r"\(run is a run of daskgpt\). Give the text"):
+    shutil.rmtree(tmp_path / "site")
+    (tmp_path / "tokens").rename(tmp_path / ".tokens")
+    with pytest.raises(ValueError, match=r"\(run is a run or a model\). Give the text"):
         recognize(str(tmp_path))
     (tmp_path / "run").rename(tmp_path / ".run")
+    (tmp_path / ".tokens").rename(tmp_path / "tokens")
     with pytest.raises(ValueError, match=r"\(tokens is prepared tokens\). Name it: .*/tokens\."):
         recognize(str(tmp_path))
-    (tmp_path / ".run").rename(tmp_path / "run")
-    for command in (train.main, lambda flags: evaluate.main([str(tmp_path / "run"), *flags])):
-        with pytest.raises(ValueError, match=r"a run of daskgpt.*Give the text"):
-            command(["--data", str(tmp_path / "run")])
-
-
-def test_a_manifest_of_another_program_does_not_make_tokens(tmp_path):
-    written(tmp_path / "manifest.json", '{"name": "a web page"}')
-    written(tmp_path / "t.txt", TEXT)
-    assert recognize(str(tmp_path)).kind == "text"
-
-
-def test_a_pipe_is_read_once(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=lambda: pipe.write_bytes(gzip.compress(TEXT.encode())))
-    writer.start()
-    assert texts_of(str(pipe)) == texts_of(str(pipe)) == [TEXT]
-    writer.join()
+    for command in (train.main, lambda flags: evaluate.main([str(tmp_path / ".run"), *flags])):
+        with pytest.raises(ValueError, match=r"a run or a model.*Give the text"):
+            command(["--data", str(tmp_path / ".run")])
 
 
 # What is refused
 
 BINARY = bytes(range(256))
 OTHERS = {
-    "a.pdf": (b"%PDF-1.7 ...", "a document, not plain text.*pdftotext"),
-    "a.rtf": (b"{\\rtf1 ...", "a document, not plain text.*plain text"),
-    "a.docx": (b"PK\x03\x04" + BINARY, "not UTF-8 text.*Export it as plain text"),
-    "a.zip": (b"PK\x03\x04" + BINARY, "not UTF-8 text.*Unpack it"),
-    "a.tar.gz": (gzip.compress(bytes(257) + b"ustar" + bytes(300)), "not UTF-8 text.*Unpack it"),
-    "a.npy": (b"\x93NUMPY\x01\0" + BINARY, "not UTF-8 text.*tofile"),
+    "a.docx": (b"PK\x03\x04" + BINARY, "not UTF-8 text.*Export it as text"),
+    "a.tar.gz": (gzip.compress(bytes(257) + b"ustar" + bytes(300)), "not UTF-8 text.*unpack it"),
     "a.gguf": (b"GGUF\x03\0\0\0" + BINARY, "not UTF-8 text.*--init"),
-    "a.pt": (b"\x80\x02}", "pickled Python objects"),
+    "a.pt": (b"\x80\x02}", "not UTF-8 text"),
     "pytorch.bin": (b"PK\x03\x04" + BINARY, "pickled Python objects"),
-    "a.arrow": (b"ARROW1\0\0" + BINARY, "not UTF-8 text.*JSON lines or Parquet"),
+    "pickle.bin": (b"\x80\x04\x95" + BINARY, "pickled Python objects"),
     "lfs.parquet": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS.*git lfs pull"),
-    "model.bin": (np.array([20240326, 3], "<i4").tobytes() + bytes(1016), "llm.c model.*--init"),
-    "windows.txt": (TEXT.encode("utf-16"), "not UTF-8 text .byte 0.*iconv.*UTF-16"),
+    "model.bin": (np.array([20240326, 3], "<i4").tobytes() + bytes(1016), "llm.c model"),
     "questions.bin": (np.array([20240522, 1], "<i4").tobytes() + bytes(1016), "llm.c evaluation set"),
+    "windows.txt": (TEXT.encode("utf-16"), "not UTF-8 text .byte 0.*iconv"),
     "latin.txt": ("café".encode("latin-1"), "not UTF-8 text .byte 3.*iconv"),
+    "table": (b"abc\0def", "not UTF-8 text .byte 3"),
     "other.jsonl": (
         lines([{"title": "x", "body": "y"}]).encode(),
         "without the field text; fields=title, body.*--field",
     ),
-    "questions.jsonl": (lines([{"ctx": "a", "endings": ["b", "c"], "label": 0}]).encode(), "questions.*evaluate"),
-    "megatron.bin": (np.arange(99, dtype="<i4").tobytes(), "Megatron"),
+    "wide.bin": (np.arange(99, dtype="<i4").tobytes(), "ids of 4 bytes or more"),
+    "wider.bin": (np.arange(99, dtype="<i8").tobytes(), "ids of 4 bytes or more"),
     "odd.bin": (bytes([7]) * 101, "2 bytes each"),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_formats_are_named_with_what_helps(name, tmp_path):
+def test_other_formats_are_refused_with_what_helps(name, tmp_path):
     content, keyword = OTHERS[name]
-    written(tmp_path / "megatron.idx", b"MMIDIDX\0\0" + bytes(32))
     with pytest.raises(ValueError, match=keyword):
         load_dataset(written(tmp_path / name, content))
 

@@ -17,18 +17,19 @@ from llama_files import (
     write_gguf_llama,
 )
 from llmc_samples import in_shards
+from prepared_texts import forget_vocabularies
 from safetensors.numpy import load_file
 from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import convert, generate
-from daskgpt.data.tokenizer import encode, get_encoding, specials_of
-from daskgpt.formats import models, vocabulary
+from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.formats import models
+from daskgpt.formats.encoding import KNOWN
 from daskgpt.formats.gguf import write_gguf
 from daskgpt.formats.huggingface import write_huggingface
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import StoredModel
-from daskgpt.formats.vocabulary import KNOWN
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
@@ -206,11 +207,11 @@ def test_the_tokenizer_and_the_chat_template(tmp_path, monkeypatch):
     ids += [byte[ord(digit)] for digit in "1212"] + [2, byte[0xC3], byte[0xA9], byte[32], byte[ord("1")], byte[97]]
     assert encode(encoding, text).tolist() == ids
     assert (encoding.decode(ids), encoding.eot_token, encoding.chat_template) == (text, 1, TEMPLATE)
-    assert list(specials_of(name)) == ["<|end|>", "<|text|>"]
-    monkeypatch.setattr(vocabulary, "KNOWN", {})
+    assert list(encoding.specials) == ["<|end|>", "<|text|>"]
+    forget_vocabularies(monkeypatch)
     for target in ("run.safetensors", "folder", "again.gguf"):
         assert convert.main([str(tmp_path / "m.gguf"), str(tmp_path / target)]) == 0
-        monkeypatch.setattr(vocabulary, "KNOWN", {})  # as in another process
+        forget_vocabularies(monkeypatch)  # as in another process
         read = get_encoding(open_model_file(tmp_path / target).encoding)
         assert encode(read, text).tolist() == ids
         assert (read.eot_token, read.chat_template, read.specials) == (1, TEMPLATE, encoding.specials)

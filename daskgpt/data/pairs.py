@@ -20,7 +20,8 @@ from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
 from daskgpt.data.reading import is_unicode, parsed_records
 from daskgpt.data.source import CHATS, Source, pair_fields
 from daskgpt.data.text import runs
-from daskgpt.data.tokenizer import Encoding, encode
+from daskgpt.data.tokenizer import encode
+from daskgpt.formats.encoding import Encoding
 
 WHERE = "read_pairs"
 Conversation = tuple[tuple[str, str], ...]  # role and content of each message

@@ -18,7 +18,7 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.files import printable
-from daskgpt.data.reading import DOCUMENT, FIELD, decoded, opened, texts
+from daskgpt.data.reading import DOCUMENT, FIELD, blocks, decoded, texts
 from daskgpt.data.source import Source
 
 WHERE = "read_text"
@@ -34,8 +34,7 @@ def read_text(source: Source) -> tuple[list[str], str]:
     documents, lacking = list[str](), list[str]()
     for file in source.files:
         if file.form == DOCUMENT:
-            with opened(file, WHERE) as stream:
-                documents.append(decoded(stream.read(), file, 0, WHERE))
+            documents.append("".join(decoded(block, file, start, WHERE) for start, block in blocks(file, WHERE)))
             continue
         for number, text in texts(file, FIELD, WHERE):
             if text is None:

@@ -12,7 +12,7 @@ from command_lines import SMALL, refused, run
 from prepared_texts import files_of, prepared, write_corpus
 
 from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE
-from daskgpt.formats.vocabulary import read_vocabulary
+from daskgpt.formats.encoding import read_vocabulary
 
 
 @pytest.fixture(scope="module")
