@@ -248,3 +248,5 @@ def test_half_a_character_is_an_error_that_names_the_text(learned):
     for encoding in (get_encoding(learned), get_encoding("bytes")):
         with pytest.raises(ValueError, match="text=prompt, error=.*surrogates"):
             encode(encoding, "a\nb\ud83d", "prompt")
+    with pytest.raises(ValueError, match="text=prompt, error=.*Max stack size"):
+        encode(get_encoding(learned), "x" + " " * 2_000_000 + "y", "prompt")
