@@ -18,18 +18,16 @@ from full_disk import full_disk
 from machines import KillItself
 from prepared_texts import BYTES, files_of, forget_vocabularies, prepared, text_of, tokens_of, write_corpus
 
-from daskgpt import generate, prepare, train
+from daskgpt import generate, train
 from daskgpt.config.run import DataConfig
 from daskgpt.data import corpus as corpora
 from daskgpt.data import reading
 from daskgpt.data.dataset import load_dataset
 from daskgpt.data.preparation import Preparation, Stop
-from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE, ShardWriter, read_manifest
+from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE, TokenWriter, read_manifest
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats.encoding import Encoding, read_vocabulary
 from daskgpt.training.start import open_dataset
-
-SHARDS = (*BYTES, "--shard-tokens", "2M")
 
 
 def codec_of(folder: Path) -> Encoding:
@@ -59,7 +57,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(corpus, tmp_path_factory):
-    return prepared(tmp_path_factory.mktemp("expected"), corpus, *SHARDS)
+    return prepared(tmp_path_factory.mktemp("expected"), corpus, *BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +99,8 @@ def test_manifest_and_shards_agree(expected, corpus):
     assert 0.07 < manifest.val.bytes / (manifest.val.bytes + manifest.train.bytes) < 0.13
     texts = (path for path in corpus.rglob("*") if path.suffix in (".txt", ".md"))
     assert sum(map(len, pieces)) == sum(path.stat().st_size for path in texts)
-    # Of a partition, shards are full but for the last.
     files = [shard.file for shard in manifest.train.shards]
-    assert files == sorted(files)
-    assert "train_000001_000001.bin" in files
-    for shard, following in pairwise(manifest.train.shards):
-        assert shard.tokens == 2_000_000 or (following.file.count("_") == 1 and shard.tokens < 2_000_000)
+    assert files == [f"train_{number:06}.bin" for number in range(4)]
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst", "jsonl", "jsonl.gz", "parquet"])
@@ -210,11 +204,11 @@ def test_bytes_that_are_no_text_are_refused_and_half_characters_left_out(tmp_pat
 
 @pytest.mark.parametrize("who", ["sync", "threads --threads 1", "threads --threads 4"])
 def test_schedulers_give_the_same_bytes(who, corpus, expected, tmp_path):
-    assert files_of(prepared(tmp_path, corpus, *SHARDS, "--scheduler", *who.split())) == files_of(expected)
+    assert files_of(prepared(tmp_path, corpus, *BYTES, "--scheduler", *who.split())) == files_of(expected)
 
 
 def test_other_schedulers_of_dask_give_the_same_bytes(corpus, expected, tmp_path):
-    config = corpora.PrepareConfig(out=str(tmp_path / "out"), encoding="bytes", shard_tokens=2_000_000)
+    config = corpora.PrepareConfig(out=str(tmp_path / "out"), encoding="bytes")
     Preparation([str(corpus)], config).run(lambda bag, _: bag.compute(scheduler="processes", num_workers=2), print)
     assert files_of(tmp_path / "out") == files_of(expected)
 
@@ -226,7 +220,7 @@ def test_cluster_gives_the_same_bytes_and_finished_work_is_kept(
     cluster.have(2)
     monkeypatch.chdir(corpus.parent)
     for _ in range(2):
-        folder = prepared(tmp_path, corpus.name, *SHARDS, "--scheduler", cluster.address)
+        folder = prepared(tmp_path, corpus.name, *BYTES, "--scheduler", cluster.address)
         assert files_of(folder) == files_of(expected)
     assert "already existed" in capsys.readouterr().out
 
@@ -238,7 +232,7 @@ def test_partitions_of_a_lost_worker_are_made_again(cluster, corpus, expected, t
         plugin = KillItself("tokenize", 2, once)
         client.register_plugin(plugin)
         try:
-            found = files_of(prepared(tmp_path, corpus, *SHARDS, "--scheduler", cluster.address))
+            found = files_of(prepared(tmp_path, corpus, *BYTES, "--scheduler", cluster.address))
         finally:
             client.unregister_worker_plugin(plugin.name)
     assert found == files_of(expected)
@@ -268,14 +262,14 @@ def test_stopped_preparation_continues_to_the_same_bytes(corpus, expected, tmp_p
         with monkeypatch.context() as patch:
             rounds.append(stop_within(2, patch))
             with pytest.raises(RuntimeError, match="stopped"):
-                prepared(tmp_path, corpus, *SHARDS, "--scheduler", "sync")
+                prepared(tmp_path, corpus, *BYTES, "--scheduler", "sync")
         assert not (out / MANIFEST).exists()
         with pytest.raises((FileNotFoundError, ValueError), match="must be complete"):
             load_dataset(str(out))
     with pytest.raises(ValueError, match="of other inputs or settings"):
-        prepared(tmp_path, corpus, *SHARDS, "--validation-fraction", 0.2)
+        prepared(tmp_path, corpus, *BYTES, "--validation-fraction", 0.2)
     rounds.append(stop_within(9, monkeypatch))
-    assert files_of(prepared(tmp_path, corpus, *SHARDS)) == files_of(expected)
+    assert files_of(prepared(tmp_path, corpus, *BYTES)) == files_of(expected)
     assert hidden(out) == {JOURNAL, LOCK}
     assert [len(begun) for begun in rounds] == [2, 2, 2, 1]
     assert all(begun[1] == following[0] for begun, following in pairwise(rounds))
@@ -284,16 +278,16 @@ def test_stopped_preparation_continues_to_the_same_bytes(corpus, expected, tmp_p
 
 def stop_within(partitions: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Raise an error in this partition of those that are begun, whose numbers are returned."""
-    append, begun = ShardWriter.append, []
+    append, begun = TokenWriter.append, []
 
     def stopped(writer, *arguments):
-        number = writer.path.name[-6:]
+        number = writer.path.stem[-6:]
         begun.extend({number} - {*begun})
         append(writer, *arguments)
         if len(begun) == partitions:
             raise RuntimeError("stopped")
 
-    monkeypatch.setattr(ShardWriter, "append", stopped)
+    monkeypatch.setattr(TokenWriter, "append", stopped)
     return begun
 
 
@@ -322,9 +316,9 @@ def test_tasks_write_nothing_once_their_preparation_has_ended(corpus, tmp_path):
 
 def test_preparation_continues_after_a_full_disk(corpus, expected, tmp_path):
     with full_disk(500_000), pytest.raises(OSError, match="File too large"):
-        prepared(tmp_path, corpus, *SHARDS)
+        prepared(tmp_path, corpus, *BYTES)
     assert not (tmp_path / "out" / MANIFEST).exists()
-    assert files_of(prepared(tmp_path, corpus, *SHARDS)) == files_of(expected)
+    assert files_of(prepared(tmp_path, corpus, *BYTES)) == files_of(expected)
 
 
 # Learned vocabularies
@@ -383,7 +377,6 @@ REFUSED = [
     ("cut.parquet", ValueError, "must be complete Parquet"),
     ("short.txt --encoding wrong.tiktoken", ValueError, "vocabulary must be JSON"),
     ("short.txt --encoding learn:12", ValueError, "from 258 to"),
-    ("a.jsonl --shard-tokens 3G", ValueError, "shard_tokens"),
     ("short.txt --scheduler thread", ValueError, "scheduler must be known"),
 ]
 
@@ -394,12 +387,6 @@ def test_inputs_that_are_refused(arguments, error, keyword, inputs, tmp_path):
     with pytest.raises(error, match=keyword):
         prepared(tmp_path, *arguments.split(), *encoding)
     assert not (tmp_path / "out" / MANIFEST).exists()
-
-
-def test_flags_that_are_refused(inputs, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        prepare.main(["short.txt", *BYTES, "--out", "out", "--shard-tokens", "many"])
-    assert "--shard-tokens" in capsys.readouterr().err
 
 
 def test_columns_that_are_refused(tmp_path):
@@ -420,7 +407,7 @@ def test_foreign_folders_are_left_alone(corpus, tmp_path):
     assert not (corpus / LOCK).exists()
     before = files_of(prepared(tmp_path, *flags))
     with pytest.raises(ValueError, match="of other inputs or settings"):
-        prepared(tmp_path, *flags, "--shard-tokens", 100)
+        prepared(tmp_path, *flags, "--validation-fraction", 0.2)
     assert files_of(tmp_path / "out") == before
     (tmp_path / "out" / JOURNAL).unlink()
     with pytest.raises(ValueError, match="must be new, empty, or left"):

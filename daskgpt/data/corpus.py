@@ -14,12 +14,10 @@ from typing import NamedTuple
 
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.config.settings import count as amount
 from daskgpt.data import reading
 from daskgpt.data.reading import DOCUMENT, FIELD, LAST, PARQUET, File
 from daskgpt.data.source import TEXT, recognize
 from daskgpt.data.text import split_text
-from daskgpt.formats.llmc import LARGEST_COUNT
 
 WHERE = "prepare"
 PARTITIONS = 1024  # most partitions of plain text; more blocks than that are divided among so many
@@ -36,9 +34,6 @@ class PrepareConfig(Checked):
     out: str = setting("", "folder to write, or to continue after the same command was stopped")
     encoding: str = setting(
         "gpt2", "gpt2, bytes, a vocabulary's file or a tokenizer's folder; learn:4096 learns a vocabulary of 4,096 ids"
-    )
-    shard_tokens: int = setting(
-        100_000_000, "most tokens per file, such as 100M", unit="tokens", least=1, most=LARGEST_COUNT, parse=amount
     )
     validation_fraction: float = setting(
         0.1, "share that is held out: of records, by hash; of text, spans all over it", above=0, below=1

@@ -17,7 +17,7 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
-from daskgpt.data.reading import is_unicode, parsed_records
+from daskgpt.data.reading import is_unicode, records
 from daskgpt.data.source import CHATS, Source, pair_fields
 from daskgpt.data.text import runs
 from daskgpt.data.tokenizer import encode
@@ -48,7 +48,7 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str]]:
             field = next(name for name in CHATS if name in file.fields)
             role, content = CHATS[field]
             parse, rule = partial(_chat, field), f'a record must have "{field}", each with "{role}" and "{content}"'
-        for number, conversation in parsed_records(parse, rule, "Correct it.", file, WHERE):
+        for number, conversation in records(parse, rule, "Correct it.", file, WHERE):
             good = all(text and is_unicode(text) for _, text in conversation)
             if good and any(role == ASSISTANT for role, _ in conversation):
                 conversations.append(conversation)

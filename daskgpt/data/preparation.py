@@ -21,7 +21,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, replacing
 from daskgpt.data import corpus, reading, token_folder, tokenizer
 from daskgpt.data.corpus import WHERE, PrepareConfig, Section
-from daskgpt.data.token_folder import PARTS, VOCABULARY_FILE, Contents, Manifest, ShardWriter
+from daskgpt.data.token_folder import PARTS, VOCABULARY_FILE, Contents, Manifest, TokenWriter
 from daskgpt.formats.encoding import KNOWN, is_learned, known_encoding, read_vocabulary
 from daskgpt.formats.llmc import id_dtype
 
@@ -154,8 +154,7 @@ def tokenize(
     dtype = id_dtype(codec.n_vocab)
     mark = np.array([codec.eot_token], dtype)
     with ExitStack() as files:
-        paths = [folder / f"{name}_{number:06}" for name in PARTS]
-        writers = [ShardWriter(files, path, config.shard_tokens, dtype) for path in paths]
+        writers = [TokenWriter(files, folder / f"{name}_{number:06}.bin", dtype) for name in PARTS]
         for section in sections:
             for text, held_out, origin in corpus.documents(section, config):
                 if text is None:

@@ -114,16 +114,7 @@ def blocks(file: File, where: str = WHERE, start: int = 0, stop: int = LAST) -> 
             start += len(content)
 
 
-def records(
-    file: File, where: str = WHERE, start: int = 0, stop: int = LAST, field: str | None = None
-) -> Iterator[tuple[int, Any]]:
-    """Yield the records of a file from `start` to before `stop`, with their numbers: those of lines, or of rows.
-
-    start, stop   of lines of JSON as of `blocks`, and numbers count from there; of Parquet: row groups
-    field         only column of Parquet to read; None = all
-
-    Errors   ValueError naming the first line that is not JSON, or not UTF-8; as of `opened`
-    """
+def _records(file: File, where: str, start: int, stop: int, field: str | None) -> Iterator[tuple[int, Any]]:
     if file.form == PARQUET:
         with opened_parquet(file, where) as parquet:
             groups = range(start, min(stop, parquet.num_row_groups))
@@ -144,17 +135,25 @@ def records(
             raise refusal(ValueError, where, "every line must be JSON in UTF-8", got, advice) from None
 
 
-def parsed_records(
-    parse: Callable[[Any], T], rule: str, advice: str, file: File, where: str = WHERE, *places: Any
+def records(
+    parse: Callable[[Any], T],
+    rule: str,
+    advice: str,
+    file: File,
+    where: str = WHERE,
+    start: int = 0,
+    stop: int = LAST,
+    field: str | None = None,
 ) -> Iterator[tuple[int, T]]:
-    """Yield what `parse` makes of each record of a file, with its number.
+    """Yield what `parse` makes of each record of a file, with the number of its line or row.
 
-    file, where, places   as of `records`
+    start, stop   of lines of JSON as of `blocks`, and numbers count from there; of Parquet: row groups
+    field         only column of Parquet to read; None = all
 
     Errors   ValueError with the rule, naming the first record for which `parse` raises KeyError, TypeError or
-             ValueError; as of `records`
+             ValueError, or the first line that is not JSON, or not UTF-8; as of `opened`
     """
-    for number, record in records(file, where, *places):
+    for number, record in _records(file, where, start, stop, field):
         try:
             value = parse(record)
         except (KeyError, TypeError, ValueError) as error:
@@ -182,7 +181,7 @@ def texts(
 
     rule = f"the field {field} of every record must be text"
     advice = "Correct it, or name another with prepare --field."
-    for number, text in parsed_records(text_of, rule, advice, file, where, start, stop, field):
+    for number, text in records(text_of, rule, advice, file, where, start, stop, field):
         yield number, text if is_unicode(text) else None
 
 

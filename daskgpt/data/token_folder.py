@@ -7,8 +7,7 @@
         .journal.json              digest of the inputs and settings, which are the folder's from the beginning on
         .partition_000000.json ... what is in the files of a partition, written after them; removed at the end
 
-A part of a partition that has no text has no file; one with more tokens than a file takes has further files,
-train_000000_000001.bin and so on.
+A part of a partition that has no text has no file.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, locked, remove, replacing, sync_folder, written
 from daskgpt.formats.encoding import is_learned, read_vocabulary
-from daskgpt.formats.llmc import HEADER_BYTES, token_header
+from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, token_header
 
 WHERE = "prepare"
 MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".lock", "vocabulary.json"
@@ -215,47 +214,41 @@ def _parsed(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-class ShardWriter:
-    """Writes the tokens of one part of a partition.
+class TokenWriter:
+    """Writes the tokens of one part of a partition into a file, which exists only if there are any.
 
-    part   what was written; its shards have their digests when the files are complete
+    part   what was written; its shard has its digest when the file is complete
     """
 
-    def __init__(self, files: ExitStack, path: Path, shard_tokens: int, dtype: np.dtype[Any]) -> None:
-        """files         completes them when it is closed, and removes them after an error
-        path          of the first one, without its ending
-        shard_tokens  tokens of a full file
-        dtype         of tokens, uint16 or uint32
+    def __init__(self, files: ExitStack, path: Path, dtype: np.dtype[Any]) -> None:
+        """files   completes the file when it is closed, and removes it after an error
+        dtype   of tokens, uint16 or uint32
         """
-        self.files, self.path, self.shard_tokens = files, path, shard_tokens
-        self.dtype, self.part = dtype.newbyteorder("<"), Part()
+        self.files, self.path, self.dtype, self.part = files, path, dtype.newbyteorder("<"), Part()
 
     def append(self, tokens: np.ndarray, size: int) -> None:
-        """Append the tokens of a document to as many files as they need.
+        """Append the tokens of a document.
 
         size     of its text [bytes]
 
         Errors   OSError if the system refuses, with the path
         """
+        if not self.part.shards:
+            self.part.shards.append(Shard(self.path.name, 0, ""))
+            self.file = self.files.enter_context(_token_file(self.path, self.part.shards[0], self.dtype))
+        self.file.write(np.ascontiguousarray(tokens, self.dtype).data)
+        self.part.shards[0].tokens += tokens.size
         self.part.add(Part(tokens.size, 1, size))
-        shards = self.part.shards
-        while tokens.size:
-            if not shards or shards[-1].tokens == self.shard_tokens:
-                further = f"_{len(shards):06}" if shards else ""
-                shards.append(Shard(f"{self.path.name}{further}.bin", 0, ""))
-                self.file = self.files.enter_context(_token_file(self.path.parent, shards[-1], self.dtype))
-            now, tokens = np.split(tokens, [self.shard_tokens - shards[-1].tokens])
-            self.file.write(np.ascontiguousarray(now, self.dtype).data)
-            shards[-1].tokens += now.size
 
 
 @contextmanager
-def _token_file(folder: Path, shard: Shard, dtype: np.dtype[Any]) -> Iterator[BinaryIO]:
+def _token_file(path: Path, shard: Shard, dtype: np.dtype[Any]) -> Iterator[BinaryIO]:
     """Yield the file of a shard behind its header, which is written in the end, when its number of tokens is known."""
-    path = folder / shard.file
     with replacing(path, WHERE) as file:
         file.seek(HEADER_BYTES)
         yield file
+        rule, got = f"a token file must have at most {LARGEST_COUNT} tokens", {"path": path, "tokens": shard.tokens}
+        require(shard.tokens <= LARGEST_COUNT, WHERE, rule, got, "Divide the compressed file.")
         file.seek(0)
         file.write(token_header(dtype, shard.tokens))
     with path.open("rb") as file:

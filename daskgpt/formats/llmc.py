@@ -37,7 +37,7 @@ TOKEN_DTYPES, TOKEN_VERSIONS = {TOKENS: "<u2", WIDE_TOKENS: "<u4"}, {TOKENS: 1, 
 FLOAT32_VERSION, BFLOAT16_VERSION = 3, 5
 DTYPES = {FLOAT32_VERSION: "F32", BFLOAT16_VERSION: "BF16"}  # dtypes by the version of a model file
 SIZES = ("positions", "vocabulary", "blocks", "heads", "channels", "padded_vocabulary")  # header numbers 2 to 7
-LARGEST_COUNT = 2**31 - 1  # version of a token file
+LARGEST_COUNT = 2**31 - 1  # tokens of a file
 META = "meta.pkl"  # nanoGPT's file of the characters behind the ids
 
 
