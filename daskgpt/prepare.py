@@ -43,14 +43,12 @@ def main(arguments: list[str]) -> int:
 
 def report(folder: str, manifest: Manifest, took: str) -> list[str]:
     """Return lines on the content of a folder."""
-    skipped = [f"skipped    {manifest.skipped:,} records with half a character"] if manifest.skipped else []
     wanted = manifest.settings["encoding"]
     fewer = is_to_be_learned(wanted) and manifest.ids < size_to_learn(wanted)
     return [
         f"encoding   {manifest.encoding}, {manifest.ids:,} ids{f'; no pairs were left to merge for {wanted}' * fewer}",
         f"train      {_part(manifest.train)}",
         f"val        {_part(manifest.val)}",
-        *skipped,
         f"tokens written to {folder} {took}",
         f"train on them: {called('train')} --data {shlex.quote(folder)}",
     ]

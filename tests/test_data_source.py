@@ -46,7 +46,7 @@ def zstd(content: bytes) -> bytes:
 
 
 def texts_of(source: str) -> list[str]:
-    return read_text(recognize(source))[0]
+    return read_text(recognize(source))
 
 
 # Characters and compression
@@ -163,16 +163,16 @@ def test_preparation_reads_every_column_of_texts(kind, tmp_path):
     assert dataset.training.size + dataset.validation.size == sum(map(len, texts)) + len(texts)
 
 
-def test_what_cannot_be_learned_is_left_out_by_number(tmp_path):
+def test_empty_pairs_are_left_out_by_number_and_half_characters_replaced(tmp_path):
     content = lines(pairs_as("prompt", "response"))
     content += '{"prompt": "a \\ud83d b", "response": "c"}\n{"prompt": "a", "response": ""}\n'
-    dataset = load_dataset(written(tmp_path / "a.jsonl", content), sequence_length=32)
-    assert "2 left out: empty or half a character (a.jsonl line 61)" in dataset.description
+    path = written(tmp_path / "a.jsonl", content)
+    assert pairs_of(recognize(path)) == ([*PAIRS, ("a ? b", "c")], ["a.jsonl line 62"])
+    assert "1 left out: empty (a.jsonl line 62)" in load_dataset(path, sequence_length=32).description
     path = written(
         tmp_path / "t.jsonl", '{"text": "half \\ud83d of one"}\n' + lines([{"text": TEXT}, {"text": "\U0001f600"}])
     )
-    assert texts_of(path) == [TEXT, "\U0001f600"]
-    assert "; 1 record left out: half a character (t.jsonl line 1)" in load_dataset(path).description
+    assert texts_of(path) == ["half ? of one", TEXT, "\U0001f600"]
 
 
 @pytest.mark.parametrize("size", [2**14 - 150, 2**14 - 27, 2**14 - 26, 2**14 - 25, 50_000])

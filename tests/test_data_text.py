@@ -11,7 +11,7 @@ from daskgpt.data.source import recognize, standard_library
 
 
 def read_text(source: str) -> list[str]:
-    return text.read_text(recognize(source))[0]
+    return text.read_text(recognize(source))
 
 
 @pytest.fixture

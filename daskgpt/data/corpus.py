@@ -111,11 +111,10 @@ def _sections(file: File) -> Iterator[Section]:
 class Document(NamedTuple):
     """A record, or a part of a text file.
 
-    text     none for a record with half a character, which is left out
     origin   for error messages
     """
 
-    text: str | None
+    text: str
     held_out: bool
     origin: str
 
@@ -133,8 +132,8 @@ def documents(section: Section, config: PrepareConfig) -> Iterator[Document]:
                 yield from (Document(part, bool(held_out), origin) for part in parts if part.strip())
         return
     for number, record in reading.texts(file, config.field, WHERE, *places):
-        if record is None or record.strip():
-            yield Document(record, _is_held_out(record or "", fraction), f"{file.path}, document {number}")
+        if record.strip():
+            yield Document(record, _is_held_out(record, fraction), f"{file.path}, document {number}")
 
 
 def _is_held_out(text: str, fraction: float) -> bool:

@@ -183,7 +183,7 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
     where, written = "load_dataset", source.encoding
     if source.kind == PREPARED:
         folder = Path(source.name).expanduser()
-        written = encoding_of(folder, read_manifest(folder, where), where)
+        written = encoding_of(folder, where)
     name = wanted or written or ("gpt2" if source.kind == TOKENS else default)
     learned = tokenizer.is_to_be_learned(name)
     tokenizer.size_to_learn(name) if learned else tokenizer.vocabulary_size(name)  # known without reading anything
@@ -212,9 +212,9 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
         end_of_text = tokenizer.end_of_text_id(name)
         training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))
         return Dataset(training, validation, vocabulary, name, origin)
-    documents, described = read_text(source)
+    documents = read_text(source)
     library = f"standard library of Python {platform.python_version()}"
-    origin = f"{library if source.name == STANDARD_LIBRARY else source.name} ({described})"
+    origin = f"{library if source.name == STANDARD_LIBRARY else source.name} ({source.described})"
     texts = split_text(documents, fraction, held_out)
     if tokenizer.is_to_be_learned(name):
         name = tokenizer.learn_encoding(texts[0], tokenizer.size_to_learn(name), name)

@@ -106,7 +106,7 @@ class Preparation:
         every = max(1, -(-self.size // LEARNED_BYTES))
         sections = (section for partition in partitions for section in partition)
         documents = (document for section in sections for document in corpus.documents(section, self.config))
-        texts = (document.text for document in documents if document.text and not document.held_out)
+        texts = (document.text for document in documents if not document.held_out)
         sample = islice(texts, 0, None, every)
         return tokenizer.learn_encoding(sample, tokenizer.size_to_learn(self.encoding), str(kept))
 
@@ -157,9 +157,6 @@ def tokenize(
         writers = [TokenWriter(files, folder / f"{name}_{number:06}.bin", dtype) for name in PARTS]
         for section in sections:
             for text, held_out, origin in corpus.documents(section, config):
-                if text is None:
-                    contents.skipped += 1
-                    continue
                 tokens = np.concatenate([mark, tokenizer.encode(codec, text, origin)])
                 writers[held_out].append(tokens, len(text.encode()))
                 if stop.is_set():

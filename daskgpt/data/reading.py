@@ -150,13 +150,13 @@ def records(
     start, stop   of lines of JSON as of `blocks`, and numbers count from there; of Parquet: row groups
     field         only column of Parquet to read; None = all
 
-    Errors   ValueError with the rule, naming the first record for which `parse` raises KeyError, TypeError or
-             ValueError, or the first line that is not JSON, or not UTF-8; as of `opened`
+    Errors   ValueError with the rule, naming the first record for which `parse` raises an error for another content,
+             or the first line that is not JSON, or not UTF-8; as of `opened`
     """
     for number, record in _records(file, where, start, stop, field):
         try:
             value = parse(record)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             got = {"path": file.path, "line": number, "found": f"{type(error).__name__}: {str(error)[:120]}"}
             raise refusal(ValueError, where, rule, got, advice) from None
         yield number, value
@@ -164,8 +164,8 @@ def records(
 
 def texts(
     file: File, field: str = FIELD, where: str = WHERE, start: int = 0, stop: int = LAST
-) -> Iterator[tuple[int, str | None]]:
-    """Yield the texts of a file's records, with their numbers; None for one with half a character, as JSON may hold.
+) -> Iterator[tuple[int, str]]:
+    """Yield the texts of a file's records, with their numbers.
 
     start, stop   as of `records`
 
@@ -177,21 +177,16 @@ def texts(
         if not (text is None or isinstance(text, str | bytes)):
             names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
             raise TypeError(f"{repr(text)[:40]}, fields={names}")
-        return text.decode() if isinstance(text, bytes) else text or ""
+        return text.decode() if isinstance(text, bytes) else whole(text or "")
 
     rule = f"the field {field} of every record must be text"
     advice = "Correct it, or name another with prepare --field."
-    for number, text in records(text_of, rule, advice, file, where, start, stop, field):
-        yield number, text if is_unicode(text) else None
+    yield from records(text_of, rule, advice, file, where, start, stop, field)
 
 
-def is_unicode(text: str) -> bool:
-    """Return whether a text is made of whole characters: JSON may hold halves of some."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def whole(text: str) -> str:
+    """Return a text with ? for each half of a character, as JSON may hold."""
+    return text.encode(errors="replace").decode()
 
 
 def decoded(content: bytes, file: File, start: int = 0, where: str = WHERE) -> str:

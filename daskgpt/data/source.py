@@ -22,7 +22,7 @@ from daskgpt.config.errors import refusal, require, require_package
 from daskgpt.config.files import matching_files, printable, readable
 from daskgpt.data import reading
 from daskgpt.data.reading import DOCUMENT, FIELD, LINES, PARQUET, WHERE, File
-from daskgpt.data.token_folder import encoding_of, is_prepared, read_manifest
+from daskgpt.data.token_folder import encoding_of, is_prepared
 from daskgpt.formats import llmc
 
 STANDARD_LIBRARY = "stdlib"
@@ -125,9 +125,7 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
 def _encoding_beside(files: Collection[File]) -> str:
     """Return the encoding of token files by the manifests of their folders, which must agree; "" without one."""
     folders = {Path(file.path).resolve().parent for file in files}  # a link may point to a shard
-    names = {
-        encoding_of(folder, read_manifest(folder, WHERE), WHERE) if is_prepared(folder) else "" for folder in folders
-    }
+    names = {encoding_of(folder, WHERE) if is_prepared(folder) else "" for folder in folders}
     rule, got = "token files must be of one encoding", {"encodings": ", ".join(sorted(names))}
     require(len(names) == 1, WHERE, rule, got, "Name files of one folder.")
     return names.pop()

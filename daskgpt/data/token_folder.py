@@ -64,20 +64,15 @@ class Part:
 
 @dataclass
 class Contents:
-    """The tokens of a partition, or of a folder.
-
-    skipped   number of records that were left out, with half a character
-    """
+    """The tokens of a partition, or of a folder."""
 
     train: Part = field(default_factory=Part)
     val: Part = field(default_factory=Part)
-    skipped: int = 0
 
     def add(self, other: Contents) -> None:
         """Append what follows."""
         self.train.add(other.train)
         self.val.add(other.val)
-        self.skipped += other.skipped
 
 
 @dataclass
@@ -112,12 +107,12 @@ def is_complete(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def encoding_of(folder: Path, manifest: Manifest, where: str) -> str:
+def encoding_of(folder: Path, where: str) -> str:
     """Return the name of a folder's encoding, which is known from here on.
 
-    Errors   ValueError if its vocabulary is another one than that of its tokens
+    Errors   as of `read_manifest`; ValueError if its vocabulary is another one than that of its tokens
     """
-    encoding = manifest.encoding
+    encoding = read_manifest(folder, where).encoding
     name = read_vocabulary(folder / VOCABULARY_FILE) if is_learned(encoding) else encoding
     rule, got = f"the vocabulary must be unchanged, {encoding}", {"folder": folder, "encoding": name}
     require(name == encoding, where, rule, got, "Prepare it again.")
@@ -145,6 +140,7 @@ def read_manifest(folder: Path, where: str) -> Manifest:
     rule, got = f"its version must be {VERSION}", {"path": path, "version": fields.pop("version")}
     require(got["version"] == VERSION, where, rule, got, "A newer daskgpt wrote it: use that version.")
     del fields["kind"]
+    fields.pop("skipped", 0)  # of earlier versions
     return Manifest(**_parsed(fields))
 
 

@@ -200,7 +200,7 @@ def content_of(library: Tokenizer, end_of_text: str, **others: str | bool) -> st
 
 
 def know(content: str, origin: str) -> str:
-    """Make an encoding available, and return its name, by which it is available from here on.
+    """Make an encoding available, and return its name, by which it is available from here on; GPT-2's own one is gpt2.
 
     content   the text that is kept of it
     origin    where it comes from, for error messages
@@ -208,23 +208,17 @@ def know(content: str, origin: str) -> str:
     Errors    ValueError if it is no such text
     """
     digest = _digest(content)
-    if not (name := next((name for name in KNOWN if name.endswith(f"-{digest}")), "")):
-        rule, got = "a vocabulary must be JSON that daskgpt wrote", {"path": origin, "begin": ascii(content[:20])}
-        require(content.startswith("{"), WHERE, rule, got, "Learn those of earlier versions again.")
-        encoding = _parsed(digest, content, origin)
-        KNOWN[name := encoding.name] = encoding
-    return name
-
-
-def know_foreign(content: str, origin: str) -> str:
-    """Make another program's tokenizer available, as `know`; GPT-2's own one is gpt2."""
-    name = know(content, origin)
-    encoding = KNOWN[name]
-    if encoding.n_vocab == NAMED["gpt2"] and encoding.pipeline:
+    if name := next((name for name in KNOWN if name.endswith(f"-{digest}")), ""):
+        return name
+    rule, got = "a vocabulary must be JSON that daskgpt wrote", {"path": origin, "begin": ascii(content[:20])}
+    require(content.startswith("{"), WHERE, rule, got, "Learn those of earlier versions again.")
+    encoding = _parsed(digest, content, origin)
+    if encoding.pipeline and encoding.n_vocab == NAMED["gpt2"]:
         names, pipeline = " ".join(map(named, encoding.ranks)), json.loads(encoding.pipeline.to_str())
         if _digest(names) == GPT2 and len(pipeline["added_tokens"]) == 1 and splitting_of(pipeline) == "gpt-2":
-            KNOWN[name := "gpt2"] = of_tokens("gpt2", list(encoding.ranks))
-    return name
+            encoding = of_tokens("gpt2", list(encoding.ranks))
+    KNOWN[encoding.name] = encoding
+    return encoding.name
 
 
 def _parsed(digest: str, content: str, origin: str) -> Encoding:

@@ -28,7 +28,7 @@ from daskgpt.formats.byte_level import (
     splitting_of,
     whole_files,
 )
-from daskgpt.formats.encoding import Encoding, content_of, know_foreign
+from daskgpt.formats.encoding import Encoding, content_of, know
 from daskgpt.formats.gguf_file import READ, GGUFTensor, open_gguf_file
 from daskgpt.formats.layouts import FAMILIES, GPT2, LLAMA, Part, explicit, family_of, open_tensors, paired, parts_of
 from daskgpt.formats.stored_model import FilePath, StoredModel, held, pieces, short
@@ -174,7 +174,7 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
         library.add_tokens(added)
         check_byte_level(path, library)
         content = content_of(library, end, **others)
-    return know_foreign(content, str(path))
+    return know(content, str(path))
 
 
 def write_gguf(path: FilePath, model: StoredModel, encoding: Encoding, dtype: str = "float32") -> None:
