@@ -76,9 +76,3 @@ def test_incomplete_files_are_refused(tmp_path: Path, content: bytes, keyword: s
     (tmp_path / "a.bin").write_bytes(content)
     with pytest.raises(ValueError, match=keyword):
         read_tokens(tmp_path / "a.bin")
-
-
-def test_missing_files(tmp_path: Path):
-    for name, keyword in (("a.bin", "file must exist"), ("*.bin", "glob must match")):
-        with pytest.raises(FileNotFoundError, match=keyword):
-            recognize(str(tmp_path / name))
