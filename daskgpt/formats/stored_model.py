@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ PIECE_BYTES = 2**24
 # Headers and indexes of GPT-2 have some ten thousand bytes. safetensors reads up to 100 MB, of which JSON makes a GB.
 MAX_JSON_BYTES = 2**22
 FilePath = str | os.PathLike[str]
-PICKLE_ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 ADVICE = (
     "Give a run folder, a file of daskgpt (.safetensors), llm.c (.bin) or llama.cpp (.gguf), or Hugging Face's folder "
     "with config.json and model.safetensors; `python -m daskgpt.convert --help` has the lines that convert pickles."
@@ -144,20 +142,6 @@ def pieces(values: np.ndarray, most: int = PIECE_BYTES) -> Iterator[np.ndarray]:
 
 
 # Files that other programs wrote
-
-
-def refuse_pickle(path: Path, where: str) -> None:
-    """Raise ValueError for a file of pickled Python objects, which can execute anything when they are read.
-
-    Such a file is recognized by its first bytes or, if these are ambiguous, by its ending.
-    """
-    start = b""
-    with suppress(OSError), open(path, "rb") as file:  # the reader reports a file that cannot be opened
-        start = file.read(4)
-    pickled = len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
-    pickled = pickled or start == b"PK\x03\x04" or path.suffix in PICKLE_ENDINGS  # PyTorch writes zip archives
-    rule = "the file must be readable without executing it, not pickled Python objects"
-    require(not pickled, where, rule, {"path": path}, ADVICE)
 
 
 def mapped(path: Path, dtype: DTypeLike = np.uint8, offset: int = 0) -> np.ndarray:
