@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_lines import run
 from records import append_records, read_records
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
 
@@ -201,13 +200,3 @@ def test_files_that_cannot_be_mapped_are_read(small_text, tmp_path, usual, refus
     (tmp_path / "damaged.safetensors").write_bytes(damaged)
     with pytest.raises(ValueError, match="complete safetensors file"):
         daskgpt.load(tmp_path / "damaged.safetensors")
-
-
-def test_prepared_folders_are_equal_in_every_file(small_text, tmp_path):
-    folders = [tmp_path / name for name in ("one", "other")]
-    for folder in folders:
-        result = run("prepare", small_text, "--encoding", "bytes", "--out", folder)
-        assert result.returncode == 0, result.stderr
-    one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
-    assert one == other
-    assert one[".lock"] == b""

@@ -13,7 +13,7 @@ from daskgpt.schedulers import connect
 
 SHORT = "--batch-size 4 --steps 3 --validation-batches 1 --warmup 0 --learning-rate 1e-5 --sample-tokens 0"
 GPT2 = "--preset gpt2 --blocks 1 --heads 2 --channels 8 --sequence-length 16"
-NOWHERE = "DASKGPT_VOCABULARY must name a folder"
+NOWHERE = "GPT-2.s encoder.json must be at hand"
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ class DataConfig(Checked):
 
     data: str = setting(
         "stdlib",
-        "text file, folder, glob or pipe, token files, prepared tokens, or pairs; stdlib = Python's own source",
+        "text file, folder or glob, token files, prepared tokens, or pairs; stdlib = Python's own source",
     )
     validation_data: str = setting(
         "", "data of the validation, of prepared tokens their held-out part; empty = a part of --data"

@@ -41,13 +41,13 @@ from daskgpt.config.files import (
     temporary_beside,
 )
 from daskgpt.config.model import ModelConfig
-from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model
+from daskgpt.data.tokenizer import encoding_named, encoding_of_model
+from daskgpt.formats.encoding import KNOWN, NAMED
 from daskgpt.formats.huggingface import MODEL as MODEL_FILE
 from daskgpt.formats.huggingface import open_run_model, write_run_model
 from daskgpt.formats.models import model_path, open_model_file
 from daskgpt.formats.safetensors import ENDING, TensorFiles, tensor_path, write_tensor_file
 from daskgpt.formats.stored_model import StoredModel, in_memory, read_json, short
-from daskgpt.formats.vocabulary import KNOWN
 from daskgpt.model.parameters import Tensor
 
 STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"
@@ -339,8 +339,8 @@ def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     path = model_path(path)
     folder, state = find_checkpoint(path) or (path, {})
     model = open_model_file(path if path.is_file() else folder)
-    rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
-    readable = model.encoding in ("", *VOCABULARY) or model.encoding in KNOWN
+    rule, advice = "the file's encoding must be one of X", "A newer daskgpt wrote it."
+    readable = model.encoding in ("", *NAMED) or model.encoding in KNOWN
     require(readable, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
     return model, state
 

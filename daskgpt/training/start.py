@@ -19,7 +19,6 @@ from daskgpt.data.tokenizer import (
     encoding_of,
     encoding_of_model,
     is_to_be_learned,
-    mean_the_same,
     size_to_learn,
     vocabulary_size,
 )
@@ -153,13 +152,12 @@ class WarmStart:
 
         Errors   ValueError if another one is wanted
         """
-        encoding, wanted, learned = self.model.encoding, _named(wanted), is_to_be_learned(wanted)
-        if not (encoding or learned):
+        encoding, wanted = self.model.encoding, _named(wanted)
+        if not (encoding or is_to_be_learned(wanted)):
             return encoding_of_model(self.config.vocabulary) if wanted == "auto" else wanted
-        fits = wanted == "auto" or (not learned and mean_the_same(wanted, encoding))
         rule = "the encoding must be that of the model to start from"
         got = {"encoding": wanted, "init": f"{self.init} ({encoding or 'of its vocabulary'})"}
-        require(fits, "train", rule, got, "Leave --encoding out.")
+        require(wanted in ("auto", encoding), "train", rule, got, "Leave --encoding out.")
         return encoding
 
 
@@ -243,7 +241,7 @@ def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[s
     data = {"next_batch": step} | fingerprint(job.tokens)
     return {
         "seed": job.run.seed,
-        "data": data | ({"form": [*job.tokens.form]} if any(job.tokens.form) else {}),
+        "data": data,
         "configuration": resolved,
         "asked": {name: getattr(job.dataflow, name) for name in DIALS},
         "groups": job.groups,

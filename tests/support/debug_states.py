@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from llmc_samples import read_debug_state
 
 import daskgpt
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.run import DataflowConfig
-from daskgpt.formats.llmc import read_debug_state
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.opening import open_scheduler
