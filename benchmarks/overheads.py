@@ -6,7 +6,7 @@ the time of each part of the first, from `Result.timers`, and its share of the t
 Work during the steps (a checkpoint's writer, kernels recorded now and then) has no timer: it shows in the ratio of the
 remaining times of both, turn by turn, which is 1 without such work.
 
-Flags of `daskgpt.train` may follow, for both.
+Flags of `daskgpt.train` may follow, for both. `--metg` measures runtimes alone instead, see `task_sizes`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import task_sizes
 from records import Figure, add_record_flag, check_record, record
 
 import daskgpt
@@ -87,6 +88,7 @@ def left(told: dict[str, Any]) -> float:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--metg", action="store_true", help="size of a task at which half of the time is work")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     add_record_flag(parser)
@@ -94,6 +96,9 @@ def main(arguments: list[str]) -> None:
     flags = ["--scheduler", "threads", *flags]
     if values.way:
         (values.folder / TOLD).write_text(json.dumps(WAYS[values.way](flags, values.folder)))
+        return
+    if values.metg:
+        task_sizes.table()
         return
     check_record(values.record)
     shares: dict[str, list[float]] = {}

@@ -1,0 +1,319 @@
+"""Tests of what a path holds: recognized by content, the same for training, evaluation and preparation."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_lines import SMALL
+from llmc_samples import write_tokens
+
+import daskgpt
+from daskgpt import evaluate, prepare, train
+from daskgpt.data.dataset import load_dataset
+from daskgpt.data.pairs import read_pairs
+from daskgpt.data.source import recognize
+from daskgpt.data.text import read_text
+
+TEXT = "".join(f"Zeile {number}: ein Vogel säße im Baum, 日本 €\n" for number in range(900))
+PAIRS = [(f"{number} plus 1 is", f" {number + 1}.") for number in range(60)]
+
+
+def pairs_of(source):
+    """The texts of a source's pairs, and what was left out."""
+    conversations, left_out = read_pairs(source)
+    return [tuple(text for _, text in conversation) for conversation in conversations], left_out
+
+
+def lines(records) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def pairs_as(prompt: str, response: str) -> list[dict[str, str]]:
+    return [{prompt: ask, response: answer} for ask, answer in PAIRS]
+
+
+def written(path: Path, content: str | bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def zstd(content: bytes) -> bytes:
+    return pytest.importorskip("pyarrow").compress(content, codec="zstd", asbytes=True)
+
+
+def texts_of(source: str) -> list[str]:
+    return read_text(recognize(source))
+
+
+# Characters and compression
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_texts_are_the_same_with_a_mark_and_in_all_packings(charset, pack, tmp_path):
+    source = written(tmp_path / "t.txt", pack(TEXT.encode(charset)))
+    assert texts_of(source) == [TEXT]
+    for name, form in (("l.jsonl", lines([{"text": TEXT}])), ("p.jsonl", lines(pairs_as("prompt", "response")))):
+        written(tmp_path / name, pack(form.encode(charset)))
+    assert texts_of(str(tmp_path / "l.jsonl")) == [TEXT]
+    assert pairs_of(recognize(str(tmp_path / "p.jsonl")))[0] == PAIRS
+    for name, encoded in (("plain", TEXT.encode()), ("other", TEXT.encode("utf-8-sig"))):
+        source = written(tmp_path / name / "t.txt", encoded)
+        prepare.main([source, "--encoding", "bytes", "--out", str(tmp_path / f"{name}-tokens")])
+    plain, other = ((tmp_path / f"{name}-tokens" / "train_000000.bin").read_bytes() for name in ("plain", "other"))
+    assert plain == other
+
+
+def test_zstd_with_several_frames(tmp_path):
+    pytest.importorskip("pyarrow")
+    skipped = b"\x50\x2a\x4d\x18\x03\0\0\0abc"
+    packed = zstd(TEXT[:9].encode()) + skipped + zstd(TEXT[9:].encode()) + skipped
+    assert texts_of(written(tmp_path / "t.zst", packed)) == [TEXT]
+
+
+PACKINGS = {"zstd": zstd, "gzip": gzip.compress}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("share", [0.02, 0.5, 1])
+def test_compressed_files_that_are_cut_off_are_refused(packing, share, tmp_path):
+    packed = PACKINGS[packing](" ".join(map(str, np.random.default_rng(0).integers(0, 10**9, 90_000))).encode())
+    path = written(tmp_path / "t", packed[: int(len(packed) * share) - 1])
+    with pytest.raises(ValueError, match="a compressed file must be complete"):
+        texts_of(path)
+
+
+def test_a_file_that_is_cut_within_a_character(tmp_path):
+    """The first bytes that are looked at may end anywhere."""
+    for shift in range(4):
+        text = "a" * shift + "€" * 20_000
+        assert texts_of(written(tmp_path / "t.txt", text)) == [text]
+
+
+# Token files
+
+
+def test_own_shards_have_the_encoding_of_their_manifest(tmp_path, capsys):
+    folder = tmp_path / "tokens"
+    (tmp_path / "below").mkdir()
+    prepare.main([written(tmp_path / "t.txt", TEXT), "--encoding", "bytes", "--out", str(folder)])
+    source = recognize(str(folder / "train_*.bin"))
+    assert (source.kind, source.encoding) == ("token ids", "bytes")
+    assert load_dataset(str(folder / "train_000000.bin")).encoding_name == "bytes"
+    with pytest.raises(ValueError, match="must be that of the tokens; got encoding=gpt2"):
+        load_dataset(str(folder / "train_000000.bin"), "gpt2")
+    write_tokens(tmp_path / "below" / "others.bin", np.arange(99))
+    shutil.copytree(folder, tmp_path / "below" / "tokens")
+    with pytest.raises(ValueError, match="of one encoding"):
+        recognize(str(tmp_path / "below" / "**" / "*.bin"))
+    (tmp_path / "link.bin").symlink_to(folder / "train_000000.bin")
+    assert recognize(str(tmp_path / "link.bin")).encoding == "bytes"
+
+
+# Records
+
+
+@pytest.mark.parametrize(
+    ("name", "records"),
+    [
+        ("pairs.JSONL", pairs_as("prompt", "response")),
+        ("pairs.ndjson", pairs_as("prompt", "completion")),
+        ("pairs.txt", pairs_as("question", "answer")),
+        ("pairs.json", [row | {"input": ""} for row in pairs_as("instruction", "output")]),
+        ("folder/a.jsonl", pairs_as("Instruction", "Output")),
+    ],
+)
+def test_pairs_are_recognized_by_content(name, records, tmp_path):
+    written(tmp_path / name, lines(records))
+    source = recognize(str(tmp_path / name.split("/")[0]))
+    assert source.kind == "pairs"
+    assert pairs_of(source) == (PAIRS, [])
+    with pytest.raises(ValueError, match=r"prepare: the source must hold text; got .*holds pairs.*--preset finetune"):
+        prepare.main([str(tmp_path / name), "--out", str(tmp_path / "tokens")])
+
+
+def test_an_instruction_is_followed_by_its_input(tmp_path):
+    rows = [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Hi.", "output": "Ho."}]
+    pairs, _ = pairs_of(recognize(written(tmp_path / "a.jsonl", lines(rows))))
+    assert pairs == [("Add.\n1, 2", "3"), ("Hi.", "Ho.")]
+
+
+def test_parquet_holds_pairs_or_text(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(pairs_as("prompt", "response")), tmp_path / "pairs.parquet")
+    assert pairs_of(recognize(str(tmp_path / "pairs.parquet")))[0] == PAIRS
+    parquet.write_table(arrow.table({"text": ["one", "two"]}), tmp_path / "text.parquet")
+    assert texts_of(str(tmp_path / "text.parquet")) == ["one", "two"]
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "binary", "large_binary", "large_string", "string_view"])
+def test_preparation_reads_every_column_of_texts(kind, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"text {number % 70} of some" for number in range(200)]
+    column = arrow.array([text.encode() for text in texts] if "binary" in kind else texts)
+    column = column.dictionary_encode() if kind == "dictionary" else column.cast(getattr(arrow, kind)())
+    parquet.write_table(arrow.table({"text": column}), tmp_path / "a.parquet")
+    out = tmp_path / "tokens"
+    assert prepare.main([str(tmp_path / "a.parquet"), "--encoding", "bytes", "--out", str(out)]) == 0
+    dataset = load_dataset(str(out))
+    assert dataset.training.size + dataset.validation.size == sum(map(len, texts)) + len(texts)
+
+
+def test_empty_pairs_are_left_out_by_number_and_half_characters_replaced(tmp_path):
+    content = lines(pairs_as("prompt", "response"))
+    content += '{"prompt": "a \\ud83d b", "response": "c"}\n{"prompt": "a", "response": ""}\n'
+    path = written(tmp_path / "a.jsonl", content)
+    assert pairs_of(recognize(path)) == ([*PAIRS, ("a ? b", "c")], ["a.jsonl line 62"])
+    assert "1 left out: empty (a.jsonl line 62)" in load_dataset(path, sequence_length=32).description
+    path = written(
+        tmp_path / "t.jsonl", '{"text": "half \\ud83d of one"}\n' + lines([{"text": TEXT}, {"text": "\U0001f600"}])
+    )
+    assert texts_of(path) == ["half ? of one", TEXT, "\U0001f600"]
+
+
+@pytest.mark.parametrize("size", [2**14 - 150, 2**14 - 27, 2**14 - 26, 2**14 - 25, 50_000])
+def test_a_first_record_may_be_long(size, tmp_path):
+    rows = [{"n": 123456, "text": "a" * (size - 100) + "\u65e5" * 30}, {"text": "b", "n": True}]
+    assert texts_of(written(tmp_path / "a.json", lines(rows))) == [row["text"] for row in rows]
+
+
+# Folders and globs
+
+
+def test_what_is_left_out_of_a_folder_is_said(tmp_path):
+    for name in ("a.txt", "b.txt", "below/c.md"):
+        written(tmp_path / name, TEXT)
+    written(tmp_path / "latin.txt", "café".encode("latin-1"))
+    write_tokens(tmp_path / "train.bin", np.arange(99))
+    written(tmp_path / "pairs.jsonl", lines(pairs_as("prompt", "response")))
+    written(tmp_path / "below" / "photo.jpg", b"\xff\xd8\xff\xe0 and more")
+    description = load_dataset(str(tmp_path)).description
+    assert (
+        "7 files, 4 left out: below/photo.jpg is not UTF-8 text (byte 0); latin.txt is not UTF-8 text (byte 3);"
+        in description
+    )
+    assert "; and 1 more" in description
+
+
+def test_a_file_that_turns_out_not_to_be_text_is_refused(tmp_path):
+    late = written(tmp_path / "late.txt", b"a" * 50_000 + b"\xff" + TEXT.encode())
+    with pytest.raises(ValueError, match="must be UTF-8 text; got .*first wrong byte=50000.*iconv"):
+        load_dataset(late)
+
+
+def test_runs_and_prepared_tokens_below_a_folder_are_no_text(tmp_path):
+    written(tmp_path / "t.txt", TEXT)
+    train.main(["--data", str(tmp_path / "t.txt"), *SMALL, "--steps", "1", "--out", str(tmp_path / "run")])
+    prepare.main([str(tmp_path / "t.txt"), "--encoding", "bytes", "--out", str(tmp_path / "tokens")])
+    written(tmp_path / "site" / "manifest.json", '{"name": "a web page"}')
+    source = recognize(str(tmp_path))
+    assert [file.name for file in source.files] == ["site/manifest.json", "t.txt"]
+    assert dict(source.left_out) == {"run": "is a run or a model", "tokens": "is prepared tokens"}
+    (tmp_path / "t.txt").unlink()
+    shutil.rmtree(tmp_path / "site")
+    (tmp_path / "tokens").rename(tmp_path / ".tokens")
+    with pytest.raises(ValueError, match=r"\(run is a run or a model\). Give the text"):
+        recognize(str(tmp_path))
+    (tmp_path / "run").rename(tmp_path / ".run")
+    (tmp_path / ".tokens").rename(tmp_path / "tokens")
+    with pytest.raises(ValueError, match=r"\(tokens is prepared tokens\). Name it: .*/tokens\."):
+        recognize(str(tmp_path))
+    for command in (train.main, lambda flags: evaluate.main([str(tmp_path / ".run"), *flags])):
+        with pytest.raises(ValueError, match=r"a run or a model.*Give the text"):
+            command(["--data", str(tmp_path / ".run")])
+
+
+# What is refused
+
+BINARY = bytes(range(256))
+OTHERS = {
+    "a.docx": (b"PK\x03\x04" + BINARY, "not UTF-8 text.*Export it as text"),
+    "a.tar.gz": (gzip.compress(bytes(257) + b"ustar" + bytes(300)), "not UTF-8 text.*unpack it"),
+    "a.gguf": (b"GGUF\x03\0\0\0" + BINARY, "not UTF-8 text.*--init"),
+    "a.pt": (b"\x80\x02}", "not UTF-8 text"),
+    "pytorch.bin": (b"PK\x03\x04" + BINARY, "pickled Python objects"),
+    "pickle.bin": (b"\x80\x04\x95" + BINARY, "pickled Python objects"),
+    "lfs.parquet": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS.*git lfs pull"),
+    "model.bin": (np.array([20240326, 3], "<i4").tobytes() + bytes(1016), "llm.c model"),
+    "questions.bin": (np.array([20240522, 1], "<i4").tobytes() + bytes(1016), "llm.c evaluation set"),
+    "windows.txt": (TEXT.encode("utf-16"), "not UTF-8 text .byte 0.*iconv"),
+    "latin.txt": ("café".encode("latin-1"), "not UTF-8 text .byte 3.*iconv"),
+    "table": (b"abc\0def", "not UTF-8 text .byte 3"),
+    "other.jsonl": (
+        lines([{"title": "x", "body": "y"}]).encode(),
+        "without the field text; fields=title, body.*--field",
+    ),
+    "wide.bin": (np.arange(99, dtype="<i4").tobytes(), "ids of 4 bytes or more"),
+    "wider.bin": (np.arange(99, dtype="<i8").tobytes(), "ids of 4 bytes or more"),
+    "odd.bin": (bytes([7]) * 101, "2 bytes each"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_formats_are_refused_with_what_helps(name, tmp_path):
+    content, keyword = OTHERS[name]
+    with pytest.raises(ValueError, match=keyword):
+        load_dataset(written(tmp_path / name, content))
+
+
+@pytest.mark.parametrize("source", ["", " ", "nowhere.txt", "*.none"])
+def test_nothing_is_no_source(source):
+    with pytest.raises((ValueError, FileNotFoundError), match="must be named|must exist|at least one file"):
+        recognize(source)
+
+
+# Evaluation, and data for validation
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "model.safetensors"
+    config = daskgpt.ModelConfig(blocks=1, heads=2, channels=16, vocabulary=257, positions=48)
+    daskgpt.save(path, config, daskgpt.initial_parameters(config, seed=1), encoding="bytes")
+    return path
+
+
+def evaluated(model, data, capsys, *flags) -> dict:
+    capsys.readouterr()
+    evaluate.main([str(model), "--data", str(data), "--json", *flags])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_source_of_training_is_evaluated(model, tmp_path, capsys):
+    written(tmp_path / "t.txt", TEXT)
+    prepare.main([str(tmp_path / "t.txt"), "--encoding", "bytes", "--out", str(tmp_path / "tokens")])
+    whole = evaluated(model, tmp_path / "tokens", capsys)
+    shards = evaluated(model, tmp_path / "tokens" / "val_*.bin", capsys)
+    assert whole | {"data": 0} == shards | {"data": 0}
+    assert whole["tokens"] == load_dataset(str(tmp_path / "tokens")).validation.size - 1
+
+
+def test_the_loss_of_pairs_is_that_of_their_responses(model, tmp_path, capsys):
+    path = written(tmp_path / "pairs.jsonl", lines(pairs_as("prompt", "response")))
+    flags = ["--data", path, "--validation-data", path, "--init", str(model), "--sequence-length", "48"]
+    flags += ["--batch-size", "4", "--validation-batches", "99", "--learning-rate", "0", "--final-learning-rate", "0"]
+    train.main([*flags, "--steps", "1", "--sample-tokens", "0", "--out", str(tmp_path / "run")])
+    said = capsys.readouterr().out
+    figures = evaluated(model, path, capsys)
+    assert (figures["pairs"], figures["bytes"]) == (60, sum(len(answer) for _, answer in PAIRS))
+    assert f"{figures['loss']:.3f} on held-out text" in said
+    assert evaluated(model, path, capsys, "--limit", "7")["pairs"] == 7
+
+
+def test_validation_data_replaces_the_held_out_part(tmp_path):
+    text, other = written(tmp_path / "t.txt", TEXT), written(tmp_path / "other.txt", "something else, " * 50)
+    dataset = load_dataset(text, validation_data=other)
+    assert bytes(dataset.training[1:].tolist()) == TEXT.encode()
+    assert bytes(dataset.validation[1:].tolist()) == b"something else, " * 50
+    assert f"validation on {other}" in dataset.description
+    prepare.main([text, "--encoding", "bytes", "--out", str(tmp_path / "tokens")])
+    held = load_dataset(str(tmp_path / "tokens")).validation
+    mixed = load_dataset(text, validation_data=str(tmp_path / "tokens"))
+    np.testing.assert_array_equal(mixed.validation[:], held[:])
+    assert len({dataset.digest, mixed.digest, load_dataset(text).digest}) == 3
+    with pytest.raises(ValueError, match="both sources must be pairs, or none"):
+        load_dataset(text, validation_data=written(tmp_path / "p.jsonl", lines(pairs_as("prompt", "response"))))

@@ -2,10 +2,10 @@
 
 import json
 
-import dashboard_cost
 import overheads
 import pytest
 import scale
+import task_sizes
 from records import read_records
 
 MODEL = "--blocks 1 --heads 2 --channels 16 --batch-size 4 --sequence-length 16"
@@ -14,11 +14,10 @@ SHORT = f"{MODEL} --warmup 2 --steps 6 --validation-batches 1 --validate-every 2
 
 TOOLS = [
     (overheads, f"{SHORT} --turns 2 --data", {"validation", "logs", "samples", overheads.AT_THE_END}, "turn 1: "),
-    (dashboard_cost, f"{MODEL} --pairs 2 --window 4 --data", {"a step with the page / without"}, "2 pairs of 4"),
 ]
 
 
-@pytest.mark.parametrize(("tool", "flags", "figures", "shown"), TOOLS, ids=["overheads", "dashboard_cost"])
+@pytest.mark.parametrize(("tool", "flags", "figures", "shown"), TOOLS, ids=["overheads"])
 def test_tools_measure_and_record(small_text, tmp_path, capsys, tool, flags, figures, shown):
     path = tmp_path / "records.jsonl"
     tool.main([*flags.split(), str(small_text), "--record", str(path)])
@@ -39,3 +38,12 @@ def test_scaling_within_a_minute(tmp_path, capsys, monkeypatch):
     assert runs + len(model["left out"]) == 2 * len(scale.KINDS)
     assert (tmp_path / "scale.png").stat().st_size > 10_000
     assert "scale.json and scale.png" in capsys.readouterr().out
+
+
+def test_smaller_tasks_leave_less_time_for_work(monkeypatch, capsys):
+    monkeypatch.setattr(task_sizes, "CHANNELS", (256, 16))
+    monkeypatch.setattr(task_sizes, "SIDES", (512, 8))
+    measured = task_sizes.table()
+    assert all(large[0] > small[0] and large[1] > small[1] for large, small in measured.values())
+    assert task_sizes.half([(1e-2, 0.9), (1e-4, 0.1)]) == pytest.approx(1e-3)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(measured)
