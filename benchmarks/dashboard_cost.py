@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from distributed import Client
@@ -26,8 +27,6 @@ from tornado.websocket import websocket_connect
 
 import daskgpt
 from daskgpt import train
-from daskgpt.config.flags import from_flags
-from daskgpt.config.run import RunConfig
 from daskgpt.profiling.measure import Spread
 from daskgpt.schedulers.machine import usable_cores
 
@@ -137,8 +136,8 @@ def main(arguments: list[str]) -> None:
         run = ["--steps", str(windows.all_steps), "--validate-every", "0", "--validation-batches", "1"]
         run += ["--snapshot-every", str(values.window)]  # there workers end what they make at a time
         given = train.parsed([*run, "--save-minutes", "0", *flags])
-        job = train.job_of(given, from_flags(RunConfig, given), None)
-        configurations = job.config, job.data, job.optimizer, job.dataflow, job.run
+        job, _ = train.run_of(given)
+        configurations = job.config, job.data, job.optimizer, job.dataflow, replace(job.run, out="")
         daskgpt.fit(*configurations, client=client, on_step=windows.on_step, quiet=True)
         browser.end()
     assert browser.received, "nothing came from the page"
