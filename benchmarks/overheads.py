@@ -25,8 +25,6 @@ from records import Figure, add_record_flag, check_record, record
 
 import daskgpt
 from daskgpt import train
-from daskgpt.config.flags import from_flags
-from daskgpt.config.run import RunConfig
 from daskgpt.profiling.measure import Spread
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -61,10 +59,9 @@ def whole(arguments: list[str], folder: Path) -> dict[str, Any]:
 
 def bare(arguments: list[str], folder: Path) -> dict[str, Any]:
     """The same steps of the same model, and nothing else."""
-    values = train.parsed(arguments)
-    run = replace(from_flags(RunConfig, values), validate_every=0, out="", log="", snapshot_every=0)
-    job = train.job_of(values, run, None)
-    result = daskgpt.fit(job.config, job.data, job.optimizer, job.dataflow, job.run, quiet=True)
+    job, _ = train.run_of(train.parsed(arguments))
+    run = replace(job.run, validate_every=0, out="", snapshot_every=0)
+    result = daskgpt.fit(job.config, job.data, job.optimizer, job.dataflow, run, quiet=True)
     return {"seconds": result.seconds, "besides": result.timers, "validation": result.validation_loss}
 
 

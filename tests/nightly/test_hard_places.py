@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_lines import PATIENCE, refused, run
+from command_lines import PATIENCE, run
 
 from daskgpt.kernels.compilation import compile_all
 
@@ -79,7 +79,7 @@ def test_one_core_and_dask_settings_change_no_bit(small_text, tmp_path, expected
     command = [sys.executable, "-c", pinned, *training(small_text, out)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
-    assert "1 threads" in result.stdout
+    assert "threaded scheduler, 1 thread\n" in result.stdout
     assert (out / MODEL).read_bytes() == expected
 
 
@@ -106,7 +106,6 @@ def test_kernels_without_room_are_kept_elsewhere(small_text, tmp_path, expected,
 
 
 def test_names_that_are_not_utf8(small_text, tmp_path):
-    """What only reads or writes files of such names works; what a run writes down is refused, before kernels."""
     name = os.fsdecode(b"caf\xe9")
     assert run("train", "--data", small_text, *LITTLE, "--out", tmp_path / "run").returncode == 0
     (tmp_path / "run").rename(tmp_path / name)
@@ -119,5 +118,3 @@ def test_names_that_are_not_utf8(small_text, tmp_path):
     ):
         result = run(*command, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
-    for flags in (["--resume", name], ["--data", name], ["--data", str(small_text), "--out", f"{name}-2"]):
-        assert r"must be UTF-8; got" in refused(run("train", *flags, cwd=tmp_path))
