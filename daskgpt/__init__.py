@@ -42,6 +42,7 @@ _MODULES = {
     "profiling.layer_check": "check_layer",
     "profiling.measure": "measure",
     "profiling.plan": "plan",
+    "profiling.policies": "scheduling",
     "profiling.recorder": "TimelineConfig TimelineCallback",
     "schedulers.opening": "open_scheduler",
     "training.checkpoint": "load",

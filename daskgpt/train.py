@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> int:
         run = replace(run, out=run.out or new_folder())
         start = WarmStart(run.init) if run.init else None
         job = job_of(values, run, start)
-    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
+    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.wanted else []
     if first is None:
         folder = check_beginning(job, connects=not values.plan)
         job = with_data(job, values, start)
