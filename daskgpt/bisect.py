@@ -69,10 +69,14 @@ def _told(difference: str, equal: str) -> int:
 
 
 def first_difference(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> str:
-    """Return the first tensor, in the order of the first mapping, of which the other has other bits, in words; empty
-    if there is none.
+    """Return the first tensor, in the order of both mappings, whose bits differ or which one of them lacks, in words;
+    empty if there is none.
     """
-    for name in [*one, *(name for name in other if name not in one)]:
+    names = list(one)
+    for name, before in zip(other, [None, *other]):  # what only the other has comes behind the same tensor as there
+        if name not in one:
+            names.insert(names.index(before) + 1 if before in names else 0, name)
+    for name in names:
         if name not in one or name not in other:
             return f"{name} is missing in {'AB'[name in one]}"
         a, b = one[name], other[name]
@@ -95,7 +99,8 @@ class Bisection:
 
     def __init__(self, runs: Sequence[Replay]) -> None:
         self.runs = runs
-        one, other = ({e["step"]: _digests(e) for e in run.chain(run.head)} if run.head else {} for run in runs)
+        chains = [run.chain(run.head) if run.head else [] for run in runs]
+        one, other = ({entry["step"]: _digests(entry) for entry in chain if entry["files"]} for chain in chains)
         states = sorted(one.keys() & other.keys())
         unequal = next((step for step in states if one[step] != other[step]), None)
         losses = [run.losses for run in runs]
@@ -120,7 +125,7 @@ class Bisection:
         for run in self.runs:
             job = run.tensors_of(max(end - 1, 0), scheduler).job
             compile_kernels(job.precision, job.uses)
-        if difference := self._in_states(self.shared, scheduler):
+        if difference := self._in_states(self.shared, scheduler, updated=False):
             yield from self._settings(self.shared, scheduler)
             yield f"first step: {self.shared + 1:,}, which begins with other tensors"
             yield f"first tensor: {difference}"
@@ -150,9 +155,13 @@ class Bisection:
             run.lead(tensors, self.shared)
         return both
 
-    def _in_states(self, step: int, scheduler: Scheduler) -> str:
-        """Return the first tensor that differs between the replayed states after some steps, as `first_difference`."""
-        one, other = ({name: t.held[name] for name in t.updates()} for t in self._at(step, scheduler))
+    def _in_states(self, step: int, scheduler: Scheduler, *, updated: bool = True) -> str:
+        """Return the first tensor that differs between the replayed states after some steps, as `first_difference`.
+
+        updated   whether the order is that of the updates, or that of the parameters
+        """
+        both = self._at(step, scheduler)
+        one, other = ({name: t.held[name] for name in (t.updates() if updated else t.job.state)} for t in both)
         return first_difference(one, other)
 
     def _settings(self, step: int, scheduler: Scheduler) -> Iterator[str]:
@@ -213,11 +222,9 @@ class Bisection:
         return first_difference(*both)
 
 
-def _digests(entry: Mapping[str, Any]) -> Any:
-    """Return what tells whether two states are equal."""
-    if files := entry["files"]:
-        return {name: file["sha256"] for name, file in files.items()}
-    return entry.get("parameters"), entry["seed"], entry["configuration"]["model"]
+def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digests of model and moments of an entry of a chain."""
+    return {name: file["sha256"] for name, file in entry["files"].items()}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from audit_faults import flipped, other_batch, other_rate
+from noted import Noted
 from saved_tensors import saved_tensors
 from small_runs import MODEL, OPTIMIZER, fit
 
@@ -137,14 +138,11 @@ def honest(small_text, tmp_path_factory):
 
 def test_equal_runs(honest, trained, told):
     code, shown = told(bisect, honest, honest)
-    assert (code, shown) == (0, "written: 12 losses and 13 states that both runs have are equal\n")
+    assert (code, shown) == (0, "written: 12 losses and 12 states that both runs have are equal\n")
     assert told(bisect, honest / "latest", honest / "latest") == (0, "the models are equal\n")
     code, shown = told(bisect, honest / "step-00000003", honest / "step-00000004")
     assert code == 1
     assert "numbers differ, the largest difference is" in shown
-
-
-FIRST_UPDATED = "ln_f.bias"  # or its weight: the first gradients of the backward pass
 
 
 @pytest.mark.parametrize(
@@ -157,7 +155,7 @@ FIRST_UPDATED = "ln_f.bias"  # or its weight: the first gradients of the backwar
     ],
 )
 def test_faults_while_training_are_located(fault, tensor, honest, small_text, tmp_path, told):
-    draw = Chosen(5)
+    draw = Noted(5)
     with fault(draw):
         fit(small_text, tmp_path / "run", save_every=1, keep=99, dataflow={"scheduler": "sync"})
     code, shown = told(bisect, honest, tmp_path / "run", "--threads", 2)
@@ -165,24 +163,6 @@ def test_faults_while_training_are_located(fault, tensor, honest, small_text, tm
     assert "the replays of both runs agree\nfirst step: 7\n" in shown, shown
     assert "A: " not in shown
     assert f"first tensor: {tensor or draw.names[0]}: " in shown
-
-
-class Chosen:
-    """Random choices, of which those among names are noted."""
-
-    def __init__(self, seed):
-        import random
-
-        self.random, self.names = random.Random(seed), []
-
-    def __getattr__(self, name):
-        return getattr(self.random, name)
-
-    def choice(self, options):
-        chosen = self.random.choice(options)
-        if isinstance(chosen, str) and "." in chosen:
-            self.names.append(chosen)
-        return chosen
 
 
 def test_settings_and_data_that_differ_are_named(honest, small_text, tmp_path, told):
