@@ -25,14 +25,13 @@ import numpy as np
 
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
-from daskgpt.formats.stored_model import read_json
-from daskgpt.model.step import as_weights
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.audit import Audit, Stretch, Verdict
 from daskgpt.training.chain import CHAIN
-from daskgpt.training.checkpoint import STATE, load, read_checkpoint
+from daskgpt.training.checkpoint import load
 from daskgpt.training.job import compile_kernels
-from daskgpt.training.replay import Made, PlacesConfig, Replay, StepTensors
+from daskgpt.training.replay import PlacesConfig, StepTensors, state_in
 from daskgpt.training.start import PLACES
 
 EPILOG = "Exit codes: 0 = no difference; 1 = a difference is named; 2 = the runs cannot be compared here."
@@ -51,9 +50,11 @@ def main(arguments: list[str]) -> int:
     require_scheduler(dataflow.scheduler)
     paths = values.one, values.other
     if not all((path / CHAIN).is_file() for path in paths):
-        return _told(first_difference(*(load(path)[1] for path in paths)), "the models are equal")
+        difference = first_difference(*(load(path)[1] for path in paths))
+        print(difference or "the models are equal")
+        return int(bool(difference))
     dials = given_flags(DataflowConfig, values)
-    bisection = Bisection([Replay("bisect", path, dials, places.data, places.init) for path in paths])
+    bisection = Bisection([Audit(path, dials, places.data, places.init, "bisect") for path in paths])
     print(f"written: {bisection.described()}", flush=True)
     if bisection.end is None:
         return 0
@@ -61,11 +62,6 @@ def main(arguments: list[str]) -> int:
         for line in bisection.differences(scheduler):
             print(line, flush=True)
     return 1
-
-
-def _told(difference: str, equal: str) -> int:
-    print(difference or equal)
-    return int(bool(difference))
 
 
 def first_difference(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> str:
@@ -97,7 +93,7 @@ class Bisection:
     loss     number of the first step whose losses differ; None likewise
     """
 
-    def __init__(self, runs: Sequence[Replay]) -> None:
+    def __init__(self, runs: Sequence[Audit]) -> None:
         self.runs = runs
         chains = [run.chain(run.head) if run.head else [] for run in runs]
         one, other = ({entry["step"]: _digests(entry) for entry in chain if entry["files"]} for chain in chains)
@@ -121,105 +117,82 @@ class Bisection:
 
     def differences(self, scheduler: Scheduler) -> Iterator[str]:
         """Yield lines on the first difference."""
-        end = self.end or 0
+        self.scheduler, end, shared = scheduler, self.end or 0, self.shared
         for run in self.runs:
-            job = run.tensors_of(max(end - 1, 0), scheduler).job
+            job = run.job_of(end)
             compile_kernels(job.precision, job.uses)
-        if difference := self._in_states(self.shared, scheduler, updated=False):
-            yield from self._settings(self.shared, scheduler)
-            yield f"first step: {self.shared + 1:,}, which begins with other tensors"
-            yield f"first tensor: {difference}"
+        if difference := self._in_states(shared, updated=False):
+            yield from self._settings(shared)
+            yield f"first step: {shared + 1:,}, which begins with other tensors\nfirst tensor: {difference}"
             return
-        losses, faults = zip(*(self._replayed(run, name, scheduler) for run, name in zip(self.runs, "AB")))
-        parted = next((step for step, loss in losses[0].items() if losses[1].get(step) != loss), None)
-        if parted is None and not self._in_states(end, scheduler):
+        verdicts = [self._verdict(run) for run in self.runs]
+        losses = [run.losses | {n: loss for n, _, loss in v.losses} for run, v in zip(self.runs, verdicts)]
+        parted = next((step for step in range(shared, end) if losses[0].get(step) != losses[1].get(step)), None)
+        if parted is None and not self._in_states(end):
             yield "the replays of both runs agree"
-            yield from (line for lines in faults for line in lines)
+            for run, name, verdict in zip(self.runs, "AB", verdicts):
+                yield from self._fault(run, name, verdict) if verdict.differs else ()
             return
-        shared, end, width = self.shared, end if parted is None else parted + 1, 1
+        end, width = end if parted is None else parted + 1, 1
         while end - shared > 1:  # the states part in the step of the first loss that differs, or shortly before
             middle = max(end - width, (shared + end) // 2)
-            if self._in_states(middle, scheduler):
+            if self._in_states(middle):
                 end, width = middle, 2 * width
             else:
                 shared = middle
-        yield from self._settings(shared, scheduler)
-        yield f"first step: {end:,}"
-        one, other = (tensors.arrays(tensors.names) for tensors in self._at(shared, scheduler))
-        yield f"first tensor: {first_difference(one, other) or f'after the update, {self._in_states(end, scheduler)}'}"
+        yield from self._settings(shared)
+        one, other = (tensors.arrays(tensors.names) for tensors in self._at(shared))
+        difference = first_difference(one, other) or f"after the update, {self._in_states(end)}"
+        yield f"first step: {end:,}\nfirst tensor: {difference}"
 
-    def _at(self, step: int, scheduler: Scheduler) -> list[StepTensors]:
+    def _at(self, step: int) -> list[StepTensors]:
         """Return the tensors of both runs at a step, from the shared state on."""
-        both = [run.tensors_of(step, scheduler) for run in self.runs]
+        both = [run.tensors_of(step, self.scheduler) for run in self.runs]
         for run, tensors in zip(self.runs, both):
             run.lead(tensors, self.shared)
         return both
 
-    def _in_states(self, step: int, scheduler: Scheduler, *, updated: bool = True) -> str:
+    def _in_states(self, step: int, *, updated: bool = True) -> str:
         """Return the first tensor that differs between the replayed states after some steps, as `first_difference`.
 
         updated   whether the order is that of the updates, or that of the parameters
         """
-        both = self._at(step, scheduler)
-        one, other = ({name: t.held[name] for name in (t.updates() if updated else t.job.state)} for t in both)
+        one, other = ({n: t.held[n] for n in (t.updates() if updated else t.job.state)} for t in self._at(step))
         return first_difference(one, other)
 
-    def _settings(self, step: int, scheduler: Scheduler) -> Iterator[str]:
-        """Yield lines on settings of a step that differ, and decide bits."""
-        jobs = [run.tensors_of(step, scheduler).job for run in self.runs]
-        one, other = (
-            {
-                f"{name}.{key}": value
-                for name, part in parts.items()
-                for key, value in asdict(part).items()
-                if key not in PLACES
-            }
-            | {"seed": job.run.seed, "steps": job.steps, "tokens": job.tokens.digest[:DIGITS], "groups": job.groups}
-            for job in jobs
-            for parts in [{"model": job.config, "data": job.data, "optimizer": job.optimizer}]
-        )
-        different = [f"{name} {one[name]} and {other[name]}" for name in one if one[name] != other[name]]
-        if different:
+    def _settings(self, step: int) -> Iterator[str]:
+        """Yield a line on settings of a step that differ, and decide bits."""
+        both = list[dict[str, Any]]()
+        for job in (run.job_of(step) for run in self.runs):
+            both.append({"seed": job.run.seed, "steps": job.steps, "tokens": job.tokens.digest[:DIGITS]})
+            for name, part in {"model": job.config, "data": job.data, "optimizer": job.optimizer}.items():
+                both[-1] |= {f"{name}.{key}": value for key, value in asdict(part).items() if key not in PLACES}
+        one, other = both
+        if different := [f"{name} {one[name]} and {other[name]}" for name in one if one[name] != other[name]]:
             yield f"settings that differ: {', '.join(different)}"
 
-    def _replayed(self, run: Replay, name: str, scheduler: Scheduler) -> tuple[dict[int, float], list[str]]:
-        """Return the losses of a run that is made again from the shared state, by step; and lines on the first step
-        after which it is not as its replay.
-        """
-        losses, low, high, lines, end = dict[int, float](), self.shared, 0, list[str](), self.end or 0
-        entries = run.leading_to(end, self.shared)
+    def _verdict(self, run: Audit) -> Verdict:
+        """Return how a run differs from its replay, from the shared state to the first difference of both runs."""
+        entries = run.leading_to(self.end or 0, self.shared)
+        stretch = Stretch(entries, run.folder_of(entries[0]), run.run)
         with TemporaryDirectory(prefix="daskgpt-bisect-") as folder:
-            for made in run.made_again(entries, run.first_parameters(entries), scheduler, Path(folder), end):
-                losses |= zip(made.steps, made.losses)
-                wrong = next((n for n in made.steps if run.losses.get(n) not in (None, losses.get(n))), None)
-                if wrong is not None and not high:
-                    high, other = wrong + 1, losses.get(wrong)
-                    lines.append(f"{name}: its loss of step {high:,} is {run.losses[wrong]}, its replay's {other}")
-                if made.folder and made.steps.stop == made.entry["step"]:
-                    state = read_json(made.folder / STATE, "bisect", STATE)
-                    if _digests(state) == _digests(made.entry):
-                        low = low if high else made.steps.stop
-                        continue
-                    high = min(high or made.steps.stop, made.steps.stop)
-                    lines.append(f"{name}: its state after {made.steps.stop:,} steps is not that of its replay")
-                    lines.append(f"first tensor: {self._unlike(run, made, state, scheduler)}")
-                    break
-        if lines:
-            lines.insert(0, f"first step: {'' if high == low + 1 else f'one of {low + 1:,} to '}{high:,}")
-            if not any(line.startswith("first tensor") for line in lines):
-                lines.append("first tensor: unknown, since no checkpoint follows at once (--save-every 1 --keep 100)")
-        return losses, lines
+            return run.compute(stretch, self.scheduler, Path(folder), self.end)
 
-    def _unlike(self, run: Replay, made: Made, state: Mapping[str, Any], scheduler: Scheduler) -> str:
-        """Return the first tensor of a checkpoint that differs from its replay, in words."""
-        tensors, both = run.tensors_of(made.steps.stop, scheduler), list[dict[str, np.ndarray]]()
-        if not (stored := run.folder_of(made.entry)):
-            return "unknown, since that checkpoint is deleted (--keep, --keep-every)"
-        for folder, entry in ((stored, made.entry), (made.folder or stored, state)):
-            checkpoint = read_checkpoint(folder, entry, tensors.job.moments)
-            arrays = as_weights(checkpoint.model.parameters) | dict(checkpoint.moments)
-            both.append({name: arrays[name] for name in tensors.updates()})
-        return first_difference(*both)
+    def _fault(self, run: Audit, name: str, verdict: Verdict) -> Iterator[str]:
+        """Yield lines on the first step after which a run is not as its replay."""
+        states = [step for steps in verdict.states.values() for step in steps]
+        first = min([*states, *(step + 1 for step, *_ in verdict.losses)])
+        entries = {entry["step"]: entry for entry in run.chain(run.head)}
+        before = max(self.shared, *(step for step in entries if step < first))
+        yield f"{name} {verdict}"
+        yield f"first step: {'' if first == before + 1 else f'one of {before + 1:,} to '}{first:,}"
+        difference = "unknown, since there is no checkpoint after that step (--save-every 1 --keep 100)"
+        if first in states and (folder := run.folder_of(entries[first])):
+            tensors = run.tensors_of(first, self.scheduler)
+            run.lead(tensors, self.shared)
+            stored, names = state_in(folder, entries[first], tensors.job), tensors.updates()
+            difference = first_difference(*({name: held[name] for name in names} for held in (stored, tensors.held)))
+        yield f"first tensor: {difference}"
 
 
 def _digests(entry: Mapping[str, Any]) -> dict[str, str]:

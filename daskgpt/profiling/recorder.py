@@ -164,12 +164,8 @@ class TimelineConfig(Checked):
         unit="file",
     )
     timeline_steps: int = setting(4, "how many steps a timeline shows", unit="steps", least=1)
-    graph: str = setting(
-        "",
-        "write the tasks of the last step with their times, bytes and edges to FILE in WfCommons' format",
-        unit="file",
-    )
-    paraver: str = setting("", "write a trace of the last steps for Paraver to FILE.prv, .pcf and .row", unit="file")
+    graph: str = setting("", "write tasks, times, bytes and edges of the last step to FILE, for WfCommons", unit="file")
+    paraver: str = setting("", "write a trace of the last steps to FILE.prv, .pcf and .row, for Paraver", unit="file")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from daskgpt.config.files import digest_of
-from daskgpt.formats.stored_model import read_json
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chain import CHAIN, LINK, Entry
-from daskgpt.training.checkpoint import STATE
 from daskgpt.training.logs import METRICS
 from daskgpt.training.replay import Replay
 
@@ -76,9 +74,11 @@ class Audit(Replay):
     stretches   in the order of their ends
     """
 
-    def __init__(self, run: Path, dials: Mapping[str, Any], data: str = "", init: str = "") -> None:
+    def __init__(
+        self, run: Path, dials: Mapping[str, Any], data: str = "", init: str = "", where: str = "audit"
+    ) -> None:
         """See `Replay`."""
-        super().__init__("audit", run, dials, data, init)
+        super().__init__(where, run, dials, data, init)
         self.uncovered = self._beyond(max((entry["step"] for entry in self.entries.values()), default=0))
         for entry in self.entries.values():
             self._check(entry)
@@ -122,22 +122,23 @@ class Audit(Replay):
         numbers = sorted(random.Random(seed).sample(range(len(self.stretches)), count))
         return [self.stretches[number] for number in numbers]
 
-    def compute(self, stretch: Stretch, scheduler: Scheduler, folder: Path) -> Verdict:
+    def compute(self, stretch: Stretch, scheduler: Scheduler, folder: Path, end: int | None = None) -> Verdict:
         """Make the steps of a stretch again and compare what they lead to, deleted checkpoints included.
 
         folder   that the checkpoints are written to
+        end      number of steps after which it ends; None for the whole stretch
         """
         verdict = Verdict()
         parameters, verdict.unknown = ({}, "") if stretch.begin else self.origin(stretch.entries)
         if verdict.unknown:
             return verdict
-        for entry, steps, losses, verdict.folder in self.made_again(stretch.entries, parameters, scheduler, folder):
-            both = zip_longest(steps, map(self.losses.get, steps), losses)
+        for made in self.made_again(stretch.entries, parameters, scheduler, folder, end):
+            both = zip_longest(made.steps, map(self.losses.get, made.steps), made.losses)
             verdict.losses += [loss for loss in both if loss[1] != loss[2]]
-            if verdict.folder is None:
-                verdict.states["no finite model"] = [entry["step"]]
-                break
-            for name, file in read_json(verdict.folder / STATE, "audit", STATE)["files"].items():
-                if entry["files"].get(name) != file:
-                    verdict.states.setdefault(name.partition(".")[0], []).append(entry["step"])
+            verdict.folder, step = made.folder, made.entry["step"]
+            if made.folder is None:
+                verdict.states["no finite model"] = [step]
+            for name, file in made.state["files"].items() if made.folder and made.steps.stop == step else ():
+                if made.entry["files"].get(name) != file:
+                    verdict.states.setdefault(name.partition(".")[0], []).append(step)
         return verdict

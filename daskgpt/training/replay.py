@@ -39,7 +39,7 @@ from daskgpt.kernels.dropout import streams
 from daskgpt.model.layers import GATHER, SPLIT, Layer
 from daskgpt.model.parameters import RandomParameters, digest, tensors
 from daskgpt.model.precision import Precision
-from daskgpt.model.step import Arrays, as_weights, gradients_of, input_leaves, input_values, state_leaves
+from daskgpt.model.step import Arrays, as_weights, gradients_of, input_leaves, input_values, state_leaves, weights_in
 from daskgpt.model.tape import Tape
 from daskgpt.model.transformer import mean_loss
 from daskgpt.schedulers.machine import versions
@@ -86,12 +86,14 @@ class Made(NamedTuple):
     steps    their numbers
     losses   fewer than steps if a number was not finite
     folder   of the checkpoint after them; None if a number was not finite
+    state    the entries of its state.json
     """
 
     entry: Entry
     steps: range
     losses: list[float]
     folder: Path | None
+    state: Entry
 
 
 class Replay:
@@ -258,12 +260,12 @@ class Replay:
             earlier_losses = [nan] * steps.start
             start = Start(out, parameters, moments, steps.start, earlier_losses, outliers=outliers, entry=state)
             losses, at = _made(job, scheduler, start, steps.stop)
-            yield Made(entry, steps, losses, at)
+            state = read_json(at / STATE, self.where, STATE) if at else {}
+            yield Made(entry, steps, losses, at, state)
             if at is None:
                 return
-            state = read_json(at / STATE, self.where, STATE)
 
-    def first_parameters(self, entries: Sequence[Entry]) -> Arrays:
+    def _first_parameters(self, entries: Sequence[Entry]) -> Arrays:
         """Return the parameters that a replay of entries begins with; none for one that begins at a checkpoint.
 
         Errors   ValueError if they are not known
@@ -281,7 +283,11 @@ class Replay:
 
         Errors   as of `leading_to` and `job`
         """
-        return StepTensors(self.where, self.job(self.leading_to(step)[-1], step), scheduler, step)
+        return StepTensors(self.where, self.job_of(step), scheduler, step)
+
+    def job_of(self, step: int) -> Job:
+        """Return the job of a step. Errors   as of `leading_to` and `job`"""
+        return self.job(self.leading_to(step)[-1], step)
 
     def lead(self, tensors: StepTensors, start: float = inf) -> None:
         """Compute the state before the step of some tensors, from the newest checkpoint before it.
@@ -290,21 +296,25 @@ class Replay:
 
         Errors   ValueError if there is nothing to begin with, or a number is not finite on the way
         """
-        step, entries = tensors.step, self.leading_to(tensors.step, start)
-        state, at = entries[0], self.folder_of(entries[0]) if len(entries) > 1 else None
-        parameters = self.first_parameters(entries)
+        step, job, entries = tensors.step, tensors.job, self.leading_to(tensors.step, start)
+        parameters, at, state = self._first_parameters(entries), self.folder_of(entries[0]), entries[0]
         with TemporaryDirectory(prefix=f"daskgpt-{self.where}-") as folder:
             for made in self.made_again(entries, parameters, tensors.scheduler, Path(folder), step):
+                at, state = made.folder, made.state
                 rule, got = "every number must be finite until the step", {"step": step + 1}
                 advice = f"Give --step {made.steps.start + len(made.losses)}, say."
-                if made.folder is None:
-                    raise refusal(ValueError, self.where, rule, got, advice)
-                at, state = made.folder, read_json(made.folder / STATE, self.where, STATE)
-            checkpoint = read_checkpoint(at, state, tensors.job.moments) if at else None
-        if checkpoint:
-            tensors.begin(checkpoint.model.parameters, checkpoint.moments)
-        else:
-            tensors.begin(parameters, {n: np.zeros(t.shape, np.float32) for n, t in tensors.job.moments.items()})
+                require(at is not None, self.where, rule, got, advice)
+            if at:
+                tensors.begin(state_in(at, state, job))
+            else:
+                moments = {name: np.zeros(tensor.shape, np.float32) for name, tensor in job.moments.items()}
+                tensors.begin(as_weights(parameters) | moments)
+
+
+def state_in(folder: Path, state: Entry, job: Job) -> dict[str, np.ndarray]:
+    """Return the state in a checkpoint by the names of a state; `state` has the entries of its state.json."""
+    checkpoint = read_checkpoint(folder, state, job.moments)
+    return as_weights(checkpoint.model.parameters) | dict(checkpoint.moments)
 
 
 def _made(job: Job, scheduler: Scheduler, start: Start, end: int) -> tuple[list[float], Path | None]:
@@ -399,10 +409,10 @@ class StepTensors:
         gradients = {name: place[self.aliases[f"gradient.{name}"]] for name in tensors(self.job.config)}
         return sorted(self.job.state, key=lambda name: (gradients[name.partition(".")[2]], name.startswith("weight.")))
 
-    def begin(self, parameters: Arrays, moments: Arrays) -> None:
-        """Set the state before the step."""
-        self.held |= as_weights(parameters) | dict(moments)
-        self.state = State.of_weights(self.job.config, parameters, self.job.precision)
+    def begin(self, state: Arrays) -> None:
+        """Set the state before the step, by the names of a state."""
+        self.held |= state
+        self.state = State.of_weights(self.job.config, weights_in(state), self.job.precision)
 
     def resolve(self, name: str) -> str:
         """Return the name among `names` that a name stands for.
