@@ -33,7 +33,6 @@ from daskgpt.data.dataset import BatchLoader
 from daskgpt.formats.huggingface import MODEL, open_run_model
 from daskgpt.formats.safetensors import TensorFiles, tensor_path
 from daskgpt.model import step
-from daskgpt.schedulers import worker_metrics
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.audit import Audit, Verdict
 from daskgpt.training.chain import CHAIN, LINK
@@ -73,11 +72,6 @@ class Found:
         return bool(self.chain) or any(verdict.differs for verdict in self.verdicts)
 
 
-def unmeasured() -> AbstractContextManager[Any]:
-    """Leave out the measurement of the rate of products, which takes longer than the steps of a small run."""
-    return patch.object(worker_metrics, "product_rate", lambda *_: 1.0)
-
-
 def honest(text: Path, out: Path) -> Path:
     """Make a run with a deleted checkpoint."""
     fit(text, out, save_every=EVERY, keep=99, dataflow={"scheduler": "sync"})
@@ -108,13 +102,18 @@ def flipped(kind: str, at: int, draw: random.Random) -> Iterator[None]:
 
 def other_rate(at: int, draw: random.Random) -> AbstractContextManager[Any]:
     """Change the learning rate of a step by up to a tenth."""
-    made, factor = step.hyper_of, 1 + draw.choice((-1, 1)) * 10 ** draw.uniform(-4, -1)
+    row_of, factor = step.optimizer_of, 1 + draw.choice((-1, 1)) * 10 ** draw.uniform(-4, -1)
 
-    def hyper_of(optimizer: Any, row: Any, number: int, *rest: Any) -> Any:
-        rate = optimizer.learning_rate * (factor if number == at else 1)
-        return made(replace(optimizer, learning_rate=rate), row, number, *rest)
+    def optimizer_of(name: str) -> Any:
+        row = row_of(name)
 
-    return patch.object(step, "hyper_of", hyper_of)
+        def hyper(config: Any, number: int, steps: int) -> Any:
+            rate = config.learning_rate * (factor if number == at else 1)
+            return row.hyper(replace(config, learning_rate=rate), number, steps)
+
+        return replace(row, hyper=hyper)
+
+    return patch.object(step, "optimizer_of", optimizer_of)
 
 
 def other_batch(at: int, draw: random.Random) -> AbstractContextManager[Any]:
@@ -301,7 +300,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     values = parser.parse_args()
     begin, found = time.monotonic(), dict[str, list[Found]]()
-    with tempfile.TemporaryDirectory() as folder, unmeasured():
+    with tempfile.TemporaryDirectory() as folder:
         text, alarms = write_text(Path(folder)), 0
         whole = honest(text, Path(folder) / "honest")
         for number in range(values.honest):

@@ -28,7 +28,7 @@ from daskgpt.training.engine import State
 from daskgpt.training.inference import Inference
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-from one_number import Dials, Model, bits_after_steps, divisions, own_product, random_dials
+from one_number import Dials, Model, bits_after_steps, divisions, random_dials
 from reference_gpt2 import Arrays, expected
 from tolerances import TOLERANCES
 
@@ -77,21 +77,20 @@ def random_choices(random: np.random.Generator, config: ModelConfig) -> ModelCon
 
 
 def check_bits(random: np.random.Generator, model: Model, cluster: bool = False) -> tuple[str, str]:
-    """No dial changes a bit; where the products are a library's, none but the chunk."""
+    """No dial changes a bit."""
     precision = str(random.choice(TRAINED))
     config = random_choices(random, model.config)
     dropout, clip = float(random.choice([0.0, 0.2])), float(random.choice([0.0, 0.5]))
     optimizer = str(random.choice(["adamw", "momentum", "muon"]))
     model = replace(model, config=config, optimizer=optimizer, dropout=dropout, clip=clip)
-    whole = bits_after_steps(model, precision, Dials(model.batch)) if own_product() else ""
+    whole = bits_after_steps(model, precision, Dials(model.batch))
     for _ in range(DIALS):
         dials = random_dials(random, model)
         if cluster:
             dials, cluster = replace(dials, scheduler="local", threads=2, in_place=None), False
-        wanted = whole or bits_after_steps(model, precision, Dials(dials.chunk))
-        found = bits_after_steps(model, precision, dials)
-        if found != wanted:
-            return f"bits {precision}", f"{model} {dials}: {found} instead of {wanted}"
+        bits = bits_after_steps(model, precision, dials)
+        if bits != whole:
+            return f"bits {precision}", f"{model} {dials}: {bits} instead of {whole}"
     return f"bits {precision}", ""
 
 

@@ -18,7 +18,7 @@ from records import Figure, add_record_flag, check_record, record
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, ModelConfig, preset
-from daskgpt.config.rich import text_table
+from daskgpt.config.tables import text_table
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import PRECISIONS, Choice, Texts
 from daskgpt.model.parameters import initial_parameters, parameter_count

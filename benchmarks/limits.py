@@ -4,7 +4,7 @@ Steps in float32 run on threads while each kernel call is recorded. The table ha
 at least 1 % of the kernels' time: its milliseconds a step, divided by the number of threads, and those that the machine
 allows on as many threads at once, the larger ones of
 
-    operations / the rate of products: the best of NumPy's BLAS and daskgpt's own, with large matrices
+    operations / the rate of products of large matrices
     bytes read and written / the rate of copies: of as many bytes as all weights and moments for weights, gradients and
     moments, of as many as a call has for activations
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import log
+from math import log, prod
 from statistics import median
 
 import numpy as np
@@ -28,20 +28,56 @@ from records import Figure, add_record_flag, check_record, record
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import ModelConfig, preset
-from daskgpt.config.rich import text_table
 from daskgpt.config.run import DataflowConfig
+from daskgpt.config.tables import text_table
 from daskgpt.kernels.float32.blas import gemm_address, multiply
 from daskgpt.model.parameters import value_count
 from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.cost import arrays_of, bytes_of, operations_of, work_of
+from daskgpt.training.cost import Sizes, arrays_of, features, work_of
 from daskgpt.training.job import Job, compile_kernels
 
 LEAST = 0.01  # of the kernels' time, for a row
 ROWS, SIDE, PRODUCTS = 512, 1024, 20  # of the matrices whose products are timed
 SIZES = [1 << power for power in range(14, 29, 2)]  # bytes that a copy reads and writes, from first caches to memory
 COPIED, ROUNDS = 1 << 28, 5  # bytes of all copies of a size
+
+OPERATIONS = {  # of each number that is read or summed; products and attention have their own rules
+    "gelu.forward": 30,
+    "gelu.backward": 45,
+    "layernorm.forward": 8,
+    "layernorm.backward": 14,
+}
+EXPONENTIAL = 16  # operations; what a polynomial takes
+
+
+def operations_of(kind: str, sizes: Sizes) -> float:
+    """Return the operations of a call: two for each pair of numbers of a product, half of the pairs of attention."""
+    name, (inputs, outputs) = kind.partition(" ")[0], arrays_of(kind)
+    _, read, written, pairs = features(kind, sizes)
+    letters = set("".join([*inputs, *outputs]))
+    if "T" in letters:
+        products = 2 if name.endswith("forward") else 5
+        half = sizes["b"] * sizes["T"] ** 2 / 2
+        return half * (2 * products * sizes["C"] + EXPONENTIAL * sizes["H"])
+    if "b" in letters and len(letters - set("bt")) == 2 and not name.startswith("embedding"):
+        exponentials = EXPONENTIAL * sizes["b"] * sizes["t"] * sizes["V"] if outputs[-1] == "btV" else 0
+        return 2 * pairs + exponentials
+    return OPERATIONS.get(name, 1) * max(read, written) / (len(inputs) if "update" in kind else 1)
+
+
+def bytes_of(kind: str, sizes: Sizes) -> tuple[int, int]:
+    """Return the bytes of activations that a call reads and writes, and those of weights, gradients and moments."""
+    inputs, outputs = arrays_of(kind)
+    of_tokens, others = 0, 0
+    for axes in (*inputs, *outputs):
+        size = 4 * prod(sizes[axis] for axis in axes)
+        if axes[:1] in ("b", "t"):
+            of_tokens += size
+        else:
+            others += size * (6 if "update" in kind and axes is outputs[0] else 1)  # weight and moments, in and out
+    return of_tokens, others
 
 
 @dataclass

@@ -72,13 +72,17 @@ def table(head: str, rows: Rows) -> list[str]:
 
 
 def steps() -> list[str]:
-    """Steps of daskgpt and PyTorch."""
+    """Steps of daskgpt and PyTorch, on one processor below the other."""
 
     def row(one: Record) -> tuple[str, ...]:
         times = (spread(one.figures[name]) for name in ("ours", "theirs"))
-        return model(one), one.settings["precision"], *times, spread(one.figures["ratio"], digits=2)
+        named = model(one), one.settings["precision"], one.machine["processor"]
+        return *named, *times, spread(one.figures["ratio"], digits=2)
 
-    return table("model, batch | precision | daskgpt, ms a step | PyTorch | ratio", map(row, records("steps")))
+    rows = [row(one) for one in records("steps")]
+    models = [named[:2] for named in rows]
+    rows.sort(key=lambda named: models.index(named[:2]))
+    return table("model, batch | precision | processor | daskgpt, ms a step | PyTorch | ratio", rows)
 
 
 def limits() -> list[str]:

@@ -36,7 +36,7 @@ with open(path, encoding="utf-8", newline="") as file:
     while text := file.read(2**26):
         documents = [text[low : low + 2**20] for low in range(0, len(text), 2**20)]
         begin = time.perf_counter()
-        found = encoding.encode_ordinary_batch(documents, num_threads=threads)
+        found = encoding.tiktoken.encode_ordinary_batch(documents, num_threads=threads)
         seconds += time.perf_counter() - begin
         tokens += sum(map(len, found))
         del found

@@ -17,7 +17,7 @@ from typing import Any
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import check_writable, written
-from daskgpt.profiling.measure import Spread, origin, rounded, significant
+from daskgpt.profiling.measure import Spread, figure, origin, rounded, significant
 
 AGREE = 1e-4  # relative: what rounding to so many digits leaves between a median and that of the turns
 WHERE = "records"
@@ -60,11 +60,7 @@ class Figure:
     @classmethod
     def of(cls, spread: Spread, unit: str, factor: float = 1) -> Figure:
         """Return the figure of measured turns, which are multiplied by a factor; a single value has no spread."""
-        low, middle, high = (significant(value * factor) for value in spread.quartiles)
-        if spread.n == 1:
-            return cls(unit, middle, n=1)
-        turns = tuple(significant(value * factor) for value in spread.values)
-        return cls(unit, middle, min(turns), max(turns), low, high, turns, spread.n)
+        return cls(**figure(Spread.of(value * factor for value in spread.values), unit))
 
     @classmethod
     def single(cls, value: float, unit: str) -> Figure:
@@ -118,8 +114,8 @@ class Record:
         Errors   ValueError for a value that JSON cannot express
         """
         values = {name: value for name, value in asdict(self).items() if value}
-        for name, figure in self.figures.items():
-            values["figures"][name] = {key: part for key, part in asdict(figure).items() if part not in (None, ())}
+        for name, quantity in self.figures.items():
+            values["figures"][name] = {key: part for key, part in asdict(quantity).items() if part not in (None, ())}
         return f"{json.dumps(values, allow_nan=False)}\n".encode()
 
     @classmethod

@@ -38,8 +38,6 @@ _MODULES = {
     "formats.models": "save",
     "generation.sampler": "sample",
     "model.parameters": "digest initial_parameters",
-    "profiling.dataflow": "dataflow",
-    "profiling.layer_check": "check_layer",
     "profiling.measure": "measure",
     "profiling.plan": "plan",
     "profiling.policies": "scheduling",

@@ -17,7 +17,7 @@ from daskgpt.config.flags import run_command
 COMMANDS = {
     "train": "train a model, or continue a run",
     "generate": "write text with a model, or chat with it",
-    "evaluate": "loss, perplexity and bits per byte of a text; accuracy at multiple choice",
+    "evaluate": "loss, perplexity and bits per byte of a text",
     "audit": "compute parts of a run again, and compare them with what it has written",
     "rewind": "compute any tensor of a step of a run again, or show its batch",
     "bisect": "find the first step and tensor in which two runs differ",

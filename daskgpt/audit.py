@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
                     verdict = audit.compute(stretch, scheduler, Path(folder))
                     print(f"{stretch} {verdict}", flush=True)
                     differ, computed = differ + verdict.differs, computed + (not verdict.unknown)
-    rule, advice = "there must be a stretch that can be computed again", "Keep checkpoints: --keep, --keep-every."
+    rule, advice = "there must be a stretch that can be computed again", "Keep more checkpoints: --save-every, --keep."
     got = {"run": values.run, "checkpoints": len(audit.folders)}
     require(bool(computed or audit.faults or not options.share), "audit", rule, got, advice)
     failed = bool(differ or audit.faults)

@@ -1,17 +1,22 @@
 """Time training steps on random tokens.
 
-step        milliseconds from a batch to its loss with everything updated: median, least and largest of the timed steps
+step        milliseconds from a batch to its loss with everything updated: median and quartiles of the timed steps
 forward, backward, update
             milliseconds a step in which kernels of that pass ran, divided by the number of threads. They come from
             separate steps, in which the start and end of each kernel call is recorded. The sums of a weight gradient
             count as backward if they are tasks, and as update if they are one task with AdamW (the schedulers sync and
             threads, which update in place)
-overhead    1 - busy / (threads * wall): the share of the threads' time in the recorded steps in which no kernel ran
-arithmetic  operations a second of the matrix products, 6 N B T + 6 L C B T (T + 1) a step (N values in the matrices of
+overhead    1 - busy / (threads * wall): the share of the threads' time in the recorded steps in which no kernel ran.
+            Of the threads' time, inside = between the kernels of a task, scheduling = a task was ready and a thread
+            free, waiting = no task was ready
+overlap     the share of the time in which two or more layers ran at once, and steps_overlap two or more steps
+critical_path
+            milliseconds a step of the longest chain of tasks that wait for each other
+rate        operations a second of the matrix products, 6 N B T + 6 L C B T (T + 1) a step (N values in the matrices of
             products, each multiplied and added in the forward pass and twice in the backward pass; causal attention
-            reads (T + 1) / 2 tokens on average), and their share of the rate that NumPy's BLAS reaches in this run on
-            large float32 matrices and as many threads
-memory      peak memory during the timed steps: this process, and the worker processes of a cluster
+            reads (T + 1) / 2 tokens on average). matmul_rate is what float32 products of large matrices reach in this
+            run on as many threads
+peak        memory during the timed steps: this process, and the worker processes of a cluster
 
 Speedup on more threads is measured by `python -m daskgpt.study --threads 1,2,4`; with --batch-chunk auto,
 --sequence-chunk auto and --grain auto, chunks and grain are chosen for each number of threads.
@@ -32,7 +37,7 @@ from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags,
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.profiling.calibrate import calibrate
-from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of, measure_steps, origin
+from daskgpt.profiling.measure import BenchConfig, TimedEngine, figure, job_of, measure_steps, origin
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.job import compile_kernels
@@ -42,7 +47,7 @@ def parser() -> Parser:
     """Return all flags."""
     flags = Parser(prog="daskgpt.bench", description=__doc__)
     add_model_flags(flags)
-    text = "measure kernels, tasks and messages for train --plan, in two to three minutes; other flags are ignored"
+    text = "measure kernels and tasks for train --plan, in two to three minutes; other flags are ignored"
     flags.add_argument("--calibrate", action="store_true", help=text)
     flags.add_argument("--json", action="store_true", help="print the measurement as a line of JSON")
     add_flags(flags, BenchConfig)
@@ -67,12 +72,16 @@ def main(arguments: list[str]) -> int:
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
             steps = TimedEngine(job, scheduler, options.seed)
             measurement = measure_steps(steps, options.warmup, options.steps, options.recorded)
+    settings, made = {"preset": values.preset, "others_cores": others, **measurement.settings}, origin()
     if values.json:
         command = shlex.join(["python", "-m", "daskgpt.bench", *(word for word in arguments if word != "--json")])
-        settings = {"preset": values.preset, "others_cores": others, **measurement.settings}
-        print(json.dumps({"command": command, **origin(), "figures": measurement.figures, "settings": settings}))
-    else:
-        print("\n".join(f"{name:12} {text}" for name, text in measurement.facts.items()))
+        figures = {name: figure(*values_and_unit) for name, values_and_unit in measurement.figures.items()}
+        print(json.dumps({"command": command, **made, "figures": figures, "settings": settings}))
+        return 0
+    for name, value in {"processor": made["machine"]["processor"], **settings}.items():
+        print(f"{name:14} {value}")
+    for name, (spread, unit) in measurement.figures.items():
+        print(f"{name:14} {spread.text(unit)}")
     return 0
 
 

@@ -42,12 +42,12 @@ from pathlib import Path
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, run_command
-from daskgpt.data.tokenizer import encoding_of, specials_of, vocabulary_of, vocabulary_size
+from daskgpt.data.tokenizer import encoding_of, end_of_text_id, get_encoding, vocabulary_size
 from daskgpt.formats.gguf import DTYPES, write_gguf
 from daskgpt.formats.huggingface import write_huggingface, write_run_model
 from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, write_model
 from daskgpt.formats.stored_model import StoredModel
-from daskgpt.formats.vocabulary import bos_of, tokenizer_files
+from daskgpt.formats.tokenizer_folder import tokenizer_files
 from daskgpt.model.parameters import parameter_count, tensors
 from daskgpt.training.checkpoint import open_model_of
 
@@ -94,13 +94,12 @@ def _known_encoding(model: StoredModel) -> str:
 
 def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
     files, end, bos, note = {}, None, None, f"no tokenizer: no encoding here has {model.config.vocabulary:,} token ids"
-    if encoding := _known_encoding(model):
-        specials = specials_of(encoding)
-        end = next(iter(specials.values()))
+    if name := _known_encoding(model):
+        end = end_of_text_id(name)
         try:
-            vocabulary = vocabulary_of(encoding)
-            files, note = tokenizer_files(vocabulary, model.config.positions), ""
-            bos = specials.get(bos_of(vocabulary))
+            encoding = get_encoding(name)
+            files, note = tokenizer_files(encoding, model.config.positions), ""
+            bos = encoding.specials.get(encoding.bos_token)
         except FileNotFoundError as error:  # the model is of use without
             note = f"no tokenizer: {error}"
     write_huggingface(target, model, files, end_of_text=end, bos=bos)
@@ -122,7 +121,7 @@ def _to_gguf(target: Path, model: StoredModel, dtype: str = "float32") -> list[s
     encoding, rule = _known_encoding(model), "a model for llama.cpp must have an encoding, which is written with it"
     got, advice = {"vocabulary": model.config.vocabulary}, "Convert the run folder, or a folder with its tokenizer."
     require(bool(encoding), "convert", rule, got, advice)
-    write_gguf(target, model, vocabulary_of(encoding), dtype)
+    write_gguf(target, model, get_encoding(encoding), dtype)
     most = model.config.positions
     note = f"note   llama.cpp aborts beyond {most:,} tokens of prompt and answer together: limit them there (-n)"
     return _listed(target, f"GGUF, {dtype}") + [note] * (most % LLAMA_CONTEXT > 0)

@@ -1,4 +1,4 @@
-"""Evaluate a model on a text, or at multiple choice.
+"""Evaluate a model on a text.
 
 A text (a file, a folder, a glob), token files (llm.c's or nanoGPT's), or the held-out part of prepared tokens:
 loss          nats a token: every token but the first is predicted once, in sequences that follow one another, from
@@ -8,10 +8,6 @@ bits a byte   all nats / ln 2 / bytes of predicted text (end-of-text has none), 
               encodings
 
 Pairs of prompt and response: the same figures, of the responses and the end-of-text after each.
-
-Multiple choice, from HellaSwag's files (.jsonl):
-accuracy      how often the right completion has the least loss of all its tokens together
-normalized    how often it has the least loss per token: the figure that llm.c prints, and the usual one for HellaSwag
 """
 
 from __future__ import annotations
@@ -30,11 +26,11 @@ from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
 from daskgpt.config.settings import documented, setting
 from daskgpt.data.dataset import MappedTokens, check_tokens, load_validation
 from daskgpt.data.pairs import Examples
-from daskgpt.data.questions import Question, read_questions
-from daskgpt.data.source import PREPARED, QUESTIONS, TRAINING, recognize
-from daskgpt.data.tokenizer import Encoding, get_encoding, sizes_of
+from daskgpt.data.source import PREPARED, recognize
+from daskgpt.data.tokenizer import get_encoding
+from daskgpt.formats.encoding import Encoding
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.likelihood import answers, response_losses, sequence_losses
+from daskgpt.generation.likelihood import response_losses, sequence_losses
 from daskgpt.generation.sampler import DecodingConfig
 from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
@@ -47,13 +43,13 @@ Figures = dict[str, Any]  # numbers by name, in the order of `--json`
 class EvaluateConfig(DecodingConfig):
     """Settings of an evaluation."""
 
-    data: str = setting("", "a text, folder, glob, pipe or token file; prepared tokens; pairs; or questions")
-    limit: int = setting(0, "number of tokens, pairs or questions to use, from the first on; 0 = all", least=0)
+    data: str = setting("", "a text, folder, glob or token file; prepared tokens; or pairs")
+    limit: int = setting(0, "number of tokens or pairs to use, from the first on; 0 = all", least=0)
     sequence_length: int = setting(0, "length of a text's sequences; 0 = the model's own", unit="tokens", least=0)
 
 
 def main(arguments: list[str]) -> int:
-    """Print loss, perplexity and bits a byte, or accuracies."""
+    """Print loss, perplexity and bits a byte."""
     flags = Parser(prog="daskgpt.evaluate", description=__doc__)
     flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
     flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
@@ -61,48 +57,26 @@ def main(arguments: list[str]) -> int:
     values = flags.parse_args(arguments)
     options: EvaluateConfig = from_flags(EvaluateConfig, values)
     require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, for example.")
-    source = recognize(options.data, (*TRAINING, QUESTIONS), where="evaluate")
+    source = recognize(options.data, where="evaluate")
     data = f"{source.name} ({source.described})"
     model = open_model_of(values.model)
     encoding_name, length = encoding_and_length(model, options.encoding)
     encoding = get_encoding(encoding_name)
     weights = Weights(model.config, model.loaded().parameters, options.precision)
-    if source.kind == QUESTIONS:
-        questions = read_questions(source, encoding)
-        figures = multiple_choice(weights, questions[: options.limit or None], options.threads)
+    length = options.sequence_length or length
+    rule, got = "a sequence must not be longer than the model's positions", {"sequence_length": length}
+    got |= {"positions": model.config.positions}
+    require(length <= model.config.positions, "evaluate", rule, got, "Shorten the sequence.")
+    dataset = load_validation(source, encoding_name, length)
+    data = f"{dataset.origin}{' (what is held out)' * (source.kind == PREPARED)}"
+    tokens = dataset.validation
+    if isinstance(tokens, Examples):
+        figures = loss_of_pairs(weights, options, encoding, tokens, length)
     else:
-        length = options.sequence_length or length
-        rule, got = "a sequence must not be longer than the model's positions", {"sequence_length": length}
-        got |= {"positions": model.config.positions}
-        require(length <= model.config.positions, "evaluate", rule, got, "Shorten the sequence.")
-        dataset = load_validation(source, encoding_name, length)
-        data = f"{dataset.origin}{' (what is held out)' * (source.kind == PREPARED)}"
-        tokens = dataset.validation
-        if isinstance(tokens, Examples):
-            figures = loss_of_pairs(weights, options, encoding, tokens, length)
-        else:
-            figures = loss_of_text(weights, options, encoding, tokens, length)
+        figures = loss_of_text(weights, options, encoding, tokens, length)
     facts = {"model": str(values.model), "data": options.data, "precision": options.precision}
     print(json.dumps(facts | figures) if values.json else describe(facts | {"data": data}, figures))
     return 0
-
-
-def multiple_choice(weights: Weights, questions: list[Question], threads: int) -> Figures:
-    """Return accuracies and their standard errors."""
-    for question in questions:
-        check_tokens(np.concatenate([question.context, *question.completions]), weights.config.vocabulary)
-    compile_kernels(uses=weights.config.uses | {"decoding"})
-    coming = answers(weights, questions, weights.config.positions, threads)
-    results = list(tqdm(coming, total=len(questions), unit="question", disable=None, leave=False))
-    right, normalized = map(sum, zip(*results))
-    return {
-        "questions": len(results),
-        "completions": round(float(np.mean([len(question.completions) for question in questions])), 2),
-        "right": right,
-        "right_normalized": normalized,
-        "accuracy": round(right / len(results), 6),
-        "accuracy_normalized": round(normalized / len(results), 6),
-    }
 
 
 def loss_of_text(
@@ -138,7 +112,7 @@ def _summed(weights: Weights, coming: Iterator[np.ndarray], encoding: Encoding, 
             nats, count = nats + float(losses.sum()), count + len(losses)
             line.update(len(losses))
             line.set_postfix_str(f"loss {nats / count:.4f}", refresh=False)
-    size = int(sizes_of(encoding)[counted].sum())
+    size = int(encoding.sizes[counted].sum())
     loss = nats / count
     return {
         "tokens": count,
@@ -151,23 +125,13 @@ def _summed(weights: Weights, coming: Iterator[np.ndarray], encoding: Encoding, 
 
 def describe(facts: dict[str, str], figures: Figures) -> str:
     """Return the results as lines to print."""
-    if "questions" in figures:
-        count = figures["questions"]
-        data = f"{count:,} questions of {figures['completions']:g} completions"
-        lines = {"accuracy": _share(figures["right"], count), "normalized": _share(figures["right_normalized"], count)}
-    else:
-        data = f"{figures['tokens']:,} tokens, {figures['bytes']:,} bytes, sequences of {figures['sequence_length']}"
-        data = f"responses of {figures['pairs']:,} pairs: {data}" if "pairs" in figures else data
-        bits = figures["bits_a_byte"]
-        lines = {"loss": f"{figures['loss']:.4f} nats a token", "perplexity": f"{figures['perplexity']:,.2f}"}
-        lines["bits a byte"] = "no text" if bits is None else f"{bits:.4f}"
+    data = f"{figures['tokens']:,} tokens, {figures['bytes']:,} bytes, sequences of {figures['sequence_length']}"
+    data = f"responses of {figures['pairs']:,} pairs: {data}" if "pairs" in figures else data
+    bits = figures["bits_a_byte"]
+    lines = {"loss": f"{figures['loss']:.4f} nats a token", "perplexity": f"{figures['perplexity']:,.2f}"}
+    lines["bits a byte"] = "no text" if bits is None else f"{bits:.4f}"
     lines = {"model": facts["model"], "data": f"{facts['data']}: {data}"} | lines
     return "\n".join(f"{name:12} {text}" for name, text in lines.items())
-
-
-def _share(right: int, count: int) -> str:
-    share = right / count
-    return f"{share:.4f}   {right:,} right, standard error {math.sqrt(share * (1 - share) / count):.4f}"
 
 
 if __name__ == "__main__":

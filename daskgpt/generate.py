@@ -11,9 +11,8 @@ answers does not answer, but continues the text; with --until "\\n" it writes on
 A model with a chat template in its tokenizer's files answers: --prompt is what the user says, and so is each line of
 -i, where the model reads the conversation so far. --template "{}" makes it continue texts.
 
-If a run was trained on pairs whose prompts have a common form, such as "Question: ...\\nAnswer:", each typed line
-becomes a prompt of that form, and begins a new text, as in training. --template gives a form to any model, and to
---prompt: "Question: {}\\nAnswer:".
+For a model that was trained on pairs, --template gives the form of its prompts, such as "Question: {}\\nAnswer:". Each
+typed line becomes a prompt of that form then, and begins a new text, as in training, and so does --prompt.
 """
 
 from __future__ import annotations
@@ -27,13 +26,15 @@ from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command, text
 from daskgpt.config.settings import documented, setting
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Message, template_of
-from daskgpt.data.prompt_form import PromptForm
-from daskgpt.data.tokenizer import Encoding, encode, get_encoding
+from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.formats.encoding import Encoding
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, DecodingConfig, Rate, Texts, prompt_ids
 from daskgpt.generation.sanitize import readable, shown
-from daskgpt.training.checkpoint import encoding_and_length, open_with_state
+from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
+
+PLACE = "{}"  # of what a user writes, in the form of prompts
 
 
 @documented
@@ -49,7 +50,7 @@ class GenerateConfig(DecodingConfig, Choice):
     template: str = setting(
         "",
         "form of prompts, in which {} is the place of --prompt or of a line of -i; \\n is a line break; empty = the "
-        "model's chat template, or for -i that of the pairs that the run was trained on, else none",
+        "model's chat template, if it has one",
         blank=True,
     )
     system: str = setting("", "what a model with a chat template is told before a conversation", blank=True)
@@ -103,7 +104,7 @@ def main(arguments: list[str]) -> int:
     add_flags(flags, GenerateConfig)
     values = flags.parse_args(arguments)
     options: GenerateConfig = from_flags(GenerateConfig, values)
-    model, state = open_with_state(values.model)
+    model = open_model_of(values.model)
     encoding_name, context = encoding_and_length(model, options.encoding)
     weights = Weights(model.config, model.loaded().parameters, options.precision)
     encoding = get_encoding(encoding_name)
@@ -112,14 +113,14 @@ def main(arguments: list[str]) -> int:
     require(template is not None or not options.system, "generate", rule, got, "Put it into --prompt.")
     # A chat model knows longer texts than those that it was tuned on.
     writer = Writer(options, weights, encoding, model.config.positions if template else context, template)
-    form = PromptForm.of_template(unescaped(options.template)) if options.template else PromptForm()
+    form = unescaped(options.template) or PLACE
+    rule, got = f"a template must have one {PLACE}", {"template": form}
+    require(form.count(PLACE) == 1, "generate", rule, got, "It stands for what you write.")
     if template:
         given = [(f"{text}\n", writer.asking([{"role": USER, "content": text}])) for text in values.prompt or [""]]
     else:
-        given = [(form.around(text),) * 2 for text in values.prompt or ([""] if any(form) else ["\n"])]
+        given = [(form.replace(PLACE, text),) * 2 for text in values.prompt or ["\n" if form == PLACE else ""]]
     prompts = [(shown, writer.ids(text)) for shown, text in given for _ in range(options.samples)]
-    if not options.template:
-        form = PromptForm.of_state(state.get("data", {}).get("form"))
     compile_kernels(uses=model.config.uses | {"decoding"})
     texts = chat(writer, form) if values.interactive else write_all(writer, prompts)
     if texts is not None and texts.rate.tokens:
@@ -146,14 +147,12 @@ def write_all(writer: Writer, prompts: list[tuple[str, list[int]]]) -> Texts:
     return texts
 
 
-def chat(writer: Writer, form: PromptForm) -> Texts | None:
+def chat(writer: Writer, form: str) -> Texts | None:
     """Let the user and the model write in turns; return the last text, None if nothing was typed.
 
-    form   form of a prompt; without one, or a chat template, all lines and replies are one text
+    form   of a prompt; with {} alone, without a chat template, all lines and replies are one text
     """
     messages: list[Message] = []
-    if any(form) and not writer.template:
-        print(f"each line is a prompt of its own: {'...'.join(form)!r} (--template changes it)", file=sys.stderr)
     with suppress(ImportError):
         import readline  # noqa: F401  # for editing and recalling lines
     texts: Texts | None = None
@@ -166,8 +165,8 @@ def chat(writer: Writer, form: PromptForm) -> Texts | None:
         if writer.template:
             messages.append({"role": USER, "content": line})
             texts = continued(writer, texts, writer.ids(writer.asking(messages)))
-        elif any(form) and (line or texts is None):
-            texts = continued(writer, texts, writer.ids(form.around(line)))
+        elif form != PLACE and (line or texts is None):
+            texts = continued(writer, texts, writer.ids(form.replace(PLACE, line)))
         elif texts is None:
             texts = writer.texts([writer.ids(line + "\n")])
         elif line:

@@ -13,7 +13,7 @@ def main(arguments: list[str]) -> int:
     """Read all runs, draw them, write the file."""
     flags = Parser(
         prog="daskgpt.plot",
-        description="Draw loss against steps, tokens and time, learning rate and throughput of one run or of many.",
+        description="Draw loss, learning rate, throughput and norm of gradients of one run or of many.",
     )
     flags.add_argument("runs", metavar="RUN", nargs="+", help="run folder, or a file of metrics")
     flags.add_argument("--out", metavar="FILE", help="file to write, .png or .svg")

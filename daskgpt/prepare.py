@@ -1,8 +1,8 @@
 """Turn text into folders of tokens that training reads.
 
-INPUT is a file, a folder (all text below it that is not hidden), a glob or a pipe: text, lines of JSON, either of them
-compressed (gzip, zstd, xz, bzip2), or Parquet. The tokens are a pure function of the inputs and the flags, with any
-scheduler. To continue after a stop, give the same command again; with corrected inputs, it begins again.
+INPUT is a file, a folder (all text below it that is not hidden) or a glob: text, lines of JSON, either of them
+compressed (gzip, zstd), or Parquet. The tokens are a pure function of the inputs and the flags, with any scheduler. To
+continue after a stop, give the same command again.
 """
 
 from __future__ import annotations
@@ -37,21 +37,18 @@ def main(arguments: list[str]) -> int:
     ):
         manifest = preparation.run(scheduler.compute, line.update)
     took = "already existed" if preparation.existed else f"in {time.perf_counter() - begin:.1f} s"
-    took += " (begun again: inputs or settings had changed)" if preparation.again else ""
     print("\n".join([*(f"text       {taken}" for taken in preparation.taken), *report(config.out, manifest, took)]))
     return 0
 
 
 def report(folder: str, manifest: Manifest, took: str) -> list[str]:
     """Return lines on the content of a folder."""
-    skipped = [f"skipped    {manifest.skipped:,} records with half a character"] if manifest.skipped else []
     wanted = manifest.settings["encoding"]
     fewer = is_to_be_learned(wanted) and manifest.ids < size_to_learn(wanted)
     return [
         f"encoding   {manifest.encoding}, {manifest.ids:,} ids{f'; no pairs were left to merge for {wanted}' * fewer}",
         f"train      {_part(manifest.train)}",
         f"val        {_part(manifest.val)}",
-        *skipped,
         f"tokens written to {folder} {took}",
         f"train on them: {called('train')} --data {shlex.quote(folder)}",
     ]

@@ -1,28 +1,26 @@
 """Run training steps on random tokens under many settings of the dataflow, and compare them.
 
-Each run is a fresh process on as many cores as it has threads. A study is a folder: results.jsonl (a line of JSON per
-run, with machine, versions and loss), table.md (times, speedup, efficiency, overlap and memory of every point), and
-figures: threads (time, speedup and efficiency by the number of threads) and points (what the threads did during a
-step). Speedups are over the sequential run: the fastest point on one thread. Table and figures name it.
+Each run is `python -m daskgpt.bench` in a fresh process, on as many cores as it has threads. A study is a folder:
+results.jsonl (the line of `bench --json` per run, with machine, versions and loss), table.md (times, speedup,
+efficiency, overlap and memory of every point), and a figure, threads.png and .svg (time, speedup and efficiency by the
+number of threads). Speedups are over the sequential run: the fastest point on one thread. Table and figure name it.
 
-Without any of the lists below, points differ from one base point (all cores, barrier step, grain block, half of the
-sequences in a chunk) in one dial: threads and barriers, chunks, grain, scheduler and engine. With lists, every
-combination of their values is run; with --threads alone, each barrier on these numbers of threads: fork-join, phases,
-tasks, and barrier-free. Barrier layer always has grain kernel, and the scheduler sync one thread. --out FOLDER
-continues a study that was stopped; runs in its results are not repeated.
+Every combination of the values in the lists below is run. Without lists, and with --threads alone, that is each
+barrier on these numbers of threads (1, 2, 4 ... up to all cores): fork-join, phases, tasks, and barrier-free. Settings
+without a list are barrier step, grain block, half of the sequences in a chunk, and all cores. Barrier layer always has
+grain kernel, and the scheduler sync one thread. --out FOLDER continues a study that was stopped; runs in its results
+are not repeated.
 """
 
 from __future__ import annotations
 
 import importlib
 import time
-from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 from daskgpt.config.flags import Parser, add_flags, add_model_flags, given_flags, run_command
 from daskgpt.config.model import ModelConfig, preset
-from daskgpt.config.rich import text_table
+from daskgpt.config.tables import text_table
 from daskgpt.profiling.measure import job_of
 from daskgpt.profiling.study import (
     BARRIERS,
@@ -31,18 +29,18 @@ from daskgpt.profiling.study import (
     Results,
     StudyConfig,
     caption,
-    chosen_grid,
-    default_grid,
+    flags_of,
+    grid,
     run_all,
     table_of,
-    write_timelines,
+    thread_counts,
 )
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.training.job import compile_kernels
 
-QUICK_MODEL: dict[str, int] = {"blocks": 1, "heads": 2, "channels": 32, "vocabulary": 64, "positions": 16}
-QUICK_STUDY: dict[str, Any] = {"batch_size": 4, "sequence_length": 16, "steps": 3, "seconds": 0.0, "repetitions": 1}
+QUICK_MODEL = {"blocks": 1, "heads": 2, "channels": 32, "vocabulary": 64, "positions": 16}
+QUICK_STUDY = {"batch_size": 4, "sequence_length": 16, "steps": 3, "repetitions": 1}
 
 
 def parser() -> Parser:
@@ -50,12 +48,6 @@ def parser() -> Parser:
     flags = Parser(prog="daskgpt.study", description=__doc__)
     flags.add_argument(
         "--quick", action="store_true", help="a very small model, each barrier on one and two threads, one repetition"
-    )
-    flags.add_argument(
-        "--timelines",
-        action="store_true",
-        help="instead, write a timeline of each barrier and a page with all of them, in chunks of a quarter of the "
-        "sequences",
     )
     lists = flags.add_argument_group("Values to combine, with commas between them")
     for name in DIALS:
@@ -69,39 +61,29 @@ def parser() -> Parser:
 def main(arguments: list[str]) -> int:
     """Check everything, make the missing runs, and print the table."""
     values = parser().parse_args(arguments)
-    model, study = settings(values)
-    cores = usable_cores()
+    numbers, settings = given_flags(ModelConfig, values), given_flags(StudyConfig, values)
+    if values.quick:  # small, except for given flags
+        numbers, settings = QUICK_MODEL | numbers, QUICK_STUDY | settings
+    model, study, cores = preset(values.preset, **numbers), StudyConfig(**settings), usable_cores()
     chosen = {dial: getattr(values, dial) for dial in DIALS if getattr(values, dial)}
-    if values.quick and not chosen:
-        chosen["threads"] = sorted({1, min(cores, 2)})
+    chosen = chosen or {"threads": thread_counts(min(cores, 2) if values.quick else cores)}
     if chosen.keys() == {"threads"}:
         chosen["barrier"] = [*BARRIERS]
-    grid = chosen_grid(study, cores, chosen) if chosen else default_grid(study, cores)
-    for point in grid:
+    points = grid(study, cores, chosen)
+    for point in points:
         job_of(model, study, point)
-    for address in {point.scheduler for point in grid}:
+    for address in {point.scheduler for point in points}:
         require_scheduler(address)
-    folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
-    if values.timelines:
-        write_timelines(model, study, folder)
-        return 0
     importlib.import_module("daskgpt.profiling.plots")  # refuses to be imported without matplotlib
+    folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
     results = Results(folder / "results.jsonl", model, study)
     folder.mkdir(parents=True, exist_ok=True)
     compile_kernels()
-    failures = run_all(study, grid, results)
+    failures = run_all(points, results, flags_of({"preset": values.preset} | numbers))
     if results.rows:
         print("\n".join([text_table([cells[:4] for cells in table_of(results.points)]), *caption(results)]))
     print(f"study written to {folder / 'table.md'}")
     return 1 if failures else 0
-
-
-def settings(values: Namespace) -> tuple[ModelConfig, StudyConfig]:
-    """Return the model and the settings that all runs share; --quick makes both small, except for given flags."""
-    model, study = given_flags(ModelConfig, values), given_flags(StudyConfig, values)
-    if values.quick:
-        return preset("tiny", **QUICK_MODEL | model), StudyConfig(**QUICK_STUDY | study)
-    return preset(values.preset, **model), StudyConfig(**study)
 
 
 def _words(text: str) -> list[str]:

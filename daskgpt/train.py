@@ -17,26 +17,17 @@ from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, OptimizerCon
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.data.tokenizer import encode, get_encoding
-from daskgpt.generation.sampler import sampled
+from daskgpt.generation.sampler import sample
 from daskgpt.generation.sanitize import readable, shown
 from daskgpt.profiling.plan import check_plan, predict
 from daskgpt.profiling.recorder import TimelineCallback, TimelineConfig
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
-from daskgpt.training.engine import State, call_on_model
-from daskgpt.training.job import LENGTHS, Job, require_memory, require_one_length
+from daskgpt.training.engine import State
+from daskgpt.training.job import LENGTHS, Job, require_one_length
 from daskgpt.training.run_folder import new_folder
-from daskgpt.training.start import (
-    SECTIONS,
-    WarmStart,
-    changeable,
-    check_beginning,
-    first_start,
-    may_not_change,
-    open_dataset,
-    resumed_run,
-)
+from daskgpt.training.start import SECTIONS, Start, WarmStart, changeable, may_not_change, new_run, resumed_run
 from daskgpt.training.trainer import Callback, Observers, Result, train
 
 DEFAULT = "tiny"  # the preset
@@ -98,62 +89,47 @@ def main(arguments: list[str]) -> int:
     shown: TimelineConfig = from_flags(TimelineConfig, values)
     asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
     check_plan(asked, plan=values.plan)
-    folder, start, first = None, None, None
+    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.wanted else []
     if values.resume:
         if values.preset:
             raise may_not_change(values.resume, "preset", values.preset)
         if "scheduler" in given_flags(DataflowConfig, values) and not values.plan:
             require_scheduler(values.scheduler)
-        changes = {name: given_flags(kind, values) for name, kind in SECTIONS.items()}
-        job, first = resumed_run(values.resume, changes)
+        job, start = resumed_run(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
     else:
-        require_one_length(given_flags(RunConfig, values))
-        run = from_flags(RunConfig, values)
-        run = replace(run, out=run.out or new_folder())
-        start = WarmStart(run.init) if run.init else None
-        job = job_of(values, run, start)
-    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.wanted else []
-    if first is None:
-        folder = check_beginning(job, connects=not values.plan)
-        job = with_data(job, values, start)
+        job, start = run_of(values)
     if values.plan:
         print(predict(job, **asked, timed=True))
         return 0
-    require_memory(job)
-    first = first or first_start(job, folder, start)
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
-    result = train(job, first, Observers(callbacks=callbacks, sampler=sampler))
+    result = train(job, start, Observers(callbacks=callbacks, sampler=sampler))
     report(job, result, time.perf_counter() - begin)
     return STOPPED if result.stopped else 0
 
 
-def job_of(values: Namespace, run: RunConfig, start: WarmStart | None) -> Job:
-    """Return the checked job of the flags, still without data, from random values or from a model."""
-    if start is None:
-        data = from_flags(DataConfig, values)
-        config = config_of(values, data)
-    else:
-        numbers = given_flags(ModelConfig, values)
-        if values.preset:
-            size = preset(values.preset)
-            numbers = {"blocks": size.blocks, "heads": size.heads, "channels": size.channels} | numbers
-        start.check_size(numbers, "train", "--init decides the size of the model", "Leave these flags out.")
-        data, config = start.data_config(given_flags(DataConfig, values)), start.config
-        if values.shorten:
-            data = replace(data, sequence_length=min(data.sequence_length, config.positions))
-    optimizer, dataflow = from_flags(OptimizerConfig, values), from_flags(DataflowConfig, values)
-    return Job(config, data, optimizer, dataflow, run)
+def run_of(values: Namespace) -> tuple[Job, Start]:
+    """Return the job of a new run by its flags, and what it starts with: random values or a model."""
+    require_one_length(given_flags(RunConfig, values))
+    run, numbers = from_flags(RunConfig, values), given_flags(ModelConfig, values)
+    run, connects = replace(run, out=run.out or new_folder()), not values.plan
+    settings = {"optimizer": from_flags(OptimizerConfig, values), "dataflow": from_flags(DataflowConfig, values)}
+    settings |= {"run": run, "data": from_flags(DataConfig, values)}
+    if not run.init:
+        of_vocabulary = partial(config_of, values, settings["data"])
+        return new_run(settings, of_vocabulary, most=numbers.get("vocabulary", 0), connects=connects)
+    origin = WarmStart(run.init)
+    if values.preset:
+        size = preset(values.preset)
+        numbers = {"blocks": size.blocks, "heads": size.heads, "channels": size.channels} | numbers
+    origin.check_size(numbers, "train", "--init decides the size of the model", "Leave these flags out.")
+    data, config = origin.data_config(given_flags(DataConfig, values)), origin.config
+    if values.shorten:
+        data = replace(data, sequence_length=min(data.sequence_length, config.positions))
+    settings["data"] = data
+    return new_run(settings, lambda vocabulary: config, origin, most=config.vocabulary, connects=connects)
 
 
-def with_data(job: Job, values: Namespace, start: WarmStart | None) -> Job:
-    """Return the job with its data, whose encoding decides the vocabulary of a new model."""
-    most = start.config.vocabulary if start else given_flags(ModelConfig, values).get("vocabulary", 0)
-    dataset = open_dataset(job.data, job.config.vocabulary, start, most=most)
-    config = job.config if start else config_of(values, job.data, dataset.vocabulary)
-    return replace(job, config=config, dataset=dataset)
-
-
-def config_of(values: Namespace, data: DataConfig, vocabulary: int = 0) -> ModelConfig:
+def config_of(values: Namespace, data: DataConfig, vocabulary: int) -> ModelConfig:
     """Return the size of a new model; a vocabulary other than the preset's replaces it."""
     name = values.preset or DEFAULT
     fitting = {"vocabulary": vocabulary} if vocabulary not in (0, preset(name).vocabulary) else {}
@@ -189,11 +165,10 @@ def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
     For a run on pairs, the text is a held-out prompt and the response of the model.
     """
     encoding, steps, asked = get_encoding(job.tokens.encoding_name), state.step, list(job.tokens.prompt)
-    threads, length = 0 if scheduler.in_place else 1, job.data.sequence_length
-    options: dict[str, Any] = {"temperature": 0.8, "seed": job.run.seed, "threads": threads, "context": length}
+    options: dict[str, Any] = {"temperature": 0.8, "seed": job.run.seed, "context": job.data.sequence_length}
     end, prompt = encoding.eot_token if asked else None, asked or encode(encoding, "\n").tolist()
-    writing = partial(sampled, job.config, prompt=prompt, count=job.run.sample_tokens, end=end, **options)
-    tokens = call_on_model(scheduler, state, writing)
+    parameters = state.parameters(scheduler)
+    tokens = list(sample(job.config, parameters, prompt, job.run.sample_tokens, end=end, **options))
     text = "".join(readable(encoding, [*asked, *shown(encoding, tokens, end)]))
     return f"{f'--- sample after {steps:,} steps ':-<71}\n{text}\n{'-' * 71}"
 

@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_lines import write_text
-from llmc_samples import read_model
+from llmc_samples import read_debug_state, read_model
 from machines import Machines
 from small_runs import DISTURBED_STEPS, fit_in_parts
 from tolerances import TOLERANCES
 
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.llmc import read_debug_state
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.schedulers.opening import open_scheduler

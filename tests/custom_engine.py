@@ -6,16 +6,16 @@ from dataclasses import replace
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.fuse import in_order
 from daskgpt.graph.nodes import with_leaves
-from daskgpt.model.step import NO_LIMITS, Limits, Outcome
+from daskgpt.model.step import Outcome
 from daskgpt.training.engine import LocalEngine
 
 
 class LoopEngine(LocalEngine):
     """Sequential code: one task after the other, in Dask's order."""
 
-    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         outcomes = []
-        for inputs in self.inputs(batches, steps, limits):
+        for inputs in self.inputs(batches, steps):
             run = self.step.submission(inputs, self.current.packs)
             graph, results = with_leaves(run.graph, run.leaves), {}
             for key in in_order(graph):

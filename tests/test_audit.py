@@ -5,7 +5,7 @@ import random
 import shutil
 
 import pytest
-from audit_faults import KINDS, edit_file, flip_in_file, honest, inject, unmeasured
+from audit_faults import KINDS, edit_file, flip_in_file, honest, inject
 from small_runs import MODEL, STEPS, fit, stopping_at
 
 import daskgpt
@@ -13,12 +13,6 @@ from daskgpt import audit
 from daskgpt.training.chain import CHAIN, read_chain
 
 OTHER = ("--scheduler", "threads", "--threads", "2", "--batch-chunk", "2", "--sequence-chunk", "8", "--barrier", "none")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _unmeasured():
-    with unmeasured():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +111,7 @@ def test_chain_is_cut_behind_a_damaged_checkpoint(small_text, tmp_path, audited)
 @pytest.mark.parametrize(
     ("settings", "run"),
     [
-        ({"optimizer": {"skip_outliers": 3.0, "warmup": 2}}, {"steps": 50, "save_every": 40}),
+        ({"optimizer": {"clip": 0.5}}, {}),
         ({"dataflow": {"precision": "bfloat16"}}, {}),
         ({}, {"steps": 2000, "tokens": 640}),
     ],

@@ -76,19 +76,30 @@ def test_templates_that_do_not_fit_are_refused(source, keyword):
         ChatTemplate(source, NAMES).parts(TALK)
 
 
-def test_models_with_a_chat_template_answer(tmp_path, monkeypatch, capsys):
-    """A prompt is what a user says; a chat is one conversation, with what was said before, and the model told."""
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A model whose template is the contents, each with an end."""
     pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
-    path = tmp_path / "model.gguf"
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
     write_gguf_llama(path, llama_tensors())
-    encoding, (config, parameters) = get_encoding(open_model_file(path).encoding), daskgpt.load(path)
+    return path
+
+
+@pytest.fixture
+def encoding(path):
+    return get_encoding(open_model_file(path).encoding)
+
+
+def test_models_with_a_chat_template_answer(path, encoding, monkeypatch, capsys):
+    """A prompt is what a user says; a chat is one conversation, with what was said before, and the model told."""
+    config, parameters = daskgpt.load(path)
 
     def answer(text):
         """What the model says after a text, up to the end of its message: as text, and as it is shown."""
         ids = encode(encoding, text, "test")
         tokens = daskgpt.sample(config, parameters, ids, 5, temperature=0, end=encoding.eot_token)
         reply = [token for token in tokens if token != encoding.eot_token]
-        return encoding.decode(reply), "".join(sanitized(map(encoding.decode_single_token_bytes, reply)))
+        return encoding.decode(reply), "".join(sanitized(encoding.tokens[token] for token in reply))
 
     def said(typed, *flags):
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
@@ -106,13 +117,10 @@ def test_models_with_a_chat_template_answer(tmp_path, monkeypatch, capsys):
         said("", "--template", "{}", "--system", "Hush")
 
 
-def test_pairs_are_learned_in_the_form_of_the_template(tmp_path):
-    pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
-    write_gguf_llama(tmp_path / "model.gguf", llama_tensors())
-    name = open_model_file(tmp_path / "model.gguf").encoding
-    encoding, pairs = get_encoding(name), [{"prompt": f"a{n}", "response": f"the {n}"} for n in range(30)]
+def test_pairs_are_learned_in_the_form_of_the_template(encoding, tmp_path):
+    pairs = [{"prompt": f"a{n}", "response": f"the {n}"} for n in range(30)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    examples = load_dataset(str(tmp_path / "pairs.jsonl"), name, sequence_length=12).training
+    examples = load_dataset(str(tmp_path / "pairs.jsonl"), encoding.name, sequence_length=12).training
     assert examples.count == 27
     tokens, counted = examples.row(3)
     assert encoding.decode(tokens) == "a3<|end|>the 3<|end|>"
@@ -133,7 +141,7 @@ SHARED = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "v
 
 
 def write(path, records):
-    path.write_text(json.dumps(records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return recognize(str(path))
 
 
@@ -157,10 +165,7 @@ def test_chats_need_a_template(tmp_path):
     assert "1 pairs" in said
 
 
-def test_every_message_of_the_assistant_counts(tmp_path):
-    pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
-    write_gguf_llama(tmp_path / "model.gguf", llama_tensors())
-    encoding = get_encoding(open_model_file(tmp_path / "model.gguf").encoding)
+def test_every_message_of_the_assistant_counts(encoding, tmp_path):
     (examples,), said, _ = read_examples(write(tmp_path / "chats.json", CHATS), encoding, 0.0, "spans", 300)
     assert "2 conversations" in said
     tokens, counted = examples.row(0)
@@ -168,17 +173,11 @@ def test_every_message_of_the_assistant_counts(tmp_path):
     assert encoding.decode(tokens[counted]) == "I.<|end|>Yes\nindeed<|end|>"
 
 
-def test_a_tuned_chat_model_reads_conversations_longer_than_its_examples(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
-    write_gguf_llama(tmp_path / "model.gguf", llama_tensors())
-    (tmp_path / "pairs.json").write_text(json.dumps([{"prompt": "a 1", "response": f"{n}"} for n in range(12)]))
+def test_a_tuned_chat_model_reads_conversations_longer_than_its_examples(path, tmp_path, monkeypatch, capsys):
+    write(tmp_path / "pairs.json", [{"prompt": "a 1", "response": f"{n}"} for n in range(12)])
     flags = ["--data", tmp_path / "pairs.json", "--batch-size", 2, "--sequence-length", 6, "--sample-tokens", 0]
-    assert (
-        train.main(
-            [*map(str, flags), "--steps", "1", "--init", str(tmp_path / "model.gguf"), "--out", str(tmp_path / "run")]
-        )
-        == 0
-    )
+    flags += ["--steps", 1, "--init", path, "--out", tmp_path / "run"]
+    assert train.main([*map(str, flags)]) == 0
     contexts = []
     monkeypatch.setattr(generate, "write_all", lambda writer, prompts: contexts.append(writer.context))
     assert generate.main([str(tmp_path / "run"), "--prompt", "a"]) == 0

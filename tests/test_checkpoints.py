@@ -4,21 +4,17 @@ import hashlib
 import json
 import os
 import shutil
-import sys
-import threading
-import time
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
 from full_disk import full_disk
-from machines import wait_until
 from safetensors.numpy import load_file
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
 from daskgpt.schedulers.machine import usable_cores
-from daskgpt.training import checkpoint, run_folder
+from daskgpt.training import checkpoint
 from daskgpt.training.checkpoint import DamagedCheckpoint, checked_state
 
 CONSTANT = daskgpt.OptimizerConfig(schedule="constant")
@@ -56,68 +52,22 @@ def test_checkpoint_has_model_moments_and_state(saved):
         assert (len(content), hashlib.sha256(content).hexdigest()) == (facts["bytes"], facts["sha256"])
 
 
-def test_checkpoint_holds_the_state_of_its_step(small_text, tmp_path, monkeypatch):
-    """The writer is held back until three more steps are made; beside steps it is nice, and only it is."""
-    gone_on, write, niceness = threading.Event(), run_folder.write_checkpoint, []
-
-    def late(*arguments, **options):
-        assert gone_on.wait(60)
-        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return write(*arguments, **options)
-
-    monkeypatch.setattr(run_folder, "write_checkpoint", late)
-    on_step = lambda step, metrics: gone_on.set() if step == 7 else None  # noqa: E731
-    fit(small_text, tmp_path / "run", optimizer=CONSTANT, save_every=5, on_step=on_step)
-    monkeypatch.undo()
-    priority = os.getpriority(os.PRIO_PROCESS, 0)
-    beside = max(19, priority) if sys.platform == "linux" else priority
-    assert niceness == [beside, beside, priority]
+def test_checkpoint_holds_the_state_of_its_step(small_text, tmp_path):
+    fit(small_text, tmp_path / "run", optimizer=CONSTANT, save_every=5)
     for steps in (5, 10):
         fit(small_text, tmp_path / f"{steps}", optimizer=CONSTANT, steps=steps)
         assert tensors_of(tmp_path / "run", steps) == tensors_of(tmp_path / f"{steps}")
 
 
-@pytest.mark.parametrize("free", [10_000, 95_000], ids=["far too little", "hardly enough"])  # for 92,160 bytes
-def test_checkpoint_without_memory_for_a_copy_waits(free, small_text, tmp_path, saved, monkeypatch):
-    said = []
-    monkeypatch.setattr(run_folder, "available_memory", lambda: free)
-    monkeypatch.setattr(run_folder, "ThreadPoolExecutor", None)
-    monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
-    fit(small_text, tmp_path / "run", save_every=5)
-    (line,) = [line for line in said if line.startswith("checkpoint")]
-    assert "training waits" in line
-    for step in (5, 10, 12):
-        assert tensors_of(tmp_path / "run", step) == tensors_of(saved[0], step)
-
-
-def test_checkpoint_that_is_being_written_precedes_an_error(small_text, tmp_path, monkeypatch):
-    raised, write = threading.Event(), run_folder.write_checkpoint
-
-    def late(*arguments, **options):
-        assert raised.wait(60)
-        time.sleep(0.2)
-        return write(*arguments, **options)
-
-    def fail(step, metrics):
-        if step == 7:
-            raised.set()
-            raise KeyError("enough")
-
-    monkeypatch.setattr(run_folder, "write_checkpoint", late)
-    with pytest.raises(KeyError, match="enough"):
-        fit(small_text, tmp_path / "run", save_every=5, on_step=fail)
-    assert steps_in(tmp_path / "run") == [5]
-
-
 @pytest.mark.parametrize(
     ("settings", "left"),
     [
-        ({"save_every": 1, "keep": 2, "keep_every": 4}, [4, 8, 11, 12]),
-        ({"keep": 1, "keep_every": 5}, [5, 10, 12]),
+        ({"save_every": 1, "keep": 2}, [11, 12]),
+        ({"save_every": 5, "keep": 1}, [12]),
         ({"save_minutes": 1e9}, [STEPS]),
     ],
 )
-def test_pruning_keeps_newest_and_every_nth(small_text, tmp_path, settings, left):
+def test_pruning_keeps_the_newest(small_text, tmp_path, settings, left):
     fit(small_text, tmp_path / "run", **settings)
     assert steps_in(tmp_path / "run") == left
     assert not list(tmp_path.glob("*/.*.tmp"))
@@ -200,23 +150,14 @@ def disk():
 
 def test_full_disk_costs_checkpoints_not_the_run(small_text, tmp_path, disk, saved, monkeypatch):
     """No checkpoint fits from step 5 on; before the last ones somebody makes room."""
-    said, tried, write = [], [], run_folder.write_checkpoint
-
-    def tell(run, checkpoint, *arguments, **options):
-        try:
-            return write(run, checkpoint, *arguments, **options)
-        finally:
-            tried.append(checkpoint.step)
+    said = []
 
     def on_step(step, metrics):
         if step == 4:
-            wait_until(lambda: 4 in tried, "the checkpoint of step 4")
             disk.enter_context(full_disk(20_000))
         if step == 9:
-            wait_until(lambda: 8 in tried, "the checkpoint of step 8, which has no room")
             disk.close()
 
-    monkeypatch.setattr(run_folder, "write_checkpoint", tell)
     monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
     fit(small_text, tmp_path / "run", save_every=2, keep=20, on_step=on_step)
     lost = [line for line in said if "is not saved" in line]
@@ -232,7 +173,6 @@ def test_failed_last_checkpoint_is_an_error(small_text, tmp_path, disk, saved):
 
     def on_step(step, metrics):
         if step == 8:
-            wait_until(lambda: steps_in(out) == [5], "the checkpoint of step 5")
             disk.enter_context(full_disk(20_000))
 
     with pytest.raises(OSError, match="last checkpoint .* from step 5"):

@@ -8,15 +8,12 @@ import pytest
 from conftest import SMALL
 from small_runs import losses_of
 from steps import run_step, step_of
-from test_one_number import needs_own_product
 
 from daskgpt import digest, train
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.graph.program import Span, calls_of
-from daskgpt.kernels.float32.blas import VARIABLE
 from daskgpt.model.parameters import initial_parameters, parameter_count
-from daskgpt.model.precision import FLOAT32
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import ChunkChoice, Trial, candidates, most_bytes
 from daskgpt.training.cost import Work
@@ -88,7 +85,6 @@ def spans_of(step, seconds):
     return [Span(key, 1, 0.0, seconds(step.kernels.origin(key))) for key in keys if step.kernels.origin(key)]
 
 
-@needs_own_product
 def test_measured_times_change_the_chunks_once():
     config = replace(SMALL, positions=64)
     random = np.random.default_rng(2).integers(0, config.vocabulary, (3, 3, 65)).astype(np.int32)
@@ -123,13 +119,6 @@ def test_chunks_stay_without_a_clear_gain():
             assert not engine.chunks.undecided
 
 
-def test_library_product_fixes_the_chunks(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "numpy")
-    choice = ChunkChoice(TINY, (12, 64), DataflowConfig(), FLOAT32, 4)
-    assert (choice.first, choice.undecided) == ((3, 64), False)
-    assert "other chunks change bits" in choice.reason
-
-
 FREE = [
     (17_814_532, (32, 12), 9_153_280, "auto, for 2 threads", ""),
     (17_814_531, (32, 12), 9_153_280, "auto, for 2 threads", ""),
@@ -138,12 +127,11 @@ FREE = [
 ]
 
 
-@needs_own_product
 @pytest.mark.parametrize(("available", "chunk", "peak", "reason", "warning"), FREE)
 def test_step_beyond_free_memory_gets_smaller_chunks(available, chunk, peak, reason, warning):
     """Logits take most of the memory here: the cut decides how many of them there are at once."""
     config = replace(SMALL, vocabulary=4000, padded_vocabulary=4000)
-    choice = ChunkChoice(config, (64, 12), DataflowConfig(), FLOAT32, 2)
+    choice = ChunkChoice(config, (64, 12), DataflowConfig(), 2)
     step = step_of(config, (64, 12), choice.first, OptimizerConfig(), grain="segment", in_place=True)
     assert (choice.first, Trial(step).peak, most_bytes(step)) == ((32, 12), 9_153_280, 17_814_532)
     step, told = choice.fit(step, 1, available)
@@ -152,7 +140,7 @@ def test_step_beyond_free_memory_gets_smaller_chunks(available, chunk, peak, rea
     assert Trial(step).peak <= peak
     assert choice.reason.endswith(reason) or (warning and reason in choice.reason)
     dataflow = DataflowConfig(batch_chunk=step.dials.chunk[0], sequence_chunk=12)
-    given = ChunkChoice(config, (64, 12), dataflow, FLOAT32, 2)
+    given = ChunkChoice(config, (64, 12), dataflow, 2)
     step, told = given.fit(step, 1, 100_000)
     assert told.startswith("a step takes")
     assert (step.dials.chunk, given.reason) == (chunk, "")
@@ -167,7 +155,6 @@ def run(small_text, tmp_path, name, *flags):
     return (losses_of(tmp_path / name), model), (dataflow["batch_chunk"], dataflow["sequence_chunk"])
 
 
-@needs_own_product
 def test_automatic_chunks_change_no_bit(small_text, tmp_path, cluster, capsys):
     cluster.have(2)
     schedulers = [("threads", 1), ("threads", 2), ("threads", 5), (cluster.address, 0)]

@@ -15,7 +15,6 @@ from distributed import Client
 from machines import KillItself, wait_until
 from small_runs import OPTIMIZER, fit_in_parts, same
 from steps import run_step, state_of, step_of
-from threadpoolctl import threadpool_info
 
 import daskgpt
 from daskgpt.config.run import OptimizerConfig
@@ -23,9 +22,7 @@ from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.dask_internals import closes
 from daskgpt.schedulers.membership import members, running
 from daskgpt.schedulers.opening import require_scheduler
-from daskgpt.schedulers.protocol import WorkerLost
-from daskgpt.schedulers.worker_metrics import METRIC
-from daskgpt.training.engine import State, call_on_model
+from daskgpt.schedulers.protocol import METRIC, WorkerLost
 from daskgpt.training.rank_program import RankProgram
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
@@ -43,10 +40,8 @@ def whole(small_text, tmp_path_factory):
 def test_two_workers_give_the_bits_of_threads(engine, cluster, small_text, whole, tmp_path, capsys):
     cluster.have(2)
     fit(small_text, tmp_path / "run", cluster.address, engine=engine)
-    said = capsys.readouterr().out
     assert same(tmp_path / "run", whole)
-    assert f"cluster at {cluster.address}, 2 workers" in said
-    assert {line.split()[-1] for line in said.split("sent/s\n")[1].splitlines()[:2]} == set(cluster.alive())
+    assert f"cluster at {cluster.address}, 2 workers" in capsys.readouterr().out
 
 
 def test_two_workers_give_the_bits_of_threads_in_bfloat16(cluster, small_text, tmp_path):
@@ -69,25 +64,6 @@ def state_after_a_step(scheduler, precision):
     step = step_of(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision, **dials)
     initial = state_of(step, daskgpt.initial_parameters(SMALL, 0))
     return run_step(scheduler, step, initial, random_batch(SMALL, np.random.default_rng(1), (4, 12)), 10)[1]
-
-
-def summed(parameters):
-    """Where it runs, what it finds, and a sample."""
-    sums = {name: (value.dtype, value.shape, float(value.sum())) for name, value in parameters.items()}
-    return os.getpid(), sums, list(daskgpt.sample(SMALL, parameters, [1, 2], 8, seed=3))
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_function_of_parameters_runs_on_a_worker(cluster, precision, monkeypatch):
-    cluster.have(2)
-    with daskgpt.open_scheduler("threads", 2) as threads:
-        here, *wanted = call_on_model(threads, state_after_a_step(threads, precision), summed)
-    with daskgpt.open_scheduler(cluster.address) as scheduler:
-        state = state_after_a_step(scheduler, precision)
-        monkeypatch.setattr(State, "parameters", None)
-        process, *sums = call_on_model(scheduler, state, summed)
-    assert here == os.getpid() != process
-    assert sums == wanted
 
 
 def test_recorded_spans_name_their_workers_and_times(cluster):
@@ -118,10 +94,9 @@ def records_on(dask_scheduler):
 
 def left_with(dask_worker):
     """What a run might leave with a worker."""
-    threads = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
     names = [*dask_worker.plugins, *dask_worker.handlers]
     names += map(str, logging.getLogger("distributed.worker").filters)
-    return [name for name in names if "daskgpt" in name], METRIC in dask_worker.metrics, len(dask_worker.data), threads
+    return [name for name in names if "daskgpt" in name], METRIC in dask_worker.metrics, len(dask_worker.data)
 
 
 def filters_here():
@@ -192,7 +167,7 @@ def test_borrowed_client_is_left_unchanged(engine, cluster, small_text, whole, t
         fit(small_text, tmp_path / "run", "threads", **own)
         assert same(tmp_path / "run", whole)
         wait_until(lambda: left() == before, "what is left goes")
-        assert all(own[1] and set(own[3]) <= {1} for own in during[-1][1].values()), "one thread of BLAS a task"
+        assert all(has_metric for _, has_metric, _ in during[-1][1].values())
         with pytest.raises(KeyError, match="enough"):
             fit(small_text, "", "threads", client=client, on_step=stop)
         wait_until(lambda: left() == before, "what is left goes")
@@ -356,10 +331,9 @@ def test_worker_that_leaves_loses_no_step(within, cluster, small_text, whole, tm
     assert "workers    2 share each batch" in said
 
 
-def test_one_worker_gives_the_bits_of_threads(cluster, small_text, whole, tmp_path, capsys):
+def test_one_worker_gives_the_bits_of_threads(cluster, small_text, whole, tmp_path):
     cluster.have(1)
     assert same(fit(small_text, tmp_path / "run", cluster.address, snapshot_every=3), whole)
-    assert "recovery   the state is kept in this process every 3 steps" in capsys.readouterr().out
 
 
 def test_joining_worker_takes_part_and_changes_no_bit(cluster, small_text, whole, tmp_path, capsys, monkeypatch):

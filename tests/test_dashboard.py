@@ -28,8 +28,7 @@ from daskgpt.schedulers import latest_calls
 from daskgpt.schedulers.connect import borrowed_cluster
 from daskgpt.schedulers.latest_calls import ASKED, KEPT, LatestCall
 from daskgpt.schedulers.links import ranks_of
-from daskgpt.schedulers.protocol import clock_offset
-from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
+from daskgpt.schedulers.protocol import METRIC, TOPIC, clock_offset
 from daskgpt.schedulers.workers import PrepareWorker
 
 CALLS = {

@@ -5,7 +5,6 @@ Those of the dashboard are in `test_dashboard.py`. Ruff finds private attributes
 
 import asyncio
 
-import numpy as np
 import pytest
 from distributed import Client, Event, LocalCluster, SchedulerPlugin, WorkerPlugin, wait
 from distributed.core import Status
@@ -69,18 +68,6 @@ def test_worker_messages_and_heartbeats(cluster):
 
     result_of(worker, send())
     wait_until(lambda: got == [7])
-
-
-def test_worker_counts_tasks_seconds_and_bytes(cluster):
-    _, client = cluster
-    (first, one), (second, other) = sorted(workers_of(cluster).items())
-    assert internals.thread_count(one) == 2
-    received, before = internals.Received(other), internals.executed(one)
-    array = client.submit(np.ones, 10**6, workers=[first], pure=False)
-    client.submit(np.sum, array, workers=[second], pure=False).result()
-    wait_until(lambda: internals.executed(one)[0] == before[0] + 1)
-    wait_until(lambda: internals.executed(one)[1] > before[1])
-    assert received.count() == received.count() >= 0  # nothing is sent within a process
 
 
 def test_worker_is_closed_or_refused():
@@ -182,6 +169,7 @@ def test_metrics_are_sent_and_messages_answered_until_forgotten(cluster):
         return internals.scheduler_identity(client)["workers"][address]["metrics"]
 
     add()
+    assert internals.thread_count(worker) == 2
     assert metrics()["test-metric"] == 7
     assert client.run_on_scheduler(internals.ask_worker, worker=address, handler="test-ask", number=2) == 3
     for _ in range(2):
@@ -189,12 +177,3 @@ def test_metrics_are_sent_and_messages_answered_until_forgotten(cluster):
         internals.forget_messages(worker, "test-ask")
     assert "test-metric" not in metrics()
     assert "test-ask" not in worker.handlers
-
-
-def test_seconds_of_kernels_count_as_those_of_their_task(cluster):
-    _, client = cluster
-    address, worker = min(workers_of(cluster).items())
-    before = internals.executed(worker)[1]
-    client.submit(internals.digest_kernel, "gelu.forward", 100.0, workers=[address], pure=False).result()
-    wait_until(lambda: any(f"{internals.KERNEL}gelu.forward" in key for key in worker.digests_total))
-    assert internals.executed(worker)[1] >= before + 100

@@ -9,6 +9,7 @@ from prepared_texts import BYTES, prepared, text_of
 from small_runs import losses_of
 
 from daskgpt import train
+from daskgpt.data import corpus, reading
 from daskgpt.data.dataset import EPOCHS, BatchLoader, Dataset, MappedTokens, batch, load_dataset, shuffled
 
 ROW = np.arange(1000, dtype=np.uint16)
@@ -94,8 +95,13 @@ def folders(tmp_path_factory):
     """One text in one file of tokens, and in many."""
     folder = tmp_path_factory.mktemp("folders")
     (folder / "text.txt").write_bytes(text_of(100_000).encode())
-    flags = (folder / "text.txt", *BYTES)
-    return prepared(folder, *flags, out="one"), prepared(folder, *flags, "--shard-tokens", 9999, out="many")
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "BLOCK_BYTES", 9999)
+        for most in (1, 1024):
+            patch.setattr(corpus, "PARTITIONS", most)
+            made.append(prepared(folder, folder / "text.txt", *BYTES, out=f"at most {most}"))
+    return made
 
 
 def test_training_on_shards_and_resume(folders, tmp_path):

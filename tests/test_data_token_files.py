@@ -38,13 +38,11 @@ def test_nanogpts_ids_without_a_header(tmp_path: Path):
 
 def test_ids_of_a_vocabulary_that_is_pickled(tmp_path: Path):
     (tmp_path / "train.bin").write_bytes(TOKENS.astype("<u2").tobytes())
-    (tmp_path / "meta.pkl").write_bytes(b"(dp0\n.")
+    (tmp_path / "meta.pkl").touch()
     with pytest.raises(ValueError, match="meta.pkl"):
         recognize(str(tmp_path / "train.bin"))
-    with pytest.raises(ValueError, match="pickled"):
-        recognize(str(tmp_path / "meta.pkl"))
     write_tokens(tmp_path / "own.bin", TOKENS)  # llm.c's say by themselves what they are
-    assert read_tokens(tmp_path / "own.bin").size == TOKENS.size
+    assert recognize(str(tmp_path / "own.bin")).kind == "token ids"
 
 
 def test_glob_puts_files_in_a_row(tmp_path: Path):
@@ -78,9 +76,3 @@ def test_incomplete_files_are_refused(tmp_path: Path, content: bytes, keyword: s
     (tmp_path / "a.bin").write_bytes(content)
     with pytest.raises(ValueError, match=keyword):
         read_tokens(tmp_path / "a.bin")
-
-
-def test_missing_files(tmp_path: Path):
-    for name, keyword in (("a.bin", "file must exist"), ("*.bin", "glob must match")):
-        with pytest.raises(FileNotFoundError, match=keyword):
-            recognize(str(tmp_path / name))

@@ -1,9 +1,12 @@
-"""Tests of `daskgpt.dataflow`, the graph of a step, and of `daskgpt.measure`, which runs dataflows in turns."""
+"""Tests of `daskgpt.measure`, which runs dataflows in turns, and of what notebooks draw: graphs and lanes."""
 
 import re
 from itertools import pairwise
 
+import dataflow
+import matplotlib.pyplot as plt
 import pytest
+from lanes import lanes
 from small_runs import MODEL
 
 import daskgpt
@@ -13,7 +16,7 @@ DATA = {"batch_size": 4, "sequence_length": 16}
 
 def graph(grain="kernel", batch_chunk=2, sequence_chunk=8):
     cut = {"grain": grain, "batch_chunk": batch_chunk, "sequence_chunk": sequence_chunk, "scheduler": "threads"}
-    return daskgpt.dataflow(MODEL, DATA, cut)
+    return dataflow.dataflow(MODEL, DATA, cut)
 
 
 def test_only_attention_joins_chunks_of_a_sequence():
@@ -45,30 +48,20 @@ def test_grain_merges_tasks_without_losing_kernels(grain, tokens):
     assert merged.bytes <= fine.bytes
 
 
-def test_edge_removal():
-    block = graph().of(block=0)
-    edge = ("gather attn.qkv[0, all]", "attention attn[0, all]")
-    other = block.without(edge)
-    assert set(block.edges) - set(other.edges) == {edge}
-    assert edge[0] not in other.before(edge[1])
-    assert other.levels == block.depths() != other.depths()
-    wrong = (other.without, edge, "edge="), (block.before, "attention", "task=attention"), (graph().of, 9, "block=9")
-    for function, argument, told in wrong:
+def test_drawing_has_boxes_and_stripes():
+    block = graph("segment").of(block=0)
+    html = dataflow.Drawing(block, marked=block.chain(), hidden=block.edges[:1])._repr_html_()
+    assert html.count("<title>") == len(block.tasks)
+    assert html.count("<path") == len(block.edges) - 1
+    assert html.count("<rect") == sum(len(task.calls) + 1 for task in block.tasks.values())
+    assert len(re.findall('stroke="#d1242f" stroke-width="2.5"', html)) == len(block.chain())
+    assert "tasks" in repr(block)
+    for function, argument, told in ((block.before, "attention", "task=attention"), (graph().of, 9, "block=9")):
         with pytest.raises(ValueError, match=told):
             function(argument)
 
 
-def test_drawing_has_boxes_and_stripes():
-    block = graph("segment").of(block=0)
-    html = block.picture(block.chain())._repr_html_()
-    assert html.count("<title>") == len(block.tasks)
-    assert html.count("<path") == len(block.edges)
-    assert html.count("<rect") == sum(len(task.calls) + 1 for task in block.tasks.values())
-    assert len(re.findall('stroke="#d1242f" stroke-width="2.5"', html)) == len(block.chain())
-    assert "tasks" in repr(block)
-
-
-def test_dataflows_in_turns_have_equal_losses():
+def test_dataflows_in_turns_have_equal_losses(monkeypatch):
     models = {
         "sequential": {"scheduler": "sync", "grain": "segment"},
         "fork-join": {"threads": 2, "barrier": "layer", "grain": "kernel"},
@@ -81,8 +74,11 @@ def test_dataflows_in_turns_have_equal_losses():
     assert [(run.threads, len(run.timeline.steps)) for run in measured.values()] == [(1, 4), (2, 4), (2, 4)]
     assert measured.speedup("sequential") == measured.efficiency("sequential") == 1
     assert measured.efficiency("fork-join") == pytest.approx(measured.speedup("fork-join") / 2)
-    assert measured["sequential"].summary.overlap == 0
-    assert measured._repr_html_().count("<svg") == 3
+    assert measured["sequential"].timeline.summary.overlap == 0
     assert all(name in repr(measured) for name in models)
+    monkeypatch.setattr(plt, "show", lambda: None)
+    lanes({name: run.timeline for name, run in measured.items()})
+    assert [len(axes.collections) for axes in plt.gcf().axes] == [2 * (1 + 2 + 2)], "a lane, and its bars, per thread"
+    plt.close("all")
     with pytest.raises(ValueError, match="turns=0"):
         daskgpt.measure(MODEL, DATA, models, turns=0)

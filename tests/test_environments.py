@@ -82,7 +82,7 @@ def inside(small_text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(NAME).mkdir()
     shutil.copy(small_text, Path(NAME, f"{NAME}.txt"))
-    Path(NAME, f"{NAME}.pdf").write_bytes(b"%PDF-1.7\n")
+    Path(NAME, f"{NAME}.pdf").write_bytes(b"%PDF-1.7\n%\xe2\xe3")
     monkeypatch.setattr("daskgpt.data.source.look", lambda *_: pytest.fail("nothing is to be read"))
     return tmp_path
 

@@ -18,7 +18,6 @@ from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.model.parameters import tensors
 from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of, measure_steps, random_batch
 from daskgpt.profiling.plan import predict
-from daskgpt.profiling.timeline import summarise
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.start import resumed_run
@@ -79,8 +78,8 @@ def test_plan_bench_and_timeline_of_extensions(config, optimizer, dials, numbers
     assert predict(made).made["optimizer"] == 4 * sum(map(numbers, tensors(config).values()))
     with open_scheduler("threads", 2) as scheduler:
         steps = TimedEngine(made, scheduler, 0)
-        assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"]["median"] > 0
-        assert kernels <= {".".join(names) for names in summarise(steps.timeline(1)).kernels}
+        assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"][0].median > 0
+        assert kernels <= {".".join(names) for names in steps.timeline(1).summary.kernels}
 
 
 def test_workers_with_another_module_are_refused(cluster, small_text, monkeypatch):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_lines import run
 from records import append_records, read_records
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
 
@@ -83,7 +82,6 @@ def test_file_system_that_lacks_everything(small_text, tmp_path, usual, refusing
     refusing("fsync", errno.EINVAL)
     refusing("symlink", errno.EPERM)
     refusing("posix_fadvise", errno.EINVAL)
-    refusing("setpriority", errno.EPERM)
     refusing("flock", errno.ENOLCK, module=fcntl)
     out = tmp_path / "run"
     fit(small_text, out, save_every=4, keep=1, validate_every=4)
@@ -202,13 +200,3 @@ def test_files_that_cannot_be_mapped_are_read(small_text, tmp_path, usual, refus
     (tmp_path / "damaged.safetensors").write_bytes(damaged)
     with pytest.raises(ValueError, match="complete safetensors file"):
         daskgpt.load(tmp_path / "damaged.safetensors")
-
-
-def test_prepared_folders_are_equal_in_every_file(small_text, tmp_path):
-    folders = [tmp_path / name for name in ("one", "other")]
-    for folder in folders:
-        result = run("prepare", small_text, "--encoding", "bytes", "--out", folder)
-        assert result.returncode == 0, result.stderr
-    one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
-    assert one == other
-    assert one[".lock"] == b""

@@ -9,8 +9,8 @@ from conftest import random_parameters
 import daskgpt
 from daskgpt import convert
 from daskgpt.config.model import ModelConfig
-from daskgpt.data.tokenizer import learn_encoding, vocabulary_of
-from daskgpt.formats.byte_characters import decoded
+from daskgpt.data.tokenizer import get_encoding, learn_encoding
+from daskgpt.formats.byte_level import decoded
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
 NAMES = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm"}
@@ -53,7 +53,7 @@ def test_tensors_are_read_back(file, tmp_path):
 def test_a_tokenizer_is_read_back(encoding, tmp_path):
     if encoding == "learned":
         encoding = learn_encoding(["the quick brown fox jumps over the lazy dog\n" * 9], 270, "test")
-    vocabulary = vocabulary_of(encoding)
+    vocabulary = get_encoding(encoding)
     ((end, number),) = vocabulary.specials.items()
     reader, _ = converted(tmp_path / "m.gguf", encoding, vocabulary=number + 3, padded_vocabulary=0)
     facts = {name.removeprefix("tokenizer.ggml."): field.contents() for name, field in reader.fields.items()}

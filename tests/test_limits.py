@@ -8,7 +8,6 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.model.parameters import step_operations
 from daskgpt.profiling.measure import BatchConfig, TimedEngine, job_of
-from daskgpt.training import cost
 from daskgpt.training.cost import features, work_of
 
 SMALL = ModelConfig(blocks=2, heads=2, channels=32, vocabulary=50, padded_vocabulary=50, positions=16)
@@ -17,7 +16,7 @@ SHAPE = BatchConfig(batch_size=4, sequence_length=16)
 
 @pytest.mark.parametrize(("chunk", "barrier"), [((4, 16), "step"), ((1, 16), "step"), ((2, 8), "phase")])
 def test_operations_of_all_calls_are_those_of_the_model(chunk, barrier, monkeypatch):
-    monkeypatch.setattr(cost, "EXPONENTIAL", 0)
+    monkeypatch.setattr(limits, "EXPONENTIAL", 0)
     cut = dict(zip(("batch_chunk", "sequence_chunk"), chunk))
     job = job_of(SMALL, SHAPE, DataflowConfig(scheduler="sync", grain="block", barrier=barrier, **cut))
     with daskgpt.open_scheduler("sync") as scheduler:
@@ -27,20 +26,20 @@ def test_operations_of_all_calls_are_those_of_the_model(chunk, barrier, monkeypa
         work for work in works if "b" in (axes := work[0].rpartition(" ")[2]) and len(set(axes) & set("OCV")) == 2
     ]
     of_tokens = [work for work in products if not work[0].startswith(("attention", "embedding"))]
-    operations = sum(cost.operations_of(*work) for work in of_tokens if "P" not in work[0] and "bt->V" not in work[0])
+    operations = sum(limits.operations_of(*work) for work in of_tokens if "P" not in work[0] and "bt->V" not in work[0])
     attention = 6 * SMALL.blocks * SMALL.channels * 4 * 16 * 17
     assert operations == step_operations(SMALL, 4, 16) - attention
-    pairs = sum(cost.operations_of(*work) for work in works if work[0].startswith("attention"))
+    pairs = sum(limits.operations_of(*work) for work in works if work[0].startswith("attention"))
     assert pairs == 7 * SMALL.blocks * SMALL.channels * 4 * 16 * 16  # the backward makes the scores again
 
 
 def test_bytes_and_features_of_a_call():
     kind, sizes = "linear.forward btC,OC,O->btO", {"b": 2, "t": 8, "C": 16, "O": 32, "n": 1}
     assert features(kind, sizes) == [1, 2 * 8 * 16 + 32 * 16 + 32, 2 * 8 * 32, 2 * 8 * 16 * 32]
-    assert cost.bytes_of(kind, sizes) == (4 * (2 * 8 * 16 + 2 * 8 * 32), 4 * (32 * 16 + 32))
-    assert cost.operations_of(kind, sizes) == 2 * 2 * 8 * 16 * 32
+    assert limits.bytes_of(kind, sizes) == (4 * (2 * 8 * 16 + 2 * 8 * 32), 4 * (32 * 16 + 32))
+    assert limits.operations_of(kind, sizes) == 2 * 2 * 8 * 16 * 32
     update = "adamw update btO,btC->OC"
-    assert cost.bytes_of(update, sizes)[1] == 6 * 4 * 32 * 16
+    assert limits.bytes_of(update, sizes)[1] == 6 * 4 * 32 * 16
 
 
 def test_table_of_a_step(capsys):

@@ -36,9 +36,7 @@ def test_metrics_of_a_step(logged):
     for record in records:
         took = TOKENS / record["tokens_per_s"]
         assert record["gflop_per_s"] == pytest.approx(operations / took / 1e9, rel=0.02, abs=1e-3)
-        assert 0 <= record["product_share"] < 1  # rounded: 0 of a step that had to wait
         assert 50e6 < record["memory_bytes"] < 20e9
-    assert max(record["product_share"] for record in records) > 0
     assert [record["step"] for record in records if "validation_s" in record] == [3, 7, 11]
 
 

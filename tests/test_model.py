@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from conftest import GOLDEN, SMALL, random_batch, random_parameters
 from debug_states import TOLERANCE, differences
-from one_number import MODELS, Dials, outcomes_of_steps
 from steps import run_step, state_of, step_of
 from tolerances import TOLERANCES
 
@@ -73,15 +72,6 @@ def check_gradient_in_a_random_direction(random, config=SMALL):
 
 def test_gradients_agree_with_a_numeric_derivative(random):
     check_gradient_in_a_random_direction(random)
-
-
-def test_other_chunks_agree_within_rounding_with_a_library_s_product(monkeypatch):
-    monkeypatch.setenv("DASKGPT_BLAS", "numpy")
-    chunks = (6, 20), (3, 20), (1, 5), (6, 1)
-    outcomes = [outcomes_of_steps(MODELS["odd"], "float32", Dials(chunk))[0] for chunk in chunks]
-    expected, *others = ([outcome.loss for outcome in told] for told in outcomes)
-    for losses in others:
-        np.testing.assert_allclose(losses, expected, **TOLERANCES["chunkings, whole model"])
 
 
 def test_padded_rows_of_the_vocabulary_get_no_probability_and_no_gradient(random):

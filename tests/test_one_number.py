@@ -10,7 +10,8 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from one_number import MODELS, SEED, VARIANTS, Dials, bits_after_steps, own_product, seed
+from layer_check import OPTIONS, lazy_arguments, random_arguments
+from one_number import MODELS, SEED, VARIANTS, Dials, bits_after_steps, seed
 from product_cases import UNITS, using
 from reference_gpt2 import expected
 from tolerances import TOLERANCES
@@ -18,11 +19,7 @@ from tolerances import TOLERANCES
 from daskgpt.config.groups import Groups
 from daskgpt.model.layers import LAYERS
 from daskgpt.model.tape import Tape
-from daskgpt.profiling.layer_check import OPTIONS, lazy_arguments, random_arguments
 
-needs_own_product = pytest.mark.skipif(
-    not own_product(), reason="float32 products are a library's here, whose order of summation depends on the shapes"
-)
 LARGER = {"tiny", "tiny in 4 groups"}
 SMALLER = [name for name in MODELS | VARIANTS if name not in LARGER | {"long"}]
 CHUNKS = {
@@ -62,7 +59,6 @@ def multiplying(precision):
             yield "bfloat16"
 
 
-@needs_own_product
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_no_chunk_changes_a_bit(name, precision):
     with multiplying(precision) as unit:
@@ -70,7 +66,6 @@ def test_no_chunk_changes_a_bit(name, precision):
     assert len(set(bits.values())) == 1, bits
 
 
-@needs_own_product
 @pytest.mark.parametrize(("name", "precision"), list(zip(SMALLER, cycle(["float32", "bfloat16"]))))
 def test_none_of_these_dials_changes_a_bit(name, precision):
     model = (MODELS | VARIANTS)[name]
@@ -79,7 +74,6 @@ def test_none_of_these_dials_changes_a_bit(name, precision):
         assert bits_after_steps(model, precision, dials) == expected, dials
 
 
-@needs_own_product
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 def test_chunks_change_no_bit_of_any_layer(layer, groups):
@@ -102,7 +96,6 @@ def test_chunks_change_no_bit_of_any_layer(layer, groups):
 EXPECTED = json.loads((Path(__file__).parent / "golden" / "bits.json").read_text())
 
 
-@needs_own_product
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_bits_match_the_golden_bits(name, precision):
     """Files of expected bits: float32 has one number, bfloat16 one for each unit."""

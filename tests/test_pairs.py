@@ -3,7 +3,6 @@
 import io
 import json
 import math
-from string import ascii_letters
 
 import dask
 import dask.array as da
@@ -17,7 +16,6 @@ import daskgpt
 from daskgpt import generate, train
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.data.dataset import batch, load_dataset, validation_batches
-from daskgpt.data.prompt_form import PromptForm
 from daskgpt.generation.sanitize import sanitized
 from daskgpt.model.step import gradients_of, input_values
 from daskgpt.model.tape import Tape
@@ -155,52 +153,26 @@ def test_fine_tuning_from_the_command_line(pairs, whole, tmp_path, capsys):
     assert len(losses_of(tmp_path / "short")) == 2
 
 
-def test_chat_gives_lines_the_form_of_the_pairs(tmp_path, monkeypatch, capsys):
-    """Each is a text of its own then; a template takes the place of the form, and holds for --prompt, too."""
-    out, flags = tmp_path / "run", ("--tokens", "6", "--temperature", "0")
-    fit(write(tmp_path / "pairs.jsonl", [(f"Q: {word}?\nA:", f" {word}") for word in ascii_letters]), out, steps=2)
-    config, parameters = daskgpt.load(out)
+def test_chat_gives_lines_the_form_of_the_template(pairs, whole, monkeypatch, capsys):
+    """Each is a text of its own then; so is --prompt."""
+    config, parameters = daskgpt.load(whole)
 
-    def answer(prompt, count=6):
-        tokens = daskgpt.sample(config, parameters, list(prompt.encode()), count, temperature=0, end=END)
+    def answer(prompt):
+        tokens = daskgpt.sample(config, parameters, list(prompt.encode()), 6, temperature=0, end=END)
         return bytes(token for token in tokens if token != END)
 
-    def told(typed, *more):
+    def told(typed, *flags):
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-        assert generate.main([str(out), *flags, *more]) == 0
-        return capsys.readouterr()
+        assert generate.main([str(whole), "--tokens", "6", "--temperature", "0", *flags]) == 0
+        return capsys.readouterr().out
 
-    shown = "".join(sanitized([answer("Q: x?\nA:"), b"\n", answer("Q: y?\nA:"), b"\n\n"]))
-    for typed in ("x\ny\n", "Q: x?\ny?\n"):
-        assert told(typed, "-i").out == shown
-    assert r"'Q: ...?\nA:'" in told("x\n", "-i").err
-    shown = "".join(sanitized([answer("<x>\n"), b"\n"]))
-    assert told("x\n", "-i", "--template", r"<{}>\n").out == shown + "\n"
-    assert told("", "--template", r"<{}>\n", "--prompt", "x").out == "<x>\n" + shown
-    assert told("", "--prompt", "x").out == "x" + "".join(sanitized([answer("x"), b"\n"]))
+    form = r"<{}>\n"
+    first, second = ("".join(sanitized([answer(f"<{line}>\n"), b"\n"])) for line in "xy")
+    assert told("x\ny\n", "-i", "--template", form) == first + second + "\n"
+    assert told("", "--template", form, "--prompt", "x") == "<x>\n" + first
+    assert told("", "--prompt", "x") == "x" + "".join(sanitized([answer("x"), b"\n"]))
     with pytest.raises(ValueError, match="must have one {}"):
         told("", "--template", "Q: A:")
-
-
-FORMS = [
-    ([], ("", "")),
-    (["Q: a?"] * 3, ("", "")),
-    (["a", "b"], ("", "")),
-    (["The animal: cat.", "The animal: cow."], ("The animal: ", ".")),
-    (["cats are", "dogs are"], ("", " are")),
-    (["{} a {}", "{} b {}"], ("{} ", " {}")),
-]
-
-
-@pytest.mark.parametrize(("prompts", "form"), FORMS)
-def test_form_of_prompts(prompts, form):
-    assert PromptForm.of(prompts) == form
-    assert all(PromptForm.of(prompts).around(prompt) == prompt for prompt in prompts)
-
-
-@pytest.mark.parametrize("found", [None, 3, ["a"], ["a", 1], {"before": "a"}, ["a", "b", "c"]])
-def test_damaged_forms_are_none(found):
-    assert not any(PromptForm.of_state(found))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +180,7 @@ def test_damaged_forms_are_none(found):
     [
         (b'{"prompt": "a", "response": ', "JSON in UTF-8.*line=42.*JSONDecodeError"),
         (b'{"prompt": "a", "completion": "b"}', """"prompt" and "response".*line=42.*KeyError: 'response'"""),
-        (b'{"prompt": 1, "response": "b"}', "line=42.*not a text"),
+        (b'{"prompt": 1, "response": "b"}', "line=42.*TypeError"),
         (b'{"prompt": "\xff", "response": "b"}', "not UTF-8"),
         (b'["a", "b"]', "line=42.*TypeError"),
     ],

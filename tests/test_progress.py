@@ -16,7 +16,9 @@ from command_lines import write_text
 from terminals import left_lines, shown_lines
 
 import daskgpt
+from daskgpt.model.parameters import initial_parameters
 from daskgpt.training.progress import Progress
+from daskgpt.training.trainer import Result
 
 CONFIG = daskgpt.ModelConfig(blocks=2, heads=2, channels=32, vocabulary=257, positions=32)
 HEADER = ["scheduler", "model", "data", "batch", "chunks", "precision", "grain"]
@@ -100,3 +102,9 @@ def test_fit_prints_the_header_unless_quiet(fitted, capfd):
     result = fitted(quiet=True)
     assert capfd.readouterr() == ("", "")
     assert len(result.losses) == 4
+
+
+def test_result_says_what_it_has_without_arrays():
+    result = Result(CONFIG, initial_parameters(CONFIG, 0), [5.5, float("nan"), 4.5, 3.5], 3.25, 1.5)
+    shown = "loss 5.500 nats a token in the first step, 3.500 in the last, 3.250 on held-out text\n4 steps in 1.5 s"
+    assert repr(result) == shown

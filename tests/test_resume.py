@@ -22,8 +22,8 @@ from small_runs import (
 import daskgpt
 from daskgpt import audit, train
 from daskgpt.data.dataset import load_dataset
-from daskgpt.data.tokenizer import vocabulary_of
-from daskgpt.formats.vocabulary import tokenizer_files
+from daskgpt.data.tokenizer import get_encoding
+from daskgpt.formats.tokenizer_folder import tokenizer_files
 from daskgpt.training.run_folder import RunFolder
 
 THREADS = {"scheduler": "threads", "threads": 2, "batch_chunk": 2, "sequence_chunk": 16}
@@ -270,7 +270,7 @@ def test_moved_vocabulary_is_named_or_refused(small_text, tmp_path):
     for name, size in (("first", 270), ("other", 271)):
         encoding = load_dataset(str(small_text), f"learn:{size}").encoding_name
         (tmp_path / name).mkdir()
-        for file, content in tokenizer_files(vocabulary_of(encoding), 16).items():
+        for file, content in tokenizer_files(get_encoding(encoding), 16).items():
             (tmp_path / name / file).write_bytes(content)
     run = tmp_path / "run"
     flags = f"{FLAGS} --data {small_text} --encoding {tmp_path / 'first'} --out {run} --steps 2"

@@ -42,7 +42,8 @@ CONFIGS = list(dict.fromkeys([*PUBLIC, GenerateConfig, BenchConfig, StudyConfig,
         (daskgpt.RunConfig, {"out": " "}, ValueError, "out must not be empty"),
         (GenerateConfig, {"temperature": -1}, ValueError, "at least 0"),
         (BenchConfig, {"batch_size": 0}, ValueError, "at least 1"),
-        (StudyConfig, {"seconds": math.inf}, ValueError, "finite"),
+        (daskgpt.OptimizerConfig, {"clip": math.inf}, ValueError, "finite"),
+        (StudyConfig, {"warmup": 2}, ValueError, "at least 3"),
     ],
 )
 def test_disallowed_values_are_refused(config, values, error, said):

@@ -15,12 +15,12 @@ from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.simulate import Demand, Platform, Process, Simulation, critical_path
 from daskgpt.schedulers import machine
 
-FREE = Calibration(2, {}, (0.0, 0.0), [(1.0, 0.0, 0.0)], 0.0, 0.0, 1.0, 1e9, 0.0, 100.0)
+FREE = Calibration(2, {}, (0.0, 0.0), [(1.0, 0.0, 0.0)], 0.0, 1.0, 1e9, 0.0, 100.0)
 TWO_CORES = Platform(2)
 
 
 def seconds(alone, beside=None, **others):
-    return Demand({("linear", "forward"): alone}, beside or alone, 1, **others)
+    return Demand({("linear", "forward"): alone}, beside or alone, **others)
 
 
 def process(needs, demands, threads=1):
@@ -55,10 +55,10 @@ def test_cores_share_memory_and_are_shared():
 
 
 def test_the_lock_limits_short_tasks():
-    costs = replace(FREE, lock=0.1, call=0.02, tasks=[(1.0, 0.1, 0.15)], graph=(0.3, 0.01))
+    costs = replace(FREE, lock=0.1, tasks=[(1.0, 0.1, 0.15)], graph=(0.3, 0.01))
     short = process({str(number): "" for number in range(50)}, {str(number): seconds(0.01) for number in range(50)}, 4)
     simulation = Simulation([short], costs, Platform(4))
-    assert simulation.locked[0] == pytest.approx(0.3 + 50 * (0.01 + 0.1 + 0.02))
+    assert simulation.locked[0] == pytest.approx(0.3 + 50 * (0.01 + 0.1))
     assert simulation.locked[0] < simulation.seconds < simulation.locked[0] + 0.2
     alone = Simulation([replace(short, threads=1)], costs, Platform(4))
     assert alone.seconds == pytest.approx(simulation.locked[0] + 50 * (0.05 + 0.01))

@@ -1,15 +1,17 @@
-"""Tests of the study: its grid, its results, its table and figures from numbers, and a small one in process."""
+"""Tests of the study: its grid, its results, its table and figure from numbers, and a small one in process."""
 
+import contextlib
+import io
 import json
 import sys
 from dataclasses import asdict, replace
-from itertools import product
 
 import pytest
 
-from daskgpt.config.model import ModelConfig, preset
+from daskgpt import bench
+from daskgpt.config.model import ModelConfig
 from daskgpt.profiling import study
-from daskgpt.profiling.measure import Spread, job_of, rounded
+from daskgpt.profiling.measure import Spread, rounded
 from daskgpt.profiling.study import (
     BARRIERS,
     DIALS,
@@ -17,36 +19,41 @@ from daskgpt.profiling.study import (
     StudyConfig,
     base_point,
     caption,
-    chosen_grid,
-    default_grid,
-    figures,
+    figure_of,
+    grid,
     sequential,
+    spread,
     table_of,
+    thread_counts,
 )
 from daskgpt.schedulers import machine
-from daskgpt.study import main, parser, settings
+from daskgpt.study import main, parser
 
 MODEL = ModelConfig(blocks=1, heads=2, channels=32, vocabulary=64, positions=16)
 STUDY = StudyConfig(batch_size=4, sequence_length=64)
 BASE = base_point(STUDY, 2)
-FIGURES = ["points", "threads"]
 
 
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def in_process(flags, threads):
+    """What a process of its own would measure."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert bench.main([*flags, "--json"]) == 0
+    return json.loads(out.getvalue())
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a study of the very small model, whose runs were in this process."""
+    """The folder of a study of the very small model, whose runs were in this process, and its first results."""
     out = tmp_path_factory.mktemp("study") / "quick"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "run_one", study.run)
+        patch.setattr(study, "run_one", in_process)
         patch.setattr(machine, "busy_cores", lambda: 0.0)
         patch.setattr(machine, "usable_cores", lambda: 2)
-        with pytest.MonkeyPatch.context() as no_figures:
-            no_figures.setattr(study, "write", lambda *_: None)
-            assert main(["--quick", "--out", str(out)]) == 0
+        assert main(["--quick", "--out", str(out)]) == 0
         before = (out / "results.jsonl").read_text()
         whole = before.splitlines(keepends=True)
         (out / "results.jsonl").write_text("".join(whole[:-1]) + whole[-1][:50])  # as a power cut leaves it
@@ -56,19 +63,18 @@ def finished(tmp_path_factory):
 
 def test_a_study_writes_its_results(finished):
     rows = rows_of(finished[0] / "results.jsonl")
-    assert len({tuple(row[dial] for dial in DIALS) for row in rows}) == len(rows) == 4 * len({1, study.usable_cores()})
-    assert {row["barrier"] for row in rows} == set(BARRIERS)
+    assert len({tuple(row["point"][dial] for dial in DIALS) for row in rows}) == len(rows) == 4 * 2
+    assert {row["point"]["barrier"] for row in rows} == set(BARRIERS)
     for row in rows:
-        assert row["step_ms_q1"] <= row["step_ms"] <= row["step_ms_q3"]
-        assert row["steps"] >= (1 if row["barrier"] == "none" else 3)
-        assert sum(row[f"{name}_share"] for name in ("kernel", "inside", "scheduling", "waiting")) == pytest.approx(
-            1, abs=0.05
-        )
-        assert row["critical_path_ms"] > 0
+        figures = {name: figure["median"] for name, figure in row["figures"].items()}
+        assert row["figures"]["step"]["n"] >= (1 if row["point"]["barrier"] == "none" else 3)
+        shares = 1 - figures["overhead"] + figures["inside"] + figures["scheduling"] + figures["waiting"]
+        assert shares == pytest.approx(1, abs=0.05)
+        assert figures["critical_path"] > 0
         assert row["machine"]["processor"]
         assert {"python", "daskgpt", "numpy", "dask"} <= row["versions"].keys()
-    assert len({row["loss"] for row in rows}) == 1, "the same bits from every dial"
-    assert {row["overlap"] for row in rows if row["barrier"] == "layer"} == {0.0}
+        assert (figures["overlap"] == 0) >= (row["point"]["barrier"] == "layer")
+    assert len({row["settings"]["loss"] for row in rows}) == 1, "the same bits from every dial"
 
 
 def test_what_is_in_the_results_is_not_run_again(finished):
@@ -78,16 +84,16 @@ def test_what_is_in_the_results_is_not_run_again(finished):
     assert now.startswith("".join(kept))
     assert len(now.splitlines()) == len(before.splitlines())
     new, old = rows_of(out / "results.jsonl")[-1], json.loads(lost)
-    assert all(new[name] == old[name] for name in (*DIALS, "repetition", "loss", "batch_size"))
+    assert all(new[name] == old[name] for name in ("point", "repetition", "shared", "command"))
 
 
-def test_a_study_writes_a_table_and_figures(finished):
+def test_a_study_writes_a_table_and_a_figure(finished):
     out, _ = finished
     lines = (out / "table.md").read_text().splitlines()
     assert [line for line in lines if line.startswith("- speedup over threads 1, scheduler threads, ")]
     assert len([line for line in lines if line.startswith("| ")]) == 2 + len(rows_of(out / "results.jsonl"))
-    assert all((out / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in FIGURES)
-    assert all((out / f"{name}.svg").read_bytes().startswith(b"<?xml") for name in FIGURES)
+    assert (out / "threads.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "threads.svg").read_bytes().startswith(b"<?xml")
 
 
 REFUSED = [("--barrier layers", "barrier=layers"), ("--batch-chunk 5", "batch_chunk=5"), ("--threads two", "2")]
@@ -99,7 +105,6 @@ REFUSED += [("--minutes 1", "2"), ("--record x", "2"), ("--preset tyni", "preset
 def test_bad_input_is_refused_at_once(flags, keyword, tmp_path, monkeypatch):
     with pytest.raises((ValueError, SystemExit), match=keyword):
         main([*flags.split(), "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "daskgpt.profiling.plots", raising=False)
     with pytest.raises(RuntimeError, match="matplotlib must be installed"):
@@ -107,81 +112,68 @@ def test_bad_input_is_refused_at_once(flags, keyword, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_fails_in_a_process_of_its_own_says_why():
-    point = replace(BASE, batch_chunk=3, sequence_chunk=16)
-    with pytest.raises(RuntimeError, match=r"exit code 1, ValueError: DataflowConfig: batch_chunk must"):
-        study.run_one(MODEL, replace(STUDY, sequence_length=16), point)
+def test_a_run_in_a_process_of_its_own_measures_or_says_why(monkeypatch):
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    model = study.flags_of(asdict(MODEL))
+    quick, small = replace(STUDY, sequence_length=16, steps=1), replace(BASE, sequence_chunk=16)
+    assert study.run_one([*model, *study.bench_flags(quick, small)], 2)["settings"]["batch_chunk"] == 2
+    with pytest.raises(RuntimeError, match=r"exit code 2, DataflowConfig: batch_chunk must"):
+        study.run_one([*model, *study.bench_flags(quick, replace(small, batch_chunk=3))], 2)
 
 
 def test_runs_that_fail_are_told(tmp_path, monkeypatch, capsys):
-    def failing(model, _, point):
-        if point.threads == 1:
+    def failing(flags, threads):
+        if threads == 1:
             raise RuntimeError("no")
-        return {"step_ms": 1.0}
+        return {"figures": {}}
 
+    written = []
     monkeypatch.setattr(study, "run_one", failing)
-    points, written = [BASE, replace(BASE, threads=1)], []
     monkeypatch.setattr(study, "write", lambda results: written.append(len(results.rows)))
-    results = Results(tmp_path / "results.jsonl", MODEL, STUDY)
-    failures = study.run_all(replace(STUDY, repetitions=3), points, results)
+    results = Results(tmp_path / "results.jsonl", MODEL, replace(STUDY, repetitions=3))
+    failures = study.run_all([BASE, replace(BASE, threads=1)], results)
     assert (len(failures), len(results.rows), written) == (3, 3, [1, 2, 3])
 
 
-def test_the_default_grid_asks_five_questions():
-    points = default_grid(STUDY, 2)
-    assert len(points) == len(set(points)) == 19
-    assert [p.engine for p in points if p.scheduler == "local"] == ["ranks", "tasks"]
-    assert [getattr(BASE, dial) for dial in DIALS] == [2, "threads", "step", 2, 64, "block", "ranks"]
-    assert {(p.threads, p.barrier) for p in points if p.scheduler == "threads"} >= set(product((1, 2), BARRIERS))
-    assert {(4, 64), (4, 16), (2, 16), (1, 64), (1, 16)} <= {(p.batch_chunk, p.sequence_chunk) for p in points}
-    assert {(p.barrier, p.grain) for p in points} >= {("step", "segment"), ("step", "chunk"), ("layer", "kernel")}
-    assert ("layer", "block") not in {(p.barrier, p.grain) for p in points}
-    assert {(p.scheduler, p.threads) for p in points} == {("threads", 1), ("threads", 2), ("sync", 1), ("local", 2)}
-    for point in points:
-        dataflow = job_of(replace(MODEL, positions=64), STUDY, point).dataflow
-        assert (dataflow.batch_chunk, dataflow.sequence_chunk) == (point.batch_chunk, point.sequence_chunk)
-
-
 def test_chosen_values_are_combined():
-    points = chosen_grid(STUDY, 2, {"threads": [1, 2], "barrier": ["layer", "none"], "grain": ["kernel", "block"]})
+    chosen = {"threads": [1, 2], "barrier": ["layer", "none"], "grain": ["kernel", "block"]}
+    points = grid(STUDY, 2, chosen)
     assert len(points) == 2 * (1 + 2)  # fork-join has one grain
-    assert {(p.scheduler, p.batch_chunk) for p in points} == {("threads", 2)}
+    assert {(p.scheduler, p.batch_chunk, p.sequence_chunk) for p in points} == {("threads", 2, 64)}
+    assert [getattr(BASE, dial) for dial in DIALS] == [2, "threads", "step", 2, 64, "block", "ranks"]
     assert base_point(StudyConfig(batch_size=3), 2).batch_chunk == 3
-    assert [p.threads for p in chosen_grid(STUDY, 2, {"threads": [0]})] == [study.usable_cores()]
+    assert [p.threads for p in grid(STUDY, 2, {"threads": [0]})] == [study.usable_cores()]
+    clusters = grid(STUDY, 2, {"scheduler": ["sync", "threads", "local"], "engine": ["ranks", "tasks"]})
+    assert [(p.scheduler, p.threads, p.engine) for p in clusters] == [
+        ("sync", 1, "ranks"),
+        ("threads", 2, "ranks"),
+        ("local", 2, "ranks"),
+        ("local", 2, "tasks"),
+    ]
     auto = parser().parse_args(["--threads", "1,2", "--batch-chunk", "auto,2"])
     assert (auto.threads, auto.batch_chunk) == ([1, 2], [0, 2])
+    assert [thread_counts(cores) for cores in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
-def test_thread_counts_and_quick_settings():
-    counts = [sorted({p.threads for p in default_grid(STUDY, cores)}) for cores in (1, 2, 6, 8)]
-    assert counts == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-    model, quick = settings(parser().parse_args(["--quick", "--steps", "7", "--channels", "16"]))
-    assert (model.blocks, model.channels, quick.steps, quick.batch_size, quick.repetitions) == (1, 16, 7, 4, 1)
-    assert settings(parser().parse_args(["--preset", "gpt2"])) == (preset("gpt2"), StudyConfig())
+# Table and figure of numbers by hand.
 
 
-# Table and figures of numbers by hand.
-
-
-def row(point, repetition, value, **measured):
-    settings = asdict(MODEL) | {name: getattr(STUDY, name) for name in study.SHARED} | asdict(point)
-    numbers = {"groups": 1, "repetition": repetition, "step_ms": value, "critical_path_ms": value / 2, "peak_gb": 0.25}
-    numbers |= dict.fromkeys((*study.SHARES, *study.OVERLAPS), 0.25) | {"others_cores": 0.0}
-    numbers |= {"tasks": 10, "loss": 1.5, "date": "2020"}
-    machine = {"machine": {"processor": "a cpu", "cores": 2}, "versions": {"daskgpt": "1"}}
-    return settings | numbers | machine | measured
-
-
-def results_of(tmp_path, rows):
-    """Return the results of a file with these rows."""
+def results_of(tmp_path, runs):
+    """The results of a file with runs: point, repetition, milliseconds of a step, and other settings."""
     path = tmp_path / "results.jsonl"
-    groups = Results(tmp_path / "none", MODEL, STUDY).shared["groups"]
-    path.write_text("".join(json.dumps(line | {"groups": groups}) + "\n" for line in rows))
+    shared, rows = Results(tmp_path / "none", MODEL, STUDY).shared, []
+    for point, repetition, ms, more in runs:
+        values = {"step": ms, "critical_path": ms / 2, "peak": 0.25} | dict.fromkeys(study.SHARES, 0.25)
+        row = {"shared": shared, "point": asdict(point), "repetition": repetition, "date": "2020"}
+        row["figures"] = {name: {"median": value} for name, value in values.items()}
+        row["settings"] = {"others_cores": 0.0, "tasks": 10, "loss": 1.5} | more
+        rows.append(row | {"machine": {"processor": "a cpu", "cores": 2}})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Results(path, MODEL, STUDY)
 
 
 def cells(points):
-    """Return the table as dictionaries, by what differs between points."""
+    """The table as dictionaries."""
     head, *lines = table_of(points)
     return [dict(zip(head, line)) for line in lines]
 
@@ -192,83 +184,51 @@ def ys(axes):
 
 def test_speedup_and_efficiency_by_threads(tmp_path):
     times = {1: 40.0, 2: 25.0}
-    rows = [row(replace(BASE, barrier="phase", threads=n), k, ms) for n, ms in times.items() for k in range(3)]
-    points = results_of(tmp_path, rows).points
+    points = results_of(
+        tmp_path, [(replace(BASE, barrier="phase", threads=n), k, ms, {}) for n, ms in times.items() for k in range(3)]
+    ).points
     one, two = cells(points)
-    assert (one["ms a step"], one["speedup"], one["efficiency"], one["runs"]) == (
+    assert [one[name] for name in ("ms a step", "speedup", "efficiency", "runs")] == [
         "40.00 (40.00 .. 40.00)",
         "1.00",
         "100%",
         "3",
-    )
-    assert (two["speedup"], two["efficiency"], two["critical path (ms)"], two["kernels"]) == (
-        "1.60",
-        "80%",
-        "12.5",
-        "25.0%",
-    )
-    drawn = figures(points)
-    runtime, speedup, efficiency = drawn["threads"].axes
+    ]
+    names = ("speedup", "efficiency", "critical path (ms)", "tasks", "without a kernel")
+    assert [two[name] for name in names] == ["1.60", "80%", "12.5", "10", "25.0%"]
+    runtime, speedup, efficiency = figure_of(points).axes
     assert ys(runtime)[0] == [40, 25]
     assert ys(speedup) == [[1, 1.6], [1, 2]]
     assert ys(efficiency) == [[100, 80], [100, 100]]
-    assert set(drawn) == {"points", "threads"}
 
 
 def test_the_base_is_named_and_one_for_all(tmp_path):
-    rows = [
-        row(replace(BASE, barrier=barrier, threads=n), 0, 40.0 / n) for barrier in ("phase", "step") for n in (2, 4)
-    ]
-    results = results_of(tmp_path, rows)
+    runs = [(replace(BASE, barrier=one, threads=n), 0, 40.0 / n, {}) for one in ("phase", "step") for n in (2, 4)]
+    results = results_of(tmp_path, runs)
     assert sequential(results.points) == ()
     assert "no run on one thread, so no speedup" in caption(results)
     assert [line["speedup"] for line in cells(results.points)] == [""] * 4
-    assert [len(figure.axes) for figure in figures(results.points).values()] == [1, 3]
-    rows += [row(replace(BASE, barrier="step", threads=1), 0, 30.0)]
-    assert median_of(results_of(tmp_path, rows)) == 30.0
-    rows += [row(replace(BASE, barrier="phase", threads=1), 0, 40.0)]
-    results = results_of(tmp_path, rows)
-    assert median_of(results) == 30.0
-    over = (
-        "speedup over threads 1, scheduler threads, barrier step (tasks), batch chunk 2, sequence chunk 64, grain block"
-    )
-    assert over in caption(results)
-    assert ys(figures(results.points)["threads"].axes[1]) == [[0.75, 1.5, 3], [1, 1.5, 3], [1, 2, 4]]
+    runs += [(replace(BASE, barrier="step", threads=1), 0, 30.0, {})]
+    runs += [(replace(BASE, barrier="phase", threads=1), 0, 40.0, {})]
+    results = results_of(tmp_path, runs)
+    assert spread(sequential(results.points)).median == 30.0
+    barrier, cut = "barrier step (tasks)", "batch chunk 2, sequence chunk 64, grain block"
+    assert f"speedup over threads 1, scheduler threads, {barrier}, {cut}" in caption(results)
+    assert ys(figure_of(results.points).axes[1]) == [[0.75, 1.5, 3], [1, 1.5, 3], [1, 2, 4]]
 
 
-def median_of(results):
-    return Spread.of(row["step_ms"] for row in sequential(results.points)).median
-
-
-def test_a_busy_machine_and_different_losses_are_shown(tmp_path):
-    rows = [row(BASE, n, 10.0) for n in range(3)]
-    assert len(caption(results_of(tmp_path, rows))) == 3
-    rows[1] |= {"others_cores": 1.25, "loss": 1.25}
-    results = results_of(tmp_path, rows)
+def test_points_are_in_order_and_differences_are_shown(tmp_path):
+    runs = [(replace(BASE, scheduler="local", engine="tasks"), 0, 80.0, {})]
+    runs += [(replace(BASE, grain=grain), 0, ms, {}) for grain, ms in (("block", 10.0), ("kernel", 30.0))]
+    runs += [(replace(BASE, scheduler="sync", threads=1), n, 40.0, {}) for n in (0, 1)]
+    results = results_of(tmp_path, runs)
+    assert [line["ms a step"].split()[0] for line in cells(results.points)] == ["40.00", "30.00", "10.00", "80.00"]
+    assert len(caption(results)) == 3
+    assert len(ys(figure_of(results.points).axes[0])) == 4 + 1, "every point, as no two differ in threads alone"
+    runs += [(replace(BASE, grain="block"), 1, 10.0, {"others_cores": 1.25, "loss": 1.25})]
+    results = results_of(tmp_path, runs)
     assert caption(results)[-1] == "other programs kept up to 1.25 cores busy"
-    assert cells(results.points)[0]["loss"] == "1.25 or 1.5"
-
-
-def test_points_are_drawn_in_order_with_what_threads_did(tmp_path):
-    rows = [row(replace(BASE, scheduler="local", engine="tasks"), 0, 80.0)]
-    rows += [
-        row(replace(BASE, grain=grain), 0, ms, kernel_share=0.5) for grain, ms in (("block", 10.0), ("kernel", 30.0))
-    ]
-    rows += [row(replace(BASE, barrier="none"), 0, 8.0, overlap=0.5, steps_overlap=0.0)]
-    rows += [row(replace(BASE, scheduler="sync", threads=1), n, 40.0) for n in (0, 1)]
-    results = results_of(tmp_path, rows)
-    assert [line["ms a step"].split()[0] for line in cells(results.points)] == [
-        "40.00",
-        "30.00",
-        "10.00",
-        "8.00",
-        "80.00",
-    ]
-    (axes,) = figures(results.points)["points"].axes
-    assert [bar.get_width() for bar in axes.patches[:5]] == [10, 15, 5, 2, 20]
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels[0] == "threads 1, scheduler sync, barrier step (tasks), grain block"
-    assert labels[-1] == "threads 2, scheduler local, barrier step (tasks), grain block, engine tasks"
+    assert cells(results.points)[2]["loss"] == "1.25 or 1.5"
 
 
 def test_medians_and_quartiles():
@@ -281,23 +241,11 @@ def test_medians_and_quartiles():
 
 
 def test_results_of_another_study_are_refused(tmp_path):
-    results = results_of(tmp_path, [row(BASE, 0, 1.5)])
+    results = results_of(tmp_path, [(BASE, 0, 1.5, {})])
     assert [*results.points] == [BASE]
     with pytest.raises(ValueError, match="channels=16, and channels=32"):
         Results(results.path, replace(MODEL, channels=16), STUDY)
     for line in ('{"date": 1}', "[1]", "no json", "{}"):
         results.path.write_text(line + "\n")
-        with pytest.raises(ValueError, match="one study and version"):
+        with pytest.raises(ValueError, match="one study"):
             Results(results.path, MODEL, STUDY)
-
-
-def test_timelines_of_every_barrier_are_written_apart_and_on_one_page(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("daskgpt.profiling.pages.page_of", lambda traces, title: "\n".join([title, *traces]))
-    assert main(["--quick", "--timelines", "--window", "2", "--out", str(tmp_path / "out")]) == 0
-    pages = {f"{name}.html" for name in (*BARRIERS, "barriers")}
-    traces = {f"{name}.json" for name in BARRIERS}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == pages | traces
-    title, *names = (tmp_path / "out" / "barriers.html").read_text().splitlines()
-    assert title == "2 steps: 1 x 32 (15,328 parameters), 4 x 16 tokens a step, float32"
-    assert names == [f"barrier {label}" for label in BARRIERS.values()]
-    assert capsys.readouterr().out.count("critical path") == 4

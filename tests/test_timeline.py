@@ -22,9 +22,9 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.program import RECORDER, bytes_of, calls_of
 from daskgpt.model import layers
 from daskgpt.model.optimizer import OPTIMIZERS
-from daskgpt.profiling.pages import bars_of, write_side_by_side, write_timeline
+from daskgpt.profiling.pages import bars_of, write_timeline
 from daskgpt.profiling.recorder import (
-    StepRecorder,
+    Recorder,
     TimelineCallback,
     TimelineConfig,
     is_bare,
@@ -39,11 +39,8 @@ from daskgpt.profiling.timeline import (
     Timeline,
     Window,
     color_of,
-    describe_summary,
     longest_chain,
     seconds_at_once,
-    summarise,
-    svg_strips,
 )
 from daskgpt.schedulers.opening import open_scheduler
 
@@ -58,7 +55,9 @@ def recorded(barrier, windows, config=SMALL, shape=(4, 12), chunk=(2, 6), schedu
         dials = {"grain": grain, "barrier": barrier, "in_place": runs.in_place}
         step = step_of(config, shape, chunk, OptimizerConfig(), **dials)
         state = state_of(step, random_parameters(config, random))
-        recorder = StepRecorder(SimpleNamespace(step=step, scheduler=runs))
+        job = SimpleNamespace(batch_shape=shape, dataflow=SimpleNamespace(barrier=barrier))
+        engine = {"step": step, "scheduler": runs, "ranks": False, "job": job, "chunk": chunk, "used_grain": grain}
+        recorder = Recorder(SimpleNamespace(**engine))
         for number, window in enumerate([windows[0], *windows]):
             batches = [random_batch(config, random, shape) for _ in window]
             with recorder.window(window) if number else nullcontext():
@@ -118,7 +117,7 @@ def test_what_runs_at_the_same_time(barrier, steps, layers):
     grain = "kernel" if barrier == "layer" else "segment"
     for _ in range(20):  # on a busy machine two threads may take turns
         _, timeline = recorded(barrier, windows, LARGER, SHAPE, (2, 64), grain=grain)
-        summary = summarise(timeline)
+        summary = timeline.summary
         if (summary.steps_overlap > 0, summary.overlap > 0) == (steps > 1, layers > 1):
             break
     assert (summary.steps_overlap > 0, summary.overlap > 0) == (steps > 1, layers > 1)
@@ -142,7 +141,7 @@ def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
         assert event.step == 3 or event.start >= last.start - 0.01
         for need in timeline.tasks.needs[event.task[1]]:
             assert ends.get((event.step, need), 0.0) <= event.start + 0.01, "one clock for both workers"
-    summary = summarise(timeline)
+    summary = timeline.summary
     assert summary.critical_path <= summary.wall
     assert {"adamw", "linear"} <= {layer for layer, _ in summary.kernels}
 
@@ -190,7 +189,7 @@ def hand_made(windows=ONE_STEP, earlier=(), starts=(0.0,), awaited="abc", lanes=
 
 
 def test_a_summary_worked_out_by_hand():
-    summary = summarise(hand_made())
+    summary = hand_made().summary
     assert (summary.wall, summary.tasks, summary.inside_share, summary.steps_overlap) == (10, 3, 0, 0)
     assert summary.busy == {"thread 1": pytest.approx(0.6), "thread 2": pytest.approx(0.2)}
     assert summary.kernel_share == pytest.approx(0.4)
@@ -200,7 +199,7 @@ def test_a_summary_worked_out_by_hand():
     assert summary.scheduling_share == pytest.approx(2 / 20)  # a from 0 to 1, b from 3 to 4
     assert summary.waiting_share == pytest.approx(10 / 20)
     assert summary.kernels["b", "forward"] == (4, 1)
-    text = describe_summary(summary)
+    text = str(summary)
     for part in ("10000.00 ms a step, 1 step\n", "60.0% busy, 40.0% idle", "60% of the wall time: b.forward 67%, a."):
         assert part in text
     rows = ["b 4000.000 4000.000 1", "a 2000.000 2000.000 1", "c 2000.000 2000.000 1"]
@@ -212,7 +211,7 @@ def test_waits_for_other_workers_are_idle():
     """As on the dashboard's page: c, from 3 to 5, is a message."""
     timeline = hand_made()
     events = [replace(event, layer="receive.c") if event.layer == "c" else event for event in timeline.events]
-    summary = summarise(replace(timeline, events=tuple(events)))
+    summary = replace(timeline, events=tuple(events)).summary
     assert summary.busy == {"thread 1": pytest.approx(0.6), "thread 2": 0}
     assert (summary.overlap, summary.inside_share) == (0, 0)
     assert summary.waiting_share == pytest.approx(12 / 20)
@@ -230,7 +229,7 @@ PATHS = [
 @pytest.mark.parametrize(("windows", "earlier", "awaited", "path"), PATHS)
 def test_the_critical_path_of_several_steps(windows, earlier, awaited, path):
     own = [Window(steps, 10.0 * steps[0], 10.0 * steps[-1] + 10) for steps in windows]
-    assert summarise(hand_made(own, earlier, (0.0, 10.0), awaited)).critical_path == pytest.approx(path)
+    assert hand_made(own, earlier, (0.0, 10.0), awaited).summary.critical_path == pytest.approx(path)
 
 
 def test_what_runs_at_once_by_hand():
@@ -272,13 +271,6 @@ def test_bars_of_a_page():
         assert words in bars[0]["about"]
 
 
-def test_strips_of_colour():
-    text = svg_strips(hand_made(), end=20.0)
-    grey, *strips = re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)"', text)
-    assert grey == ("110", "0", "350"), "half of the time that the width stands for"
-    assert strips == [("145", "0", "70"), ("250", "0", "140"), ("110", "26", "350"), ("215", "26", "70")]
-
-
 # Files.
 
 
@@ -286,7 +278,7 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
     for given, base in {"x": "x", "x.json": "x", "x.html": "x", "v1.2": "v1.2"}.items():
         assert timeline_paths(tmp_path / given) == (tmp_path / f"{base}.json", tmp_path / f"{base}.html")
     with pytest.raises(ValueError, match="events=0"):
-        summarise(Timeline("", (Lane("", 1),), (), (), TaskGraph({}, {}, frozenset())))
+        str(Timeline("", (Lane("", 1),), (), (), TaskGraph({}, {}, frozenset())).summary)
     with pytest.raises(ValueError, match="timeline_steps=0"):
         TimelineConfig(timeline_steps=0)
     (tmp_path / "file").write_text("")
@@ -353,13 +345,11 @@ def test_a_trace_has_the_calls_and_the_page_loads_nothing(tmp_path):
     assert calls[0]["args"] == told | {"chunk": None, "step": 1, "bytes": 100, "task": "a"}
     names = [(event["name"], event["args"]["name"]) for event in trace["traceEvents"] if event["ph"] == "M"]
     assert names == [("process_name", "by <hand>"), ("thread_name", "thread 1"), ("thread_name", "thread 2")]
-    assert trace["otherData"] == {"title": "by <hand>", "summary": describe_summary(summarise(timeline))}
-    other = write_side_by_side({"x": timeline, "y": timeline}, tmp_path / "two.html", timeline.title)
-    for written in (page, other):
-        text = written.read_text()
-        assert unescape(re.search(r"<title>(.*?)</title>", text)[1]) == "by <hand>"
-        assert "10000.00 ms a step, 1 step" in text
-        assert not re.search(r"\b(src|href)\s*=", re.sub(r"(?s)(<script[^>]*>).*?</script>", r"\1", text))
+    assert trace["otherData"] == {"title": "by <hand>", "summary": str(timeline.summary)}
+    text = page.read_text()
+    assert unescape(re.search(r"<title>(.*?)</title>", text)[1]) == "by <hand>"
+    assert "10000.00 ms a step, 1 step" in text
+    assert not re.search(r"\b(src|href)\s*=", re.sub(r"(?s)(<script[^>]*>).*?</script>", r"\1", text))
 
 
 MODEL = "--blocks 1 --heads 2 --channels 32 --batch-size 4 --sequence-length 16 --validate-every 0"
@@ -372,9 +362,12 @@ def test_a_timeline_has_the_tasks_that_the_run_chose(small_text):
     run = {"steps": 5, "validate_every": 0, "validation_batches": 1}
     flow = {"scheduler": "threads", "threads": 2, "batch_chunk": 2}
     daskgpt.fit(LARGER, data, dataflow=flow, run=run, callbacks=[watcher], quiet=True)
-    engine, summary = watcher.recorder.engine, summarise(watcher.timeline)
+    engine, summary = watcher.recorder.engine, watcher.timeline.summary
     assert engine.grain == "chunk", "short tasks become long ones after the first step, whose grain is segment"
     assert "grain chunk" in watcher.timeline.title
+    lines = repr(watcher.timeline).splitlines()
+    assert (len(lines) <= 40, max(map(len, lines)) <= 120) == (True, True), "it fits on a screen"
+    assert repr(replace(watcher.timeline, events=())).endswith("no events")
     assert summary.tasks <= 2 * engine.tasks
     assert summary.kernel_share + summary.inside_share + summary.scheduling_share + summary.waiting_share < 1.05
 

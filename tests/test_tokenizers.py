@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import daskgpt
 from daskgpt import convert, evaluate, generate, train
-from daskgpt.data.tokenizer import encode, encoding_named, encoding_of_model, get_encoding, specials_of
+from daskgpt.data.tokenizer import encode, encoding_named, encoding_of_model, get_encoding
 
 SHORT = "--steps 2 --batch-size 2 --sequence-length 16 --validation-batches 1 --sample-tokens 0 --warmup 1"
 TEXT = "the quick brown fox jumps over the lazy dog\n\n  and what's more, it's naïve: 12345 times!\n" * 40
@@ -50,7 +50,7 @@ def test_ids_are_those_of_the_library(specials, tmp_path):
     assert encode(encoding, TEXT).tolist() == tokenizer.encode(TEXT).ids
     assert encoding.decode(tokenizer.encode(TEXT).ids) == TEXT
     end = "<|endoftext|>" if "<|endoftext|>" in specials else specials[0]
-    assert next(iter(specials_of(name).items())) == (end, tokenizer.token_to_id(end))
+    assert next(iter(encoding.specials.items())) == (end, tokenizer.token_to_id(end))
     assert encoding.eot_token == tokenizer.token_to_id(end)
     assert encoding.n_vocab == 320
 
@@ -94,7 +94,7 @@ def test_ambiguous_end_of_text_is_refused(tmp_path):
     with pytest.raises(ValueError, match="eos_token"):
         encoding_named(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<b>"}}')
-    assert specials_of(encoding_named(str(tmp_path))) == {"<b>": 1, "<a>": 0}
+    assert get_encoding(encoding_named(str(tmp_path))).specials == {"<b>": 1, "<a>": 0}
 
 
 def test_every_command_uses_a_folders_own_tokenizer(folder, tmp_path, capsys):

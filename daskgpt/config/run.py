@@ -19,7 +19,7 @@ class DataConfig(Checked):
 
     data: str = setting(
         "stdlib",
-        "text file, folder, glob or pipe, token files, prepared tokens, or pairs; stdlib = Python's own source",
+        "text file, folder or glob, token files, prepared tokens, or pairs; stdlib = Python's own source",
     )
     validation_data: str = setting(
         "", "data of the validation, of prepared tokens their held-out part; empty = a part of --data"
@@ -74,9 +74,6 @@ class OptimizerConfig(Checked):
     )
     final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)")
     clip: float = setting(0.0, "largest norm of all gradients together; larger ones are scaled down; 0 = never")
-    skip_outliers: float = setting(
-        0.0, "skip updates whose loss or norm is so many deviations above the mean of 128 steps, such as 6; 0 = none"
-    )
     beta1: float = setting(0.9, "decay of the mean gradient m", below=1)
     beta2: float = setting(0.99, "decay of the mean squared gradient v", below=1)
     eps: float = setting(1e-8, "added to the square root of v", above=0, most=1)
@@ -149,7 +146,6 @@ class RunConfig(Checked):
     save_minutes: float = setting(10.0, "time between checkpoints; 0 = only at the end", unit="minutes")
     keep: int = setting(3, "number of newest checkpoints to keep", least=1)
     keep_best: int = setting(1, "keep a checkpoint of the lowest validation loss so far as RUN/best; 0 = none", below=2)
-    keep_every: int = setting(0, "steps between checkpoints that are never deleted; 0 = none", unit="steps")
     snapshot_every: int = setting(
         -1,
         "on a cluster, steps between copies of the state on other workers; auto = at most 1 % of the time; 0 = none",

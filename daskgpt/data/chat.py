@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -12,6 +12,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from daskgpt.config.errors import refusal, require
+from daskgpt.formats.encoding import Encoding
 
 WHERE = "chat"
 USER, ASSISTANT = "user", "assistant"  # roles
@@ -94,13 +95,12 @@ class ChatTemplate:
         return parts
 
 
-def template_of(encoding: Any) -> ChatTemplate | None:
+def template_of(encoding: Encoding) -> ChatTemplate | None:
     """Return the chat template that an encoding's files have; None if there is none."""
-    source = getattr(encoding, "chat_template", "")
-    if not source:
+    if not encoding.chat_template:
         return None
     names = {"bos_token": encoding.bos_token, "eos_token": next(iter(encoding.specials))}
-    return ChatTemplate(source, {name: token for name, token in names.items() if token})
+    return ChatTemplate(encoding.chat_template, {name: token for name, token in names.items() if token})
 
 
 def _refuse(message: str) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.data import tokenizer
 from daskgpt.data.pairs import Examples, read_examples
-from daskgpt.data.prompt_form import PromptForm
 from daskgpt.data.source import PAIRS, PREPARED, STANDARD_LIBRARY, TEXT, TOKENS, Source, recognize
 from daskgpt.data.text import SPANS, read_text, split_text, split_tokens
 from daskgpt.data.token_folder import MANIFEST, Part, encoding_of, read_manifest
@@ -99,14 +98,6 @@ class Dataset:
             got, advice = {"data": self.origin, "tokens": tokens.size}, "Give more text or a smaller batch."
             require(tokens.size > sequences * sequence_length, where, rule, got, advice)
         return self
-
-    @cached_property
-    def form(self) -> PromptForm:
-        """The form of the prompts of pairs; of text, none."""
-        if not isinstance(self.training, Examples):
-            return PromptForm()
-        decode = tokenizer.get_encoding(self.encoding_name).decode
-        return PromptForm.of([decode(self.training.prompt(number)) for number in range(self.training.count)])
 
     @cached_property
     def digest(self) -> str:
@@ -192,15 +183,15 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
     where, written = "load_dataset", source.encoding
     if source.kind == PREPARED:
         folder = Path(source.name).expanduser()
-        written = encoding_of(folder, read_manifest(folder, where), where)
+        written = encoding_of(folder, where)
     name = wanted or written or ("gpt2" if source.kind == TOKENS else default)
     learned = tokenizer.is_to_be_learned(name)
     tokenizer.size_to_learn(name) if learned else tokenizer.vocabulary_size(name)  # known without reading anything
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source.name}
     require(source.kind == TEXT or not learned, where, rule, got, "Name the encoding of these tokens.")
     rule, got = "the encoding must be that of the tokens", {"encoding": name, "source": f"{source.name} ({written})"}
-    require(not written or tokenizer.mean_the_same(name, written), where, rule, got, "Leave --encoding out.")
-    return written or name
+    require(written in ("", name), where, rule, got, "Leave --encoding out.")
+    return name
 
 
 def _load(source: Source, name: str, fraction: float, held_out: str, sequence_length: int) -> Dataset:
@@ -218,12 +209,12 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
         origin = f"{source.name} ({source.described})"
         if fraction == 0:
             return Dataset(tokens, tokens[:0], vocabulary, name, origin)
-        end_of_text = next(iter(tokenizer.specials_of(name).values()))
+        end_of_text = tokenizer.end_of_text_id(name)
         training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))
         return Dataset(training, validation, vocabulary, name, origin)
-    documents, described = read_text(source)
+    documents = read_text(source)
     library = f"standard library of Python {platform.python_version()}"
-    origin = f"{library if source.name == STANDARD_LIBRARY else source.name} ({described})"
+    origin = f"{library if source.name == STANDARD_LIBRARY else source.name} ({source.described})"
     texts = split_text(documents, fraction, held_out)
     if tokenizer.is_to_be_learned(name):
         name = tokenizer.learn_encoding(texts[0], tokenizer.size_to_learn(name), name)
@@ -235,7 +226,7 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
 
 def _token_files(source: Source, vocabulary: int) -> np.ndarray:
     """Return the ids of token files in a row. Errors   ValueError for ids beyond the vocabulary"""
-    rows = [read_tokens(file.path, file.dtype) for file in source.files]
+    rows = [read_tokens(file.path) for file in source.files]
     for file, row in zip(source.files, rows):
         check_tokens(row, vocabulary, file.path)
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
@@ -260,7 +251,7 @@ def check_tokens(tokens: np.ndarray, vocabulary: int, path: str = "") -> None:
         return
     place = int(np.argmax((tokens < 0) | (tokens >= vocabulary)))
     got = {"id": int(tokens[place]), "position": place, "vocabulary": vocabulary} | ({"path": path} if path else {})
-    advice = "Name the --encoding of these tokens; ids without a header must be little-endian integers."
+    advice = "Name the --encoding of these tokens; ids without a header must be little-endian, of 2 bytes each."
     raise refusal(ValueError, "check_tokens", "every id must be at least 0 and below the vocabulary", got, advice)
 
 

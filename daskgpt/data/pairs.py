@@ -17,10 +17,11 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
-from daskgpt.data.reading import is_unicode, parsed_records
+from daskgpt.data.reading import records, whole
 from daskgpt.data.source import CHATS, Source, pair_fields
 from daskgpt.data.text import runs
-from daskgpt.data.tokenizer import Encoding, encode
+from daskgpt.data.tokenizer import encode
+from daskgpt.formats.encoding import Encoding
 
 WHERE = "read_pairs"
 Conversation = tuple[tuple[str, str], ...]  # role and content of each message
@@ -31,8 +32,8 @@ ROLES = {"human": USER, "gpt": ASSISTANT}
 
 
 def read_pairs(source: Source) -> tuple[list[Conversation], list[str]]:
-    """Return the conversations of a source's files, and what was left out: those with an empty text, half a character,
-    or nothing that the assistant says.
+    """Return the conversations of a source's files, and what was left out: those with an empty text, or nothing that
+    the assistant says.
 
     The names of prompt and response are those of each file's first record (`source.PAIR_FIELDS`), and so is that of the
     messages of chats. A prompt of two fields, an instruction and its input, has a line break between them.
@@ -47,9 +48,8 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str]]:
             field = next(name for name in CHATS if name in file.fields)
             role, content = CHATS[field]
             parse, rule = partial(_chat, field), f'a record must have "{field}", each with "{role}" and "{content}"'
-        for number, conversation in parsed_records(parse, rule, "Correct it.", file, WHERE):
-            good = all(text and is_unicode(text) for _, text in conversation)
-            if good and any(role == ASSISTANT for role, _ in conversation):
+        for number, conversation in records(parse, rule, "Correct it.", file, WHERE):
+            if all(text for _, text in conversation) and any(role == ASSISTANT for role, _ in conversation):
                 conversations.append(conversation)
             else:
                 left_out.append(f"{file.name} line {number}")
@@ -57,19 +57,13 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str]]:
 
 
 def _pair(asking: tuple[str, ...], answering: str, record: Any) -> Conversation:
-    questions, answer = [record[asking[0]], *(record.get(name) or "" for name in asking[1:])], record[answering]
-    for text in (*questions, answer):
-        if not isinstance(text, str):
-            raise TypeError(f"{type(text).__name__} is not a text")
-    return (USER, "\n".join(text for text in questions if text)), (ASSISTANT, answer)
+    questions = [record[asking[0]], *(record.get(name) for name in asking[1:])]
+    return (USER, whole("\n".join(filter(None, questions)))), (ASSISTANT, whole(record[answering]))
 
 
 def _chat(field: str, record: Any) -> Conversation:
     role, content = CHATS[field]
-    conversation = tuple((ROLES.get(message[role], message[role]), message[content]) for message in record[field])
-    if wrong := [part for message in conversation for part in message if not isinstance(part, str)]:
-        raise TypeError(f"{type(wrong[0]).__name__} is not a text")
-    return conversation
+    return tuple((ROLES.get(message[role], message[role]), whole(message[content])) for message in record[field])
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +182,7 @@ def read_examples(
     facts += ["in the form of the chat template"] if template else []
     facts += [f"{cut:,} cut to {most:,} tokens"] if cut else []
     facts += [f"{lost:,} left out: their prompts alone are longer"] if lost else []
-    facts += [f"{len(wrong):,} left out: empty or half a character ({wrong[0]})"] if wrong else []
+    facts += [f"{len(wrong):,} left out: empty ({wrong[0]})"] if wrong else []
     texts = [tuple(text for _, text in conversation) for conversation in conversations]
     return examples, f"{source.name} ({'; '.join(facts)})", digest_of(texts if all(plain) else conversations)
 

@@ -1,19 +1,19 @@
 """Contents of a path, recognized once, before anything else is read.
 
-Training, evaluation and preparation ask here what a file, folder, glob or pipe is, so they agree. Some kilobytes of
-each file are read. Of a folder or glob, files of one kind are taken and the others are named with a reason; a single
-file that cannot be used is refused with the name of its format and what helps.
+Training, evaluation and preparation ask here what a file, folder or glob is, so they agree. Some kilobytes of each file
+are read. Of a folder or glob, files of one kind are taken and the others are named with a reason; a single file that
+cannot be used is refused with what it is and what helps.
 """
 
 from __future__ import annotations
 
 import codecs
-import csv
 import json
 import os
 import sys
 import sysconfig
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,16 +22,15 @@ import numpy as np
 from daskgpt.config.errors import refusal, require, require_package
 from daskgpt.config.files import matching_files, printable, readable
 from daskgpt.data import reading
-from daskgpt.data.reading import ARRAY, DOCUMENT, FIELD, LINES, PARQUET, TABLES, WHERE, File
-from daskgpt.data.token_folder import encoding_of, is_prepared, read_manifest
+from daskgpt.data.reading import DOCUMENT, FIELD, LINES, PARQUET, WHERE, File
+from daskgpt.data.token_folder import encoding_of, is_prepared
 from daskgpt.formats import llmc
-from daskgpt.formats.stored_model import PICKLE_ENDINGS
 
 STANDARD_LIBRARY = "stdlib"
 # Kinds of sources. Of the files in a folder, the first kind is taken.
-KINDS = TEXT, PAIRS, TOKENS, QUESTIONS = "text", "pairs", "token ids", "questions"
+KINDS = TEXT, PAIRS, TOKENS = "text", "pairs", "token ids"
 PREPARED = "prepared tokens"
-TRAINING = (TEXT, PAIRS, TOKENS, PREPARED)
+TRAINING = (*KINDS, PREPARED)
 
 LOOKED_AT = 2**14  # first bytes of a file; more only if its first record is longer
 LONGEST_RECORD = 2**26
@@ -44,7 +43,6 @@ PAIR_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("question",), "answer"),
     (("input",), "output"),
 )
-QUESTION_FIELDS = {"ctx", "endings"}
 # Names of the messages of a chat, with those of role and content in each.
 CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 
@@ -70,8 +68,8 @@ class Source:
     def described(self) -> str:
         """The line for people: what was taken and what was left out."""
         count = len(self.files) + len(self.left_out)
-        notes = sorted({note for file in self.files for note in _notes(file)})
-        text = f"{count:,} file{'s' * (count != 1)}" + (f" of {', '.join(notes)}" if notes else "")
+        notes = {note for file in self.files for note in (file.packing, file.form) if note not in ("", DOCUMENT)}
+        text = f"{count:,} file{'s' * (count != 1)}" + (f" of {', '.join(sorted(notes))}" if notes else "")
         if self.left_out:
             shown = "; ".join(f"{name} {reason}" for name, reason in self.left_out[:3])
             more = f"; and {len(self.left_out) - 3:,} more" if len(self.left_out) > 3 else ""
@@ -79,28 +77,21 @@ class Source:
         return text
 
 
-def _notes(file: File) -> list[str]:
-    """Return what is uncommon about a file."""
-    wide = f"{np.dtype(file.dtype).itemsize}-byte ids" if file.dtype not in ("", "<u2") else ""
-    form = {DOCUMENT: "", LINES: "JSON lines", ARRAY: "JSON", PARQUET: PARQUET}.get(file.form, "CSV")
-    return [note for note in (file.packing, form, wide) if note]
-
-
 def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FIELD, where: str = WHERE) -> Source:
-    """Return what a path, a glob or a pipe holds.
+    """Return what a path or a glob holds.
 
     accepted   kinds that the caller can use
     field      name of the text in records
 
-    Cost       some kilobytes of each file are read; a pipe is copied to a temporary file
-    Errors     FileNotFoundError if nothing is there; ValueError naming the format of what cannot be used, with what
-               helps; RuntimeError for a format whose library is not installed; OSError if a file cannot be read
+    Cost       some kilobytes of each file are read
+    Errors     FileNotFoundError if nothing is there; ValueError naming what cannot be used, with what helps;
+               RuntimeError for a format whose library is not installed; OSError if a file cannot be read
     """
     rule = "a source must be named"
     require(bool(source.strip()), where, rule, {"source": repr(source)}, f"Give a path, or {STANDARD_LIBRARY}.")
     if source == STANDARD_LIBRARY:
         return Source(source, TEXT, standard_library(Path(sysconfig.get_path("stdlib"))))
-    path, rule = Path(source).expanduser(), f"the source must hold {_names(accepted)}"
+    path, rule = Path(source).expanduser(), f"the source must hold {' or '.join(accepted)}"
     left_out: list[tuple[str, str]] = []
     if path.is_dir():
         kind, advice = _folder_kind(path)
@@ -113,8 +104,7 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
         # Of token files, those for validation may be among them.
         taken = [kind for kind in KINDS if kind in accepted and kind != TOKENS]
     else:
-        paths = [path] if reading.is_pipe(path) else matching_files(source, where)
-        named = [(reading.copy_of_pipe(file) if reading.is_pipe(file) else file, file.name) for file in paths]
+        named = [(file, file.name) for file in matching_files(source, where)]
         taken = [kind for kind in KINDS if kind in accepted]
     files = [look(file, name, taken, field, where) for file, name in named]
     kind = next((kind for kind in taken if any(file.kind == kind for file in files)), "")
@@ -123,26 +113,20 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
         files = [file for file in files if file.kind == kind]
         return Source(source, kind, tuple(files), tuple(left_out), _encoding_beside(files) if kind == TOKENS else "")
     if file := next((file for file in files if file.size), None):
-        place = source if path.is_file() or reading.is_pipe(path) else f"{source}: {file.name}"
-        advice = file.advice or _USES.get(file.kind, _EXPORT)
-        raise refusal(ValueError, where, rule, f"source={place} ({file.reason or f'holds {file.kind}'})", advice)
-    kind, advice = _folder_kind(others[0]) if path.is_dir() and others else ("", "Give a source that holds text.")
-    advice = f"Name it: {others[0]}." if kind and kind in accepted else advice
-    what = f"{left_out[0][0]} is {kind}" if kind else "empty"
+        place = source if path.is_file() else f"{source}: {file.name}"
+        what = f"source={place} ({file.reason or f'holds {file.kind}'})"
+        raise refusal(ValueError, where, rule, what, file.advice or _USES[file.kind])
+    what, advice = "empty", "Give a source that holds text."
+    if left_out:  # folders below this one
+        what, (kind, advice) = " ".join(left_out[0]), _folder_kind(others[0])
+        advice = f"Name it: {others[0]}." if kind in accepted else advice
     raise refusal(ValueError, where, rule, f"source={source} ({what})", advice)
-
-
-def _names(kinds: Collection[str]) -> str:
-    *others, last = [kind for kind in (*KINDS, PREPARED) if kind in kinds]
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _encoding_beside(files: Collection[File]) -> str:
     """Return the encoding of token files by the manifests of their folders, which must agree; "" without one."""
     folders = {Path(file.path).resolve().parent for file in files}  # a link may point to a shard
-    names = {
-        encoding_of(folder, read_manifest(folder, WHERE), WHERE) if is_prepared(folder) else "" for folder in folders
-    }
+    names = {encoding_of(folder, WHERE) if is_prepared(folder) else "" for folder in folders}
     rule, got = "token files must be of one encoding", {"encodings": ", ".join(sorted(names))}
     require(len(names) == 1, WHERE, rule, got, "Name files of one folder.")
     return names.pop()
@@ -153,24 +137,11 @@ def _encoding_beside(files: Collection[File]) -> str:
 # What takes a kind that the caller does not.
 _USES = {
     PAIRS: "Train on pairs directly: daskgpt train --preset finetune --init MODEL --data FILE.",
-    QUESTIONS: "Questions are for daskgpt evaluate.",
     TOKENS: "Name token files by a glob, as in --data 'FOLDER/train*.bin' --validation-data 'FOLDER/val*.bin'.",
 }
-_MAKE_AGAIN = "Make it again."
 _GIVE_TEXT = "Give the text that it was made from."
-_MODEL = "Train on text; a model belongs to --init."
-_EXPORT = "Export it as plain text."
-_RECODE = "Convert it, as by iconv -f latin1 -t UTF-8 (or -f UTF-16); token files end in .bin."
-_PACKINGS = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
-# What helps with files of other formats, by their endings; they are no text.
-_ADVICE = {
-    (".docx", ".epub", ".odt", ".doc", ".rtf"): _EXPORT,
-    (".pdf",): "Extract its text, for example with pdftotext.",
-    (".zip", ".tar", ".tgz", ".7z", ".rar"): "Unpack it, and name the folder.",
-    (".npy", ".npz"): "Write its ids alone: array.astype('<u2').tofile('ids.bin').",
-    (".arrow", ".db", ".sqlite", ".h5"): "Write its texts as a text file, JSON lines or Parquet.",
-    (".safetensors", ".gguf"): _MODEL,
-}
+_EXPORT = "Export it as text in UTF-8 (iconv, pdftotext), or unpack it; a model belongs to --init."
+_PACKINGS = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _RECORD_ENDINGS = {".jsonl", ".ndjson"}
 
 
@@ -180,59 +151,56 @@ def look(path: Path, name: str, accepted: Collection[str], field: str, where: st
     Errors    as of `recognize`
     """
     with readable(path, where):
-        status, start = path.stat(), _beginning(str(path), "")
-    file = File(str(path), name, size=status.st_size, modified=status.st_mtime_ns)
+        status = path.stat()
+    start = reading.beginning(File(str(path), name), LOOKED_AT, where)
     packing = next((packing for magic, packing in _PACKINGS.items() if start.startswith(magic)), "")
-    if packing:
-        if packing == "zstd":
-            require_package("pyarrow", "prepare", where)
-        try:
-            start = _beginning(file.path, packing)
-        except reading.DAMAGED as error:
-            return replace(file, reason=f"is damaged {packing} ({error})", advice=f"Decompress it. {_MAKE_AGAIN}")
-        file = replace(file, packing=packing)
-    endings = Path(name.lower()).suffixes[-2 if packing else -1 :]
-    reason, advice = _other_format(file, start)
-    if reason:
-        return replace(file, reason=reason, advice=advice)
-    if dtype := "" if packing else _dtype_of_ids(file, start):
-        return replace(file, kind=TOKENS, dtype=dtype)
-    if start.startswith(b"PAR1") and not packing:
+    file = File(str(path), name, packing=packing, size=status.st_size, modified=status.st_mtime_ns)
+    is_parquet = start.startswith(b"PAR1")
+    if is_parquet or packing == "zstd":
         require_package("pyarrow", "prepare", where)
-        try:
-            with reading.opened_parquet(file, where) as parquet:
-                file = replace(file, form=PARQUET, fields=tuple(parquet.schema_arrow.names))
-        except (ValueError, OSError) as error:
-            return replace(file, reason=f"is not complete Parquet ({error})", advice=_MAKE_AGAIN)
+    if is_parquet:
+        with reading.opened_parquet(file, where) as parquet:
+            file = replace(file, form=PARQUET, fields=tuple(parquet.schema_arrow.names))
         return _of_records(file, accepted, field, records=True)
-    text, wrong = _decoded(start)
-    if wrong >= 0:
-        return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_advice(*endings))
-    file = replace(file, mark=len(codecs.BOM_UTF8) * text.startswith("\ufeff"))
-    named_records = not _RECORD_ENDINGS.isdisjoint(endings)
-    form, fields = _first_record(file, start) if text.strip() else (DOCUMENT, ())
-    if fields:
+    start = reading.beginning(file, LOOKED_AT, where) if packing else start
+    if start.startswith(b"version https://git-lfs"):
+        return replace(file, reason="is a pointer of Git LFS in place of the file", advice="Run git lfs pull.")
+    magic = int.from_bytes(start[:4], "little")
+    if not packing and (path.suffix == ".bin" or magic in llmc.KINDS):
+        reason = "" if magic in llmc.TOKEN_DTYPES else _no_ids(path, start)
+        return replace(file, reason=reason, advice=_GIVE_TEXT) if reason else replace(file, kind=TOKENS)
+    if (wrong := _wrong_byte(start)) >= 0:
+        return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_EXPORT)
+    named_records = not _RECORD_ENDINGS.isdisjoint(Path(name.lower()).suffixes[-2 if packing else -1 :])
+    if fields := _first_record(file):
         # Any JSON is text, too: as records count lines of files that are named so, and records of known fields.
-        file = replace(file, form=form, fields=fields)
-        return _of_records(file, accepted, field, records=form == LINES and named_records)
+        return _of_records(replace(file, form=LINES, fields=fields), accepted, field, records=named_records)
     # The reader of lines names the first wrong one.
-    return replace(file, kind=TEXT, form=LINES if named_records and text.strip() else DOCUMENT)
+    return replace(file, kind=TEXT, form=LINES if named_records and start.strip() else DOCUMENT)
 
 
-def _beginning(path: str, packing: str, size: int = LOOKED_AT) -> bytes:
-    with reading.OPENERS[packing](path, "rb") as file:
-        return bytes(file.read(size))
+def _no_ids(path: Path, start: bytes) -> str:
+    """Return what a file is that could be taken for token ids without a header; "" for ids."""
+    magic, words = int.from_bytes(start[:4], "little"), np.frombuffer(start[: len(start) // 4 * 4], "<u2")
+    # After the protocol, a pickle has one of few instructions; ids may begin with these two bytes, too.
+    pickled = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] in b"\x95}](cXqK\x8a"
+    if magic in llmc.KINDS:
+        return f"is an llm.c {llmc.KINDS[magic]}"
+    if pickled or start.startswith(b"PK\3\4"):
+        return "holds pickled Python objects, which are not opened"
+    if path.with_name(llmc.META).exists():
+        return f"holds ids of the characters in {llmc.META}, pickled Python objects, which are not opened"
+    wide = words.size >= 32 and words.any() and not words[1::2].any()
+    return "holds ids of 4 bytes or more, which need llm.c's header" if wide else ""
 
 
-def _decoded(start: bytes) -> tuple[str, int]:
-    """Return the text of the first bytes of a file, which may end within a character, and the place of the first byte
-    that is none of a text; -1 without one.
-    """
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) < LOOKED_AT)
-        return text, start.find(0) if start.count(0) > len(start) / 100 else -1
+def _wrong_byte(start: bytes) -> int:
+    """Return the place of the first byte that is none of a text, among the first ones of a file; -1 without one."""
+    try:  # they may end within a character
+        codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) < LOOKED_AT)
     except UnicodeDecodeError as error:
-        return "", error.start
+        return error.start
+    return start.find(0) if start.count(0) > len(start) / 100 else -1
 
 
 def _of_records(file: File, accepted: Collection[str], field: str, *, records: bool) -> File:
@@ -240,21 +208,13 @@ def _of_records(file: File, accepted: Collection[str], field: str, *, records: b
 
     records   whether a file with other fields holds records all the same, and not just text
     """
-    names = set(file.fields)
-    if PAIRS in accepted and (pair_fields(file.fields) or (names & CHATS.keys() and file.form not in TABLES)):
+    holds_text = field in file.fields
+    if (pair_fields(file.fields) or CHATS.keys() & set(file.fields)) and (PAIRS in accepted or not holds_text):
         return replace(file, kind=PAIRS)
-    if names >= QUESTION_FIELDS and QUESTIONS in accepted:
-        return replace(file, kind=QUESTIONS)
-    if field in names and file.form not in TABLES:
-        return replace(file, kind=TEXT)
-    if chats := ", ".join(names & CHATS.keys()):
-        return replace(file, reason=f"holds chats ({chats})", advice=_EXPORT)
-    if pair_fields(file.fields) or names >= QUESTION_FIELDS:
-        return replace(file, kind=PAIRS if pair_fields(file.fields) else QUESTIONS)
-    if records:
-        reason = f"holds records without the field {field}; fields={', '.join(file.fields)[:80]}"
-        return replace(file, reason=reason, advice="daskgpt prepare takes another name by --field.")
-    return replace(file, kind=TEXT, form=DOCUMENT, fields=())
+    if holds_text or not records:
+        return replace(file, kind=TEXT) if holds_text else replace(file, kind=TEXT, form=DOCUMENT, fields=())
+    reason = f"holds records without the field {field}; fields={', '.join(file.fields)[:80]}"
+    return replace(file, reason=reason, advice="daskgpt prepare takes another name by --field.")
 
 
 def pair_fields(names: Collection[str]) -> tuple[tuple[str, ...], str] | None:
@@ -266,89 +226,15 @@ def pair_fields(names: Collection[str]) -> tuple[tuple[str, ...], str] | None:
     return None
 
 
-def _first_record(file: File, start: bytes) -> tuple[str, tuple[str, ...]]:
-    """Return the form of a text's records, and the names in the first one; none for other text."""
-    text = start[file.mark :].decode(errors="ignore").lstrip()
-    form = {"{": LINES, "[": ARRAY}.get(text[:1])
-    if form is None:
-        return _first_row(text)
-    text = text[form == ARRAY :].lstrip()
-    try:
-        record, end = json.JSONDecoder().raw_decode(text)
-    except RecursionError:
-        return DOCUMENT, ()
-    except json.JSONDecodeError as error:
-        # A record that is cut ends within a string, or at most a number, a word or two escapes before the cut.
-        if not (error.msg.startswith("Unterminated") or error.pos > len(text) - 16):
-            return DOCUMENT, ()
-        longer = _beginning(file.path, file.packing, min(8 * len(start), LONGEST_RECORD))
-        return _first_record(file, longer) if len(start) < len(longer) else (DOCUMENT, ())
-    # One object over several lines is text.
-    several = form == LINES and "\n" in text[:end]
-    return (DOCUMENT, ()) if several or not isinstance(record, dict) else (form, tuple(record))
-
-
-def _first_row(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the names in the first line of a table of pairs; none for other text."""
-    line = text.partition("\n")[0].strip()
-    for separator in TABLES if len(line) < 1000 else ():
-        names = tuple(name.strip() for name in next(csv.reader([line], delimiter=separator), []))
-        if pair_fields(names):
-            return separator, names
-    return DOCUMENT, ()
-
-
-def _dtype_of_ids(file: File, start: bytes) -> str:
-    """Return the dtype of the ids in a token file; "" for other files.
-
-    Ids without a header are wider than two bytes if each id's second half is 0.
-    """
-    magic = int.from_bytes(start[:4], "little")
-    if magic in llmc.TOKEN_DTYPES:
-        return llmc.TOKEN_DTYPES[magic]
-    text, _ = _decoded(start)
-    # Ids of two bytes hardly ever look like text.
-    if not file.name.endswith(".bin") or (text and "".join(text.split()).isprintable()):
-        return ""
-    words = np.frombuffer(start[: len(start) // 8 * 8], "<u2")
-    if words.size >= 32 and words.any():
-        if file.size % 8 == 0 and not words[2::4].any() and not words[3::4].any():
-            return "<i8"
-        if file.size % 4 == 0 and not words[1::2].any():
-            return "<u4"
-    return "<u2"
-
-
-def _other_format(file: File, start: bytes) -> tuple[str, str]:
-    """Return what a file of another program's format is, and what helps, if it could be taken for text or token ids; ""
-    for others.
-    """
-    path, magic = Path(file.path), int.from_bytes(start[:4], "little")
-    if start.startswith(b"version https://git-lfs"):
-        return "is a pointer of Git LFS in place of the file", "Run git lfs pull."
-    if path.suffix == ".parquet" and not start.startswith(b"PAR1"):
-        return "is not Parquet, as it is named", _MAKE_AGAIN
-    if start.startswith((b"%PDF", b"{\\rtf")):
-        return "is a document, not plain text", _advice(".pdf" if start[:1] == b"%" else ".rtf")
-    if magic in llmc.KINDS.keys() - llmc.TOKEN_DTYPES.keys():
-        return f"is an llm.c {llmc.KINDS[magic]}", _MODEL
-    # After the protocol, a pickle has one of few instructions; ids may begin with these two bytes, too.
-    pickled = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] in b"\x95}](cXqK\x8a"
-    if pickled or path.suffix in PICKLE_ENDINGS or (path.suffix == ".bin" and start.startswith(b"PK\3\4")):
-        return "holds pickled Python objects, which are not opened", _GIVE_TEXT
-    if path.suffix == ".bin" and magic not in llmc.TOKEN_DTYPES:
-        if path.with_suffix(".idx").is_file():
-            return "holds token ids of Megatron, whose .idx is beside it", _GIVE_TEXT
-        if path.with_name(llmc.META).exists():
-            return (
-                f"holds ids of the characters in {llmc.META}, pickled Python objects, which are not opened",
-                _GIVE_TEXT,
-            )
-    return "", ""
-
-
-def _advice(*endings: str) -> str:
-    return next((advice for names, advice in _ADVICE.items() if not set(names).isdisjoint(endings)), _RECODE)
+def _first_record(file: File) -> tuple[str, ...]:
+    """Return the names in the first line of a file, if that is an object in JSON; none for other text."""
+    for size in (LOOKED_AT, LONGEST_RECORD):
+        line = reading.beginning(file, size, WHERE).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
+        if not line.startswith(b"{"):
+            return ()
+        with suppress(ValueError, RecursionError):
+            return tuple(json.loads(line))
+    return ()
 
 
 # Folders
@@ -358,11 +244,9 @@ def _folder_kind(folder: Path) -> tuple[str, str]:
     """Return what a folder is beside a collection of files, and advice; "" if it is just that."""
     if is_prepared(folder):
         return PREPARED, "daskgpt train takes prepared tokens."
-    if (folder / "config.toml").is_file() and (folder / "chain.jsonl").is_file():
-        return "a run of daskgpt", "Give the text that it was trained on; a run is a model, for --init."
-    model = any(folder.glob("*.safetensors")) or (folder / "pytorch_model.bin").is_file()
-    if model and any((folder / name).is_file() for name in ("config.json", "state.json")):
-        return "a model", _MODEL
+    model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    if model or (folder / "chain.jsonl").is_file():
+        return "a run or a model", "Give the text that it was trained on; a model belongs to --init."
     return "", ""
 
 

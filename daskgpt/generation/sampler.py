@@ -131,13 +131,6 @@ def sample(
     return (token for (token,) in texts.write(count, choice, seed, end) if token is not None)
 
 
-def sampled(
-    config: ModelConfig, parameters: Mapping[str, np.ndarray], prompt: Sequence[int], count: int, **options: Any
-) -> list[int]:
-    """Return all tokens of `sample` as a list, which can be sent between processes."""
-    return list(sample(config, parameters, prompt, count, **options))
-
-
 def prompt_ids(config: ModelConfig, prompt: Any) -> list[int]:
     """Return a prompt as a list of token ids.
 

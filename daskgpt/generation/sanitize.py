@@ -7,7 +7,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from daskgpt.data.tokenizer import Encoding
+from daskgpt.formats.encoding import Encoding
 
 MOST_IN_A_RUN = 4  # escapes that are shown of a run of unprintable characters
 
@@ -18,7 +18,7 @@ _ESCAPED = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u20
 
 def readable(encoding: Encoding, tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of tokens as they arrive; ids beyond the encoding have no text."""
-    return sanitized(encoding.decode_single_token_bytes(token) if token < encoding.n_vocab else b"" for token in tokens)
+    return sanitized(encoding.tokens[token] if token < encoding.n_vocab else b"" for token in tokens)
 
 
 def sanitized(pieces: Iterable[bytes]) -> Iterator[str]:
@@ -61,7 +61,7 @@ def shown(encoding: Encoding, tokens: Iterable[int | None], end: int | None = No
             return
         yield token
         if wanted and token < encoding.n_vocab:
-            tail += encoding.decode_single_token_bytes(token)
+            tail += encoding.tokens[token]
             if wanted in tail:
                 return
             tail = tail[-len(wanted) :]

@@ -253,7 +253,7 @@ class ChunkSum(KernelCall):
 
     def bands(self, most: float = math.inf) -> list[tuple[int, int]]:
         """Return the bands of rows that are summed at a time, small enough for the cache. They do not affect the order
-        of a sum, but BLAS rounds equally only if the bands are the same everywhere.
+        of a sum.
 
         most   numbers of a band, if less than usual
         """

@@ -45,16 +45,7 @@ class Recorder:
         return recorder_of_process, ()  # a program that is sent to a process belongs to the recorder there
 
 
-class Meter:
-    """Measures the kernels of all programs of this process.
-
-    measure   called with the seconds of the kernels that a fused task has run, by layer and pass; None for no meter
-    """
-
-    measure: Callable[[Mapping[str, float]], None] | None = None
-
-
-RECORDER, METER = Recorder(), Meter()
+RECORDER = Recorder()
 
 
 def recorder_of_process() -> Recorder:
@@ -156,18 +147,12 @@ class Program:
                 slots[slot] = result
             else:
                 slots[slot] = result.take(number) if isinstance(result, Values) else result[number]
-        spans, meter, thread = self.recorder.spans, METER.measure, get_ident()
-        run, seconds = self.recorder.first_run + self.run, dict[str, float]()
-        timed = spans is not None or meter is not None
-        for call, start, end, size in (
-            self._lowered(slots, timed) if self.lowered and self.lowered.items else self._called(slots)
-        ):
-            if meter is not None:
-                seconds[call.kind] = seconds.get(call.kind, 0.0) + end - start
+        spans, thread, run = self.recorder.spans, get_ident(), self.recorder.first_run + self.run
+        native = self.lowered is not None and self.lowered.items
+        calls = self._lowered(slots, spans is not None) if native else self._called(slots)
+        for call, start, end, size in calls:
             if spans is not None:
                 spans.append(Span(call.key, thread, start, end, size, run))
-        if meter is not None:
-            meter(seconds)
         if len(self.outputs) == 1 and not self.packed:
             return slots[self.outputs[0]]
         values = tuple(slots[slot] for slot in self.outputs)

@@ -10,7 +10,7 @@ Each of these modules imports only those below it:
     bfloat16/            the layers that `--precision bfloat16` replaces, and their products
     attention, linear …  the layers, the loss and the optimizers
     dropout              the layer, and the random numbers that decide which probabilities attention drops
-    float32/             products inside kernels: a BLAS called by its address, or the package's own product
+    float32/             products inside kernels, called by their address
     native               many native calls as one
     totals               totals of groups that are added in a fixed tree
     arguments            checks and views of arguments

@@ -228,7 +228,7 @@ def forward(
 
     Shapes   qkv (b, T, (NH + 2 KH) HS), streams (b,) or None -> y (b, T, NH HS), logsumexp (b, NH, T)
     Dtype    float32 or float64; int64 streams
-    Cost     2 b T² C operations in BLAS, b NH T² / 2 exps; scratch O(T)
+    Cost     2 b T² C operations, b NH T² / 2 exps; scratch O(T)
     Source   Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245, for shared keys; Dao et al.
              2022, arXiv:2205.14135, for the log-sum-exp
     Errors   ValueError when there are not (NH + 2 KH) HS columns, or not one stream per sequence
@@ -268,7 +268,7 @@ def backward(
     Shapes   dy (b, T, C), qkv (b, T, (NH + 2 KH) HS), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv
              as qkv
     Dtype    float32 or float64, one for all; int64 streams
-    Cost     5 b T² C operations in BLAS, b NH T² / 2 exps; scratch O(T)
+    Cost     5 b T² C operations, b NH T² / 2 exps; scratch O(T)
     Source   Dao et al. 2022, arXiv:2205.14135
     Errors   ValueError when the shapes do not fit
     """

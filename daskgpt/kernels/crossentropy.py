@@ -75,7 +75,7 @@ def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int
 
     Shapes   x (b, t, C), wte (V padded, C), targets (b, t) -> losses (b, t), dlogits (b, t, V padded)
     Dtype    int32 targets; float32 or float64, one for x and wte
-    Cost     2 b t C V operations in BLAS, 1 exp per logit
+    Cost     2 b t C V operations, 1 exp per logit
     Errors   ValueError for a target outside the vocabulary, or shapes that do not fit
     """
     where = "crossentropy.forward"
@@ -130,7 +130,7 @@ def backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: np.ndarray) -> np.ndarr
 
     Shapes   dy (b, t), dlogits (b, t, V padded), wte (V padded, C) -> dx (b, t, C)
     Dtype    float32 or float64, one for all
-    Cost     2 b t C V operations in BLAS
+    Cost     2 b t C V operations
     Errors   ValueError when the shapes do not fit
     """
     check_shape("crossentropy.backward_x", "dy", dy, dlogits.shape[:-1])
@@ -150,7 +150,7 @@ def backward_wte(
 
     Shapes   dy (b, t), dlogits (b, t, V padded), x (b, t, C) -> total (rows, C), from first_row on
     Dtype    float32 or float64, one for all
-    Cost     2 b t C V operations in BLAS
+    Cost     2 b t C V operations
     Errors   ValueError when the shapes do not fit
     """
     where = "crossentropy.backward_wte"

@@ -30,7 +30,7 @@ def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -
 
     Shapes   x (b, t, C), weight (O, C), bias (O,) -> y (b, t, O)
     Dtype    float32 or float64, one for all
-    Cost     2 b t C O operations in BLAS
+    Cost     2 b t C O operations
     Errors   ValueError when the shapes do not fit
     """
     outputs = len(weight)
@@ -50,7 +50,7 @@ def backward_x(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
     Shapes   dy (b, t, O), weight (O, C) -> dx (b, t, C)
     Dtype    float32 or float64, one for both
-    Cost     2 b t C O operations in BLAS
+    Cost     2 b t C O operations
     Errors   ValueError when the shapes do not fit
     """
     outputs, channels = dy.shape[-1], weight.shape[1]
@@ -69,7 +69,7 @@ def backward_weight(
 
     Shapes   dy (b, t, O), x (b, t, C) -> total (rows, C), the rows of the gradient from `first_row` on
     Dtype    float32 or float64, one for all
-    Cost     2 b t C O operations in BLAS
+    Cost     2 b t C O operations
     Errors   ValueError when the shapes do not fit
     """
     where, outputs = "linear.backward_weight", dy.shape[-1]

@@ -19,7 +19,7 @@ from daskgpt.kernels.simd.lanes import address_of
 from daskgpt.kernels.simd.math import fma
 from daskgpt.kernels.simd.reductions import dot
 
-GRAD_INFO = 3  # numbers that `guard` appends to an optimizer's: norm, factor of gradients, whether the update is made
+GRAD_INFO = 2  # numbers that `clipped_hyper` appends to those of an optimizer: norm, and factor of gradients
 
 
 def _check_state(where: str, weight: np.ndarray, gradient: np.ndarray, **moments: np.ndarray) -> None:
@@ -30,7 +30,7 @@ def _check_state(where: str, weight: np.ndarray, gradient: np.ndarray, **moments
 
 
 def _check_hyper(where: str, hyper: np.ndarray, numbers: int) -> None:
-    """Raise ValueError unless hyper has the optimizer's numbers, alone or with those that `guard` appends."""
+    """Raise ValueError unless hyper has the optimizer's numbers, alone or with those that `clipped_hyper` appends."""
     check_shape(where, "hyper", hyper, (numbers + (GRAD_INFO if hyper.size > numbers else 0),))
 
 
@@ -68,18 +68,15 @@ def step_of(scalars):
 
 
 @helper
-def _guard_of(hyper, numbers):
-    """The factor of the gradients, and whether the update is made: what `guard` appends to an optimizer's numbers."""
-    return (hyper[numbers + 1], hyper[numbers + 2]) if hyper.size > numbers else (1.0, 1.0)
+def _factor_of(hyper, numbers):
+    """The factor of the gradients, which `clipped_hyper` appends to the numbers of an optimizer."""
+    return hyper[numbers + 1] if hyper.size > numbers else 1.0
 
 
 @kernel("w1 r1 w1 w1 d1 d d d d")
 def _adamw(weight, gradient, m, v, hyper, beta1, beta2, eps, decay):
-    factor, made = _guard_of(hyper, 3)
-    if made == 0:
-        return
     real = weight.dtype.type
-    scale = real(factor)
+    scale = real(_factor_of(hyper, 3))
     step = Step(
         real(hyper[0]), real(1.0 / hyper[1]), real(1.0 / hyper[2]), real(beta1), real(1.0 - beta1), real(beta2),
         real(1.0 - beta2), real(eps), real(decay),
@@ -117,7 +114,7 @@ def adamw_inplace(
     m' = beta1 m + (1 - beta1) g;  m̂ = m' / (1 - beta1^step)
     v' = beta2 v + (1 - beta2) g²;  v̂ = v' / (1 - beta2^step)
     weight' = weight - rate (m̂ / (sqrt(v̂) + eps) + weight_decay weight)
-    hyper = [rate, 1 - beta1^step, 1 - beta2^step], or the result of `guard` for it
+    hyper = [rate, 1 - beta1^step, 1 - beta2^step], or the result of `clipped_hyper` for it
 
     Shapes   weight, gradient, m, v of one shape, hyper (3,) or (6,) float64 -> weight, m, v
     Dtype    float32 or float64, one for all but hyper
@@ -136,10 +133,7 @@ adamw = into_new_arrays(adamw_inplace)
 
 @kernel("w1 r1 w1 d1 f f", use="momentum")
 def _momentum(weight, gradient, m, hyper, beta, decay):
-    factor, made = _guard_of(hyper, 1)
-    if made == 0:
-        return
-    rate, scale = weight.dtype.type(hyper[0]), weight.dtype.type(factor)
+    rate, scale = weight.dtype.type(hyper[0]), weight.dtype.type(_factor_of(hyper, 1))
     for i in range(weight.size):
         m[i] = beta * m[i] + gradient[i] * scale
         weight[i] = weight[i] - rate * (m[i] + decay * weight[i])
@@ -151,7 +145,7 @@ def momentum_inplace(
     """Make one step of momentum SGD with decoupled decay; weight and m are updated in place and returned.
 
     m' = beta m + g;  weight' = weight - rate (m' + weight_decay weight)
-    hyper = [rate], or the result of `guard` for it
+    hyper = [rate], or the result of `clipped_hyper` for it
 
     Shapes   weight, gradient, m of one shape, hyper (1,) or (4,) float64 -> weight, m
     Dtype    float32 or float64, one for all but hyper
@@ -296,20 +290,16 @@ def orthogonalised(x: np.ndarray, step: Iteration = iteration) -> np.ndarray:
 
 @kernel("r1 w1 w1 d1 f f", use="muon")
 def _direction(gradient, m, direction, hyper, beta, keep):
-    factor, made = _guard_of(hyper, 3)
-    scale = gradient.dtype.type(factor)
+    scale = gradient.dtype.type(_factor_of(hyper, 3))
     for i in range(gradient.size):
         g = gradient[i] * scale
         moment = beta * m[i] + keep * g
         direction[i] = beta * moment + keep * g
-        if made != 0:
-            m[i] = moment
+        m[i] = moment
 
 
 @kernel("w1 r1 d1 f f", use="muon")
 def _step(weight, direction, hyper, scale, decay):
-    if _guard_of(hyper, 3)[1] == 0:
-        return
     rate = weight.dtype.type(hyper[0])
     for i in range(weight.size):
         weight[i] = weight[i] - rate * (scale * direction[i] + decay * weight[i])
@@ -331,7 +321,7 @@ def muon_inplace(
 
     m' = beta m + (1 - beta) g;  d = beta m' + (1 - beta) g  (Nesterov)
     weight' = weight - rate (scale sqrt(max(n, k)) orthogonalised(d) + weight_decay weight)
-    hyper = [rate, ..., ...], or the result of `guard` for it
+    hyper = [rate, ..., ...], or the result of `clipped_hyper` for it
 
     An orthogonal matrix times the square root of its longer side has elements of root mean square 1, so a step has the
     root mean square `scale` times the rate.
@@ -363,7 +353,6 @@ muon = into_new_arrays(muon_inplace)
 # sums of units are added one after the other, tensor by tensor. Tasks that sum gradients have whole units of rows, so
 # they compute the same numbers.
 UNIT_ROWS = 64  # bands of sums over the batch are multiples of it (`graph.calls`)
-LIMITS = 2  # of loss and norm, above which no update is made
 _LANES = 32
 _EPSILON = 1e-6  # PyTorch's, in what gradients are multiplied by
 
@@ -403,19 +392,14 @@ def squares(gradient: np.ndarray) -> np.ndarray:
     return sums
 
 
-def guard(
-    hyper: np.ndarray, loss: np.ndarray, *sums: np.ndarray | list[np.ndarray], clip: float, limits: bool
-) -> np.ndarray:
-    """Return the hyper array of an update, with the factor of the gradients and whether the update is made.
+def clipped_hyper(hyper: np.ndarray, *sums: np.ndarray | list[np.ndarray], clip: float) -> np.ndarray:
+    """Return the hyper array of an update of clipped gradients.
 
-    hyper    scalars of the optimizer, then the limits of loss and norm
-    loss     loss of this step, ()
+    hyper    scalars of the optimizer
     sums     for each tensor, the results of `squares` for it or for its parts, in order
-    clip     the largest norm, to which larger gradients are scaled down; 0 = none
-    limits   whether updates are skipped if loss or norm is above its limit
+    clip     the largest norm, to which larger gradients are scaled down
 
-    Shapes   (S + 2,) -> (S + 3,) float64: scalars of the optimizer; the norm; the factor of the gradients, 1 without
-             clipping; 1 if the update is made, else 0
+    Shapes   (S,) -> (S + 2,) float64: scalars of the optimizer; the norm; the factor of the gradients
     Source   Pascanu et al. 2013, arXiv:1211.5063, as `torch.nn.utils.clip_grad_norm_` has it
     """
     total = 0.0
@@ -424,7 +408,4 @@ def guard(
             for value in part.tolist():
                 total += value
     norm = math.sqrt(total)
-    scale = min(1.0, clip / (norm + _EPSILON)) if clip else 1.0
-    *scalars, most_loss, most_norm = hyper.tolist()
-    made = not limits or (float(loss) <= most_loss and norm <= most_norm)
-    return np.array([*scalars, norm, scale, float(made)])
+    return np.array([*hyper.tolist(), norm, min(1.0, clip / (norm + _EPSILON))])

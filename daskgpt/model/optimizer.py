@@ -17,7 +17,7 @@ from daskgpt.graph.calls import CallOptions, Origin, apply, is_ours
 from daskgpt.kernels import optimizers
 from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16.update import linear_update
-from daskgpt.kernels.optimizers import GRAD_INFO, LIMITS, guard, squares
+from daskgpt.kernels.optimizers import GRAD_INFO, clipped_hyper, squares
 from daskgpt.model.parameters import Tensor
 from daskgpt.model.tape import Tape
 
@@ -193,11 +193,11 @@ def optimizer_of(name: str) -> Optimizer:
     return row_of(name, OPTIMIZERS, "train", "optimizer")
 
 
-class Guarded:
-    """A kernel from outside of the package for gradients that are clipped, and for updates that may be skipped.
+class Clipped:
+    """A kernel from outside of the package, for gradients that are clipped.
 
-    In place of hyper, it gets the result of `kernels.optimizers.guard`, which the package's kernels read themselves. It
-    updates all rows of a tensor or a part.
+    In place of hyper, it gets the result of `kernels.optimizers.clipped_hyper`, which the package's kernels read
+    themselves. It updates all rows of a tensor or a part.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -205,50 +205,26 @@ class Guarded:
 
     def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> Any:
         *moments, info = others
-        hyper, (_, scale, made) = info[:-GRAD_INFO], info[-GRAD_INFO:]
-        if not made:
-            return (weight, *moments) if moments else weight
+        hyper, (_, scale) = info[:-GRAD_INFO], info[-GRAD_INFO:]
         if scale != 1:
             gradient = gradient * gradient.dtype.type(scale)
         return self.kernel(weight, gradient, *moments, hyper, **options)
 
 
-def guarded_kernel(config: OptimizerConfig, kernel: Kernel) -> Kernel:
-    """Return an optimizer's kernel that takes what `guarded` returns in place of hyper, where updates are guarded."""
-    return Guarded(kernel) if guards(config) and not is_ours(kernel) else kernel
+def clipped_kernel(config: OptimizerConfig, kernel: Kernel) -> Kernel:
+    """Return an optimizer's kernel that takes what `clipped` returns in place of hyper, where gradients are clipped."""
+    return Clipped(kernel) if config.clip and not is_ours(kernel) else kernel
 
 
-def guards(config: OptimizerConfig) -> bool:
-    """Return whether updates wait for the norm of all gradients."""
-    return bool(config.clip or config.skip_outliers)
-
-
-def hyper_size(config: OptimizerConfig, optimizer: Optimizer) -> int:
-    """Return the size of a step's input for its updates."""
-    return optimizer.hyper_size + (LIMITS if guards(config) else 0)
-
-
-def hyper_of(
-    config: OptimizerConfig, optimizer: Optimizer, step: int, steps: int, limits: tuple[float, float] = (math.inf,) * 2
-) -> np.ndarray:
-    """Return a step's input for its updates, float64 (hyper_size,).
-
-    limits   limits of loss and norm, above which no update is made
-    """
-    hyper = optimizer.hyper(config, step, steps)
-    return np.append(hyper, limits) if guards(config) else hyper
-
-
-def guarded(
+def clipped(
     gradients: Mapping[str, da.Array],
     tensors: Mapping[str, Tensor],
-    loss: da.Array,
     hyper: da.Array,
     config: OptimizerConfig,
     optimizer: Optimizer,
     tape: Tape,
 ) -> da.Array:
-    """Return, from all gradients, the input of updates in place of hyper; see `kernels.optimizers.guard`."""
+    """Return, from all gradients, the input of updates in place of hyper; see `kernels.optimizers.clipped_hyper`."""
     sums: list[da.Array] = []
     for name, tensor in tensors.items():
         origin = Origin(SQUARES, "update", name, tensor.block)
@@ -257,10 +233,10 @@ def guarded(
     origin = Origin(NORM, "update", "gradients")
     (info,) = apply(
         origin.name(tape.token),
-        guard,
-        f"S{', ' * (1 + len(sums))} -> N",
-        [hyper, loss, *sums],
-        options={"clip": config.clip, "limits": bool(config.skip_outliers)},
+        clipped_hyper,
+        f"S{', ' * len(sums)} -> N",
+        [hyper, *sums],
+        options={"clip": config.clip},
         origin=origin,
         call_options=CallOptions(new_axes={"N": optimizer.hyper_size + GRAD_INFO}),
     )
@@ -279,7 +255,7 @@ def update(
     """Update every tensor in a task; return the new state under the names of the old one.
 
     state    "weight.NAME" of every tensor, and "MOMENT.NAME" of tensors that have that moment
-    hyper    numbers that change from step to step, see `Optimizer.hyper` and `guarded`
+    hyper    numbers that change from step to step, see `Optimizer.hyper` and `clipped`
     """
     new: dict[str, da.Array] = {}
     for name, tensor in tensors.items():
@@ -290,7 +266,7 @@ def update(
         outputs = [axes[:1] if kind in row.per_row else axes for kind in kinds]
         results = apply(
             origin.name(tape.token),
-            tape.precision.update(guarded_kernel(config, row.kernel)),
+            tape.precision.update(clipped_kernel(config, row.kernel)),
             f"{', '.join([axes, axes, *outputs[1:]])}, S -> {', '.join(outputs)}",
             [first, gradients[name], *moments, hyper],
             options=row.options(config, tensor),

@@ -32,10 +32,9 @@ from daskgpt.graph.update_in_place import (
 )
 from daskgpt.kernels.arguments import checked_indices
 from daskgpt.kernels.dropout import streams
-from daskgpt.kernels.float32.blas import one_order
 from daskgpt.kernels.optimizers import GRAD_INFO, squares
 from daskgpt.model.layers import CROSSENTROPY
-from daskgpt.model.optimizer import SQUARES, guarded, guarded_kernel, guards, hyper_of, hyper_size, optimizer_of, update
+from daskgpt.model.optimizer import SQUARES, clipped, clipped_kernel, optimizer_of, update
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, read_rows, write_rows
 from daskgpt.model.tape import Tape
@@ -44,8 +43,6 @@ from daskgpt.model.transformer import EMBEDDED, mean_loss
 Arrays = Mapping[str, np.ndarray]
 Lazy = dict[str, da.Array]
 T = TypeVar("T")
-Limits = tuple[float, float]  # limits of loss and norm, above which the update of a step is skipped
-NO_LIMITS: Limits = (math.inf, math.inf)
 
 # The inputs of a step other than its state, with axes and dtype: b and t are cut into the chunks of the batch.
 INPUTS: Mapping[str, tuple[str, type]] = {
@@ -164,16 +161,14 @@ class CompiledStep(CompiledGraph):
                 values[key][rows] = 0
         return self.layout.pack(values)
 
-    def inputs(
-        self, batch: Sequence[np.ndarray], step: int, steps: int, limits: Limits = NO_LIMITS, seed: int = 0
-    ) -> Arrays:
+    def inputs(self, batch: Sequence[np.ndarray], step: int, steps: int, seed: int = 0) -> Arrays:
         """Return the inputs of a step by name, as whole arrays.
 
         batch    tokens, targets, and of pairs loss weights, of the sequences that are computed here
         steps    number of steps of the run, on which the learning rate depends
         seed     of dropout
         """
-        hyper = hyper_of(self.optimizer, optimizer_of(self.optimizer.optimizer), step, steps, limits)
+        hyper = optimizer_of(self.optimizer.optimizer).hyper(self.optimizer, step, steps)
         rows = self.sequences
         for name, ids in zip(("tokens", "targets"), batch):
             checked_indices("step", name, ids, self.config.vocabulary)  # native calls do not
@@ -200,14 +195,14 @@ def compile_step(
     first, last = rank.sequences_of(rank.number) if rank else (0, batch_shape[0])
     shape, precision, row = (last - first, batch_shape[1]), dials.precision, optimizer_of(optimizer.optimizer)
     tape = Tape(precision, rank.groups_of(rank.number) if rank else Groups(dials.groups))
-    inputs = input_leaves(tape, shape, dials.chunk, hyper_size(optimizer, row))
+    inputs = input_leaves(tape, shape, dials.chunk, row.hyper_size)
     table = tensors(config)
     state, weights = state_leaves(tape, config, precision, row.state(table))
     loss = mean_loss(tape, config, weights, inputs, optimizer.dropout)
     gradients = gradients_of(tape, weights, loss)
     outputs, grad_info = {"loss": loss}, inputs["hyper"]
-    if guards(optimizer):
-        grad_info = guarded(gradients, table, loss, grad_info, optimizer, row, tape)
+    if optimizer.clip:
+        grad_info = clipped(gradients, table, grad_info, optimizer, row, tape)
         outputs["grad_info"] = grad_info
     updated = update(table, state, gradients, grad_info, optimizer, row, tape)
 
@@ -218,7 +213,7 @@ def compile_step(
     rewritten, distribution = Rewritten(graph), None
     if dials.in_place:
         threads = rank.threads if rank else dials.threads
-        elements = elements_of_task(threads if one_order(precision.dtype) else 2, rank is not None)
+        elements = elements_of_task(threads, rank is not None)
         rules = UpdateRules(
             {name: _rule(tensor, optimizer, precision) for name, tensor in table.items()},
             math.prod(shape),
@@ -266,7 +261,7 @@ def in_tasks(
 def _rule(tensor: Tensor, optimizer: OptimizerConfig, precision: Precision) -> InPlaceRule:
     """Return the rule by which a parameter is updated in place."""
     row = optimizer_of(optimizer.optimizer).of(tensor)
-    return InPlaceRule(precision.update(guarded_kernel(optimizer, row.in_place)), row.fused, row.whole)
+    return InPlaceRule(precision.update(clipped_kernel(optimizer, row.in_place)), row.fused, row.whole)
 
 
 class Outcome(NamedTuple):
@@ -274,18 +269,16 @@ class Outcome(NamedTuple):
 
     loss  loss before the update [nats per token]
     norm  norm of all gradients, before they are clipped; None if nothing needs it
-    made  whether the update was made
     """
 
     loss: float
     norm: float | None = None
-    made: bool = True
 
     @classmethod
     def of(cls, outputs: Mapping[str, np.ndarray]) -> Outcome:
         """Return the outcome from a step's outputs."""
-        norm, _, made = outputs["grad_info"][-GRAD_INFO:].tolist() if "grad_info" in outputs else (None, 1, True)
-        return cls(float(outputs["loss"]), norm, bool(made))
+        norm = float(outputs["grad_info"][-GRAD_INFO]) if "grad_info" in outputs else None
+        return cls(float(outputs["loss"]), norm)
 
 
 def input_leaves(tape: Tape, batch_shape: tuple[int, int], chunk: tuple[int, int], hyper_size: int = 0) -> Lazy:

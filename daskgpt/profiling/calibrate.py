@@ -1,4 +1,4 @@
-"""Measure what steps are made of on this machine: kernel calls, Dask's tasks, and messages between workers.
+"""Measure what steps are made of on this machine: kernel calls and Dask's tasks.
 
 `python -m daskgpt.bench --calibrate` runs steps of small models on one thread and on all of them, and keeps the median
 time of each kernel call by its kind (layer, pass, precision) and sizes. The time of a call of other sizes is
@@ -24,7 +24,6 @@ from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 from dask.local import start_state_from_dask
@@ -33,48 +32,38 @@ from dask.order import order
 from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, replacing
 from daskgpt.config.flags import called
-from daskgpt.config.model import preset
+from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import wait
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.program import calls_of
-from daskgpt.model.parameters import step_operations
 from daskgpt.profiling.measure import BatchConfig, TimedEngine, in_turns, job_of
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import Trial
-from daskgpt.training.cost import RATE, Sizes, features, work_of
+from daskgpt.training.cost import Sizes, features, work_of
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job, compile_kernels
 
 Samples = dict[str, list[tuple[Sizes, float]]]  # situation and kind of a call -> sizes of its axes, and seconds
 SITUATIONS = ("alone", "beside")  # a call on one thread, and while all others run calls as well
-FORM = 2  # of the stored file
-# Models with few weights, and with more than caches hold; and how often their steps are measured.
+FORM = 3  # of the stored file
+# Steps that are sampled: chunks, sequences of each, tokens of a sequence and of each in a chunk, and the barrier. With
+# barrier phase, sums and updates are apart, as on ranks.
+SMALL = [(2, 6, 64, 64, "step"), (2, 2, 64, 64, "step"), (2, 3, 64, 16, "step"), (2, 6, 64, 64, "phase")]
+MEDIUM = [(2, 4, 64, 64, "step"), (2, 1, 256, 256, "step"), (2, 2, 64, 32, "step"), (2, 4, 64, 64, "phase")]
+EIGHT = (8, 1, 64, 64, "phase")
+LARGE = [(2, 2, 64, 64, "step"), (2, 1, 256, 256, "step"), (4, 1, 256, 256, "phase")]
+# Models with few weights, and with more than caches hold; how often their steps are measured; and these steps.
 TINY = preset("tiny")
-MODELS = {"tiny": TINY, "384": preset("tiny", blocks=6, heads=6, channels=384, positions=256)}
-MODELS["gpt2"] = preset("gpt2", blocks=2)
-TURNS = {"tiny": 9, "384": 3, "gpt2": 3}
-# Their steps: chunks, sequences of each, tokens of a sequence and of each in a chunk, and the barrier. With barrier
-# phase, sums and updates are apart, as on ranks.
-SHAPES = [
-    ("tiny", 2, 6, 64, 64, "step"),
-    ("tiny", 2, 2, 64, 64, "step"),
-    ("tiny", 2, 3, 64, 16, "step"),
-    ("tiny", 2, 6, 64, 64, "phase"),
-    ("tiny", 8, 1, 64, 64, "phase"),
-    ("384", 2, 4, 64, 64, "step"),
-    ("384", 2, 1, 256, 256, "step"),
-    ("384", 2, 2, 64, 32, "step"),
-    ("384", 2, 4, 64, 64, "phase"),
-    ("384", 8, 1, 64, 64, "phase"),
-    ("gpt2", 2, 2, 64, 64, "step"),
-    ("gpt2", 2, 1, 256, 256, "step"),
-    ("gpt2", 4, 1, 256, 256, "phase"),
-]
+MODELS: dict[str, tuple[ModelConfig, int, list[tuple[int, int, int, int, str]]]] = {
+    "tiny": (TINY, 9, [*SMALL, EIGHT]),
+    "384": (preset("tiny", blocks=6, heads=6, channels=384, positions=256), 3, [*MEDIUM, EIGHT]),
+    "gpt2": (preset("gpt2", blocks=2), 3, LARGE),
+}
 WARMUP, QUICK_TURNS, TASK_TURNS = 1, 2, 11  # steps
 # Sequences of a chunk, grain, and barrier of steps that show the cost of tasks: of some tenths of a ms up to some ms.
 TASK_POINTS = [(2, "kernel", "layer"), (6, "kernel", "step"), (6, "segment", "phase"), (2, "block", "step")]
@@ -83,8 +72,6 @@ FEW_TASK_POINTS = [TASK_POINTS[0], TASK_POINTS[-1]]  # the shortest and the long
 PAIRS = 3  # their place among the features of a call
 QUICK_TOKENS = 512  # of a chunk
 FEW, MANY = 20, 220  # tasks of graphs without work
-SMALL_MESSAGES, LARGE_MESSAGES, LARGE = 50, 8, 1 << 23  # numbers of messages, and bytes of a large one
-CACHE = 1 << 22  # bytes
 
 
 class Times:
@@ -93,20 +80,20 @@ class Times:
     def __init__(self, kind: str, samples: Sequence[tuple[Sizes, float]]) -> None:
         self.kind, self.axes = kind, sorted(samples[0][0])
         seconds = np.array([measured for _, measured in samples])
-        known = np.array([features(kind, sizes) for sizes, _ in samples], float)
+        terms = np.array([features(kind, sizes) for sizes, _ in samples], float)
         best = np.inf
-        for count in range(1, min(known.shape[1], len(samples)) + 1):
-            for columns in combinations(reversed(range(known.shape[1])), count):
-                some = known[:, columns] / seconds[:, None]
-                scale = some.max(axis=0)
-                found = np.linalg.lstsq(some / scale, np.ones(len(seconds)), rcond=None)[0]
+        for count in range(1, min(terms.shape[1], len(samples)) + 1):
+            for columns in combinations(reversed(range(terms.shape[1])), count):
+                chosen = terms[:, columns] / seconds[:, None]
+                scale = chosen.max(axis=0)
+                rates = np.linalg.lstsq(chosen / scale, np.ones(len(seconds)), rcond=None)[0]
                 # Samples that leave it open are explained by pairs, and nothing by noise.
-                error = float(np.mean((some / scale @ found - 1) ** 2)) + 1e-3 * (count - (PAIRS in columns))
-                if found.min() >= 0 and error < best:
-                    best, self.rates = error, np.zeros(known.shape[1])
-                    self.rates[list(columns)] = found / scale
+                error = float(np.mean((chosen / scale @ rates - 1) ** 2)) + 1e-3 * (count - (PAIRS in columns))
+                if rates.min() >= 0 and error < best:
+                    best, self.rates = error, np.zeros(terms.shape[1])
+                    self.rates[list(columns)] = rates / scale
         self.places = np.log([[sizes[axis] for axis in self.axes] for sizes, _ in samples])
-        self.ratios = np.log(seconds / (known @ self.rates))
+        self.ratios = np.log(seconds / (terms @ self.rates))
 
     def __call__(self, sizes: Sizes) -> float:
         distances = ((np.log([sizes[axis] for axis in self.axes]) - self.places) ** 2).sum(axis=1)
@@ -124,12 +111,10 @@ class Calibration:
     graph      seconds to begin the run of a graph, and for each of its nodes
     tasks      seconds of a task's kernels, and seconds that the synchronous scheduler and the threaded one add to it
     lock       seconds of the latter in which a thread holds the interpreter's lock
-    call       seconds between two calls of a task, with the lock
     crowd      how many times as long kernels take with twice as many threads as cores, beside having half of a core
     copy       bytes a second that a thread reads and writes
     message    seconds for which a message keeps the interpreter of its sender busy, and that of its receiver
-    rate       bytes a second of messages between two workers
-    measured   whether message and rate were; otherwise they are those of two cores of an EPYC (Zen 3)
+    rate       bytes a second of messages between two workers; both are those of two cores of an EPYC (Zen 3)
     """
 
     cores: int
@@ -137,12 +122,10 @@ class Calibration:
     graph: tuple[float, float]
     tasks: Sequence[tuple[float, float, float]]
     lock: float
-    call: float
     crowd: float
     copy: float
     message: float = 0.4e-3
     rate: float = 1e9
-    measured: bool = False
     machine: dict[str, Any] = field(default_factory=lambda: known_machine())
 
     @cached_property
@@ -205,27 +188,25 @@ def cache_path() -> Path:
 def calibrate(say: Callable[[str], None] = print) -> Calibration:
     """Measure everything, in some minutes; the machine should have nothing else to do."""
     cores, samples, start = usable_cores(), Samples(), perf_counter()
-    say("calibrate  kernels, tasks and messages of this machine, for two to three minutes ...")
-    for model, config in MODELS.items():
+    say("calibrate  kernels and tasks of this machine, for two to three minutes ...")
+    for model, (config, turns, shapes) in MODELS.items():
         jobs = list[Job]()
-        for precision, (name, chunks, sequences, length, tokens, barrier) in product(("float32", "auto"), SHAPES):
-            if name == model and (model, precision) != ("384", "auto"):
-                shape = BatchConfig(batch_size=sequences * max(cores, chunks), sequence_length=length)
-                cuts: dict[str, Any] = {"batch_chunk": sequences, "sequence_chunk": tokens}
-                job = job_of(config, shape, DataflowConfig(**cuts, barrier=barrier, precision=precision, grain="block"))
-                if precision == "float32" or job.precision.name != "float32":
-                    jobs.append(job)
-        for kind, rows in sample(jobs, cores, TURNS[model]).items():
+        for precision, (chunks, sequences, length, tokens, barrier) in product(("float32", "auto"), shapes):
+            shape = BatchConfig(batch_size=sequences * max(cores, chunks), sequence_length=length)
+            cuts: dict[str, Any] = {"batch_chunk": sequences, "sequence_chunk": tokens, "barrier": barrier}
+            job = job_of(config, shape, DataflowConfig(**cuts, precision=precision, grain="block"))
+            if precision == "float32" or (model != "384" and job.precision.name != "float32"):
+                jobs.append(job)
+        for kind, rows in sample(jobs, cores, turns).items():
             samples.setdefault(kind, []).extend(rows)
         say(f"calibrate  kernels of {model}: {perf_counter() - start:.0f} s")
-    return replace(overheads(samples, cores), **messages())
+    return overheads(samples, cores)
 
 
-def of_job(job: Job, chunk: tuple[int, int], known: Calibration | None) -> Calibration:
-    """Return a calibration from a few steps of the job's model with few blocks, without messages, and print that these
-    steps take some time.
+def of_job(job: Job, chunk: tuple[int, int], stored: Calibration | None) -> Calibration:
+    """Return a calibration from a few steps of the job's model with few blocks, and print that they take some time.
 
-    known   the calibration that lacks kinds of calls of this job, if there is one
+    stored  the calibration that lacks kinds of calls of this job, if there is one
 
     Errors   MemoryError if that might take more than half of the free memory
     """
@@ -247,13 +228,11 @@ def of_job(job: Job, chunk: tuple[int, int], known: Calibration | None) -> Calib
     jobs = [trial]
     if job.dataflow.barrier in ("step", "none"):  # ranks sum and update apart
         jobs.append(replace(trial, dataflow=replace(trial.dataflow, barrier="phase")))
-    steps = len(jobs) * (WARMUP + QUICK_TURNS) * (1 + 1 / cores)
-    seconds = 5 + 2 * steps * step_operations(trial.config, *trial.batch_shape) / RATE
-    kept = "" if known else f" ({called('bench')} --calibrate keeps such times)"
-    print(f"timing kernels of this model for about {seconds:.0f} seconds{kept} ...", file=sys.stderr, flush=True)
+    kept = "" if stored else f" ({called('bench')} --calibrate keeps such times)"
+    print(f"timing kernels of this model{kept} ...", file=sys.stderr, flush=True)
     samples = sample(jobs, cores, QUICK_TURNS)
-    if known:
-        return replace(known, samples=samples | known.samples)
+    if stored:
+        return replace(stored, samples=samples | stored.samples)
     return overheads(samples, cores, FEW_TASK_POINTS, QUICK_TURNS)
 
 
@@ -309,14 +288,13 @@ def overheads(
         cuts: dict[str, Any] = {"batch_chunk": sequences, "sequence_chunk": 64}
         return job_of(TINY, BatchConfig(), DataflowConfig(**cuts, grain=grain, barrier=barrier))
 
-    graphs, calls, tasks = list[tuple[float, float]](), list[float](), list[tuple[float, float, float]]()
+    graphs, tasks = list[tuple[float, float]](), list[tuple[float, float, float]]()
     for point in points:
         with ExitStack() as stack:
             alone, pooled = engines_with(stack, [job(*point)], ("sync", 1), ("threads", 1))
             rows = [(*_parts(alone), pooled.run(1)[0] - alone.run(1)[0]) for _ in range(turns)]
-        ends, kernels, inside, between, further = np.median(rows, axis=0).tolist()
+        ends, kernels, between, further = np.median(rows, axis=0).tolist()
         graphs.append((len(alone.engine.step.graph), ends))
-        calls.append(inside)
         tasks.append((kernels / alone.tasks, between, between + max(further, 0.0) / alone.tasks))
     nodes, seconds = zip(*graphs)
     node, begin = np.polyfit(nodes, seconds, 1)
@@ -329,23 +307,19 @@ def overheads(
         graph=(max(float(begin), 0.0), max(float(node), 0.0)),
         tasks=sorted(tasks),
         lock=max(_seconds_of_nothing(max(cores, 2)), 0.0),
-        call=median(calls),
         crowd=max(1.0, median(times["many"]) / median(times["few"])),
         copy=machine.copy_rate(1),
     )
 
 
-def _parts(engine: TimedEngine) -> tuple[float, float, float, float]:
-    """Return the seconds of a step on one thread before its first call and after the last one, those of its calls,
-    those between two calls of a task, and those from the last call of a task to the first one of the next.
+def _parts(engine: TimedEngine) -> tuple[float, float, float]:
+    """Return the seconds of a step on one thread before its first call and after the last one, those of its calls, and
+    those from the last call of a task to the first one of the next.
     """
     task_of = {call.key: key for key, node in engine.engine.step.graph.items() for call in calls_of(node)}
     (seconds,), spans = engine.recorded(1)
-    gaps = defaultdict[bool, list[float]](list)
-    for span, following in pairwise(spans):
-        gaps[task_of[span.key] == task_of[following.key]].append(following.start - span.end)
-    calls = sum(span.end - span.start for span in spans)
-    return seconds - spans[-1].end + spans[0].start, calls, fmean(gaps[True] or [0.0]), fmean(gaps[False])
+    gaps = [after.start - span.end for span, after in pairwise(spans) if task_of[span.key] != task_of[after.key]]
+    return seconds - spans[-1].end + spans[0].start, sum(span.end - span.start for span in spans), fmean(gaps)
 
 
 def _seconds_of_nothing(threads: int) -> float:
@@ -364,43 +338,3 @@ def _seconds_of_nothing(threads: int) -> float:
                 turns.append(perf_counter() - begun - (begun - start))
             times.append(median(turns))
     return (times[1] - times[0]) / (MANY - FEW)
-
-
-def messages() -> dict[str, Any]:
-    """Return the cost of messages between two workers of this machine, as fields of a calibration."""
-    with open_scheduler("local", 2) as scheduler:
-        workers: Any = scheduler
-        addresses, epoch = sorted(workers.addresses()), uuid4().hex
-
-        def both(*arguments: Any) -> float:
-            calls = [
-                workers.submit_to(address, "calibrate", _talk, epoch, number, addresses, *arguments)
-                for number, address in enumerate(addresses)
-            ]
-            return float(workers.fetch_together(calls)[0])
-
-        both(0, 0)  # opens the links
-        both(1, SMALL_MESSAGES)
-        small, large = both(1, SMALL_MESSAGES), both(LARGE, LARGE_MESSAGES)
-    return {"message": small / 2, "rate": LARGE / max(large - small, 1e-6), "measured": True}
-
-
-def _talk(epoch: str, number: int, addresses: Sequence[str], size: int, count: int) -> float:
-    """Send messages to the other worker and back; return the mean seconds of one. Without messages, open the link."""
-    from distributed import get_worker
-
-    from daskgpt.schedulers.links import WorkerLink, ranks_of
-
-    links = ranks_of(get_worker()).links
-    link = links.get(epoch) or WorkerLink(get_worker(), epoch, number, addresses)
-    value, cache, besides = np.ones(size, np.uint8), np.ones(CACHE, np.uint8), 0.0
-    start = perf_counter()
-    for turn in range(2 * count):
-        if turn % 2 == number:
-            before = perf_counter()
-            cache += 1  # as kernels do, which leave no other code in the caches
-            besides += perf_counter() - before
-            link.send(1 - number, "calibrate", value)
-        else:
-            link.receive(1 - number, "calibrate")
-    return (perf_counter() - start - 2 * besides) / max(2 * count, 1)

@@ -34,7 +34,7 @@ from daskgpt.schedulers.dask_internals import (
     task_stream_is_shown,
 )
 from daskgpt.schedulers.latest_calls import ASKED, RECEIVE, LatestCall
-from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
+from daskgpt.schedulers.protocol import METRIC, TOPIC
 
 PAGE = TOPIC  # the path of the page behind the dashboard's address
 CALLS = 4000  # the latest of a worker that are kept
@@ -90,7 +90,7 @@ class Collected(SchedulerPlugin):
     calls     of each worker, by its address, with the numbers of lanes as threads
     lanes     of each worker: thread -> number of its lane, the thread of the latest call last
     known     until when the calls of each worker are known, from the first of them on
-    step      record of the latest step, see `schedulers.worker_metrics`, with the loss of the latest validation
+    step      record of the latest step, see `training.metrics.SHOWN`, with the loss of the latest validation
     recoveries  number of recoveries from a loss
     looked    when a page last showed something
     """

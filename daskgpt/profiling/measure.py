@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
-from html import escape
 from math import prod
 from statistics import fmean
 from time import perf_counter
@@ -18,20 +16,19 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.groups import groups_setting
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rich import html_table, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.tables import text_table
 from daskgpt.graph.calls import PHASES
 from daskgpt.graph.program import Span
 from daskgpt.kernels.simd.lanes import features
-from daskgpt.model.parameters import RandomParameters, parameter_count, step_operations
-from daskgpt.profiling.recorder import recorder_of
-from daskgpt.profiling.timeline import Summary, Timeline, html_legend, is_message, summarise, svg_strips
+from daskgpt.model.parameters import RandomParameters, step_operations
+from daskgpt.profiling.recorder import Recorder
+from daskgpt.profiling.timeline import Timeline, is_message
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.job import Job, compile_kernels
-from daskgpt.training.job import facts as job_facts
 from daskgpt.training.start import configurations
 from daskgpt.training.trainer import engine_of
 
@@ -117,12 +114,12 @@ def significant(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def figure(values: Spread, unit: str, factor: float = 1) -> dict[str, Any]:
+def figure(values: Spread, unit: str) -> dict[str, Any]:
     """Return a quantity for a line of JSON: unit and median, and of several values their spread and all of them."""
-    low, middle, high = (significant(value * factor) for value in values.quartiles)
+    low, middle, high = map(significant, values.quartiles)
     if values.n == 1:
         return {"unit": unit, "median": middle, "n": 1}
-    turns = [significant(value * factor) for value in values.values]
+    turns = [significant(value) for value in values.values]
     ends = {"least": min(turns), "largest": max(turns), "q1": low, "q3": high}
     return {"unit": unit, "median": middle, **ends, "turns": turns, "n": values.n}
 
@@ -143,14 +140,12 @@ def origin() -> dict[str, Any]:
 class Measurement(NamedTuple):
     """The measurement of a command.
 
-    facts     texts to print, by name
     settings  of the measurement, without those of the model
-    figures   quantities by name, as `figure` makes them
+    figures   quantities by name: values and unit
     """
 
-    facts: Mapping[str, str]
     settings: Mapping[str, Any]
-    figures: Mapping[str, Mapping[str, Any]]
+    figures: Mapping[str, tuple[Spread, str]]
 
 
 def job_of(config: ModelConfig, options: BatchConfig, dataflow: DataflowConfig) -> Job:
@@ -222,19 +217,11 @@ class TimedEngine:
 
     def timeline(self, count: int) -> Timeline:
         """Return the timeline of so many further steps, or some more where the last window has more."""
-        recorder, size, done = recorder_of(self.engine), self.window, len(self.losses)
+        recorder, size, done = Recorder(self.engine), self.window, len(self.losses)
         for first in range(done, done + count, size):
             with recorder.window(range(first, first + size)):
                 self.run(size)
         return recorder.finish()
-
-    def measured(self, timed: int, recorded: int) -> tuple[Spread, int, Summary]:
-        """Return the seconds of further steps, the most bytes in memory, and the summary of other steps, in which
-        kernels are recorded, so that recording slows no timed one.
-        """
-        self.reset_peak()
-        seconds = Spread.of(self.run(timed))
-        return seconds, self.peak(), summarise(self.timeline(recorded))
 
     def reset_peak(self) -> None:
         """Let `peak` count from now on."""
@@ -264,11 +251,6 @@ class TimedEngine:
         """Return the number of tasks of a step."""
         return int(self.engine.tasks)
 
-    @property
-    def grain(self) -> str:
-        """Return the grain of the steps so far."""
-        return str(self.engine.used_grain)
-
 
 def in_turns(engines: Mapping[K, TimedEngine], turns: int, steps: int = 1, untimed: int = 0) -> dict[K, list[float]]:
     """Return the seconds of a step of each engine, one value a turn. They take turns, so that noise hits all alike.
@@ -284,39 +266,38 @@ def in_turns(engines: Mapping[K, TimedEngine], turns: int, steps: int = 1, untim
 
 
 def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) -> Measurement:
-    """Run and time some steps, and record some others."""
-    job, scheduler, threads = steps.job, steps.scheduler, steps.scheduler.threads
+    """Run and time some steps, and record some others, so that recording slows no timed one."""
+    job, threads = steps.job, steps.scheduler.threads
     steps.run(warmup)
-    seconds, peak, summary = steps.measured(timed, recorded)
-    busy = dict.fromkeys(PHASES, 0.0)
+    steps.reset_peak()
+    seconds = Spread.of(steps.run(timed))
+    peak, loss = steps.peak(), steps.losses[warmup + timed - 1]
+    summary = steps.timeline(recorded).summary
+    passes = dict.fromkeys(PHASES, 0.0)
     for (layer, phase), (duration, _) in summary.kernels.items():
-        busy[phase] += 0.0 if is_message(layer) else duration
-    idle = 1 - summary.kernel_share
-    tokens = prod(job.batch_shape) / seconds.median
-    rate = step_operations(job.config, *job.batch_shape) / seconds.median / 1e9
-    products = sum(scheduler.everywhere(matmul_rate, threads)) / 1e9
-    passes = {name: 1e3 * duration / (threads * summary.steps) for name, duration in busy.items()}
-    low, high = (rounded(1e3 * end(seconds.values)) for end in (min, max))
-    facts = {
-        "model": f"{parameter_count(job.config):,} parameters",
-        "batch": job_facts(job)["batch"],
-        "chunks": steps.engine.described_chunks,
-        "tasks": f"{steps.tasks:,} a step (grain {steps.grain}), {job.scheduler}, "
-        f"{threads} thread{'s' * (threads != 1)}, {job.precision.name}",
-        "machine": machine.processor(),
-        "step": f"{rounded(1e3 * seconds.median)} ms" + f" ({low} .. {high})" * (seconds.n > 1),
-        **{f"  {name}": f"{rounded(value)} ms" for name, value in passes.items()},
-        "overhead": f"{idle:.1%} of the threads' time without a kernel",
-        "tokens": f"{tokens:,.0f} a second",
-        "arithmetic": f"{rate:,.1f} GFLOP/s, {rate / products:.0%} of the float32 matrix product's {products:,.1f}",
-        "memory": f"{peak / 1e9:.3f} GB at most",
-    }
+        passes[phase] += 0.0 if is_message(layer) else 1e3 * duration / (threads * summary.steps)
     values = {name: (value, "ms") for name, value in passes.items()}
-    values |= {"overhead": (idle, ""), "tokens": (tokens, "tokens/s"), "rate": (rate, "GFLOP/s")}
-    values |= {"matmul_rate": (products, "GFLOP/s"), "peak": (peak / 1e9, "GB")}
-    figures = {name: figure(Spread.of([value]), unit) for name, (value, unit) in values.items()}
-    settings = steps.settings | {"tasks": steps.tasks, "grain": steps.grain, "threads": threads}
-    return Measurement(facts, settings, {"step": figure(seconds, "ms", 1e3), **figures})
+    values |= {
+        "overhead": (1 - summary.kernel_share, ""),
+        "inside": (summary.inside_share, ""),
+        "scheduling": (summary.scheduling_share, ""),
+        "waiting": (summary.waiting_share, ""),
+        "overlap": (summary.overlap, ""),
+        "steps_overlap": (summary.steps_overlap, ""),
+        "critical_path": (1e3 * summary.critical_path / summary.steps, "ms"),
+        "tokens": (prod(job.batch_shape) / seconds.median, "tokens/s"),
+        "rate": (step_operations(job.config, *job.batch_shape) / seconds.median / 1e9, "GFLOP/s"),
+        "matmul_rate": (sum(steps.scheduler.everywhere(matmul_rate, threads)) / 1e9, "GFLOP/s"),
+        "peak": (peak / 1e9, "GB"),
+    }
+    figures = {name: (Spread.of([value]), unit) for name, (value, unit) in values.items()}
+    settings = steps.settings | {
+        "tasks": steps.tasks,
+        "grain": steps.engine.used_grain,
+        "threads": threads,
+        "loss": loss,
+    }
+    return Measurement(settings, {"step": (Spread.of(1e3 * value for value in seconds.values), "ms"), **figures})
 
 
 def matmul_rate(threads: int, dask_worker: Any = None) -> float:
@@ -329,7 +310,6 @@ def matmul_rate(threads: int, dask_worker: Any = None) -> float:
 
 
 WARMUP = 4  # steps before the first turn
-HEAD = ("", "ms", "speedup", "effic.", "overlap", "idle")  # narrow enough for a phone
 
 
 @dataclass(frozen=True)
@@ -345,11 +325,6 @@ class Execution:
     seconds: Spread
     losses: tuple[float, ...]
     timeline: Timeline
-
-    @cached_property
-    def summary(self) -> Summary:
-        """Times of kernels, tasks and threads in the timeline."""
-        return summarise(self.timeline)
 
 
 class Executions(dict[str, Execution]):
@@ -370,14 +345,6 @@ class Executions(dict[str, Execution]):
         """Return the speedup by how many times as many threads it has."""
         return self.speedup(name) * next(iter(self.values())).threads / self[name].threads
 
-    def rows(self) -> list[list[str]]:
-        """Return a table of text, whose columns are those of HEAD."""
-        return [
-            [name, run.seconds.text("", 1, 1e3), f"{self.speedup(name):.2f}"]
-            + [f"{share:.0%}" for share in (self.efficiency(name), run.summary.overlap, 1 - run.summary.kernel_share)]
-            for name, run in self.items()
-        ]
-
     @property
     def note(self) -> str:
         """Say that the machine was busy, "" where it was not."""
@@ -386,22 +353,12 @@ class Executions(dict[str, Execution]):
         return f"note: other programs kept {self.others:.1f} cores busy; these are times of a share of the machine"
 
     def __repr__(self) -> str:
-        return f"{text_table([HEAD, *self.rows()])}\nspeedup over {next(iter(self))}\n{self.note}".rstrip()
-
-    def _repr_html_(self) -> str:
-        """Return the table, and the timelines one below the other on one time scale: a strip a thread."""
-        rows = [[name, times.partition(" ")[0], *others] for name, times, *others in self.rows()]
-        turns, first = next(iter(self.values())).seconds.n, next(iter(self))
-        title = f"Turns: {turns}; medians a step (and middle halves), speedup over {first}"
-        timelines = [run.timeline for run in self.values()]
-        end = max(window.end for timeline in timelines for window in timeline.windows)
-        lanes = "".join(
-            f'<div style="margin-top: 8px">{escape(name)}: {run.seconds.text("", 1, 1e3)} ms a step</div>'
-            f"{svg_strips(run.timeline, end=end, named=False)}"
-            for name, run in self.items()
-        )
-        legend = f'<div style="margin-top: 8px; font-size: 12px">{html_legend(*timelines)}</div>'
-        return html_table(title, rows, head=HEAD, numbers=True) + f"<div>{escape(self.note)}</div>" + lanes + legend
+        table = [["", "ms a step", "speedup", "efficiency", "overlap", "idle"]]
+        for name, run in self.items():
+            shares = self.efficiency(name), run.timeline.summary.overlap, 1 - run.timeline.summary.kernel_share
+            times = [run.seconds.text("", 1, 1e3), f"{self.speedup(name):.2f}"]
+            table.append([name, *times, *(f"{share:.0%}" for share in shares)])
+        return f"{text_table(table)}\nspeedup over {next(iter(self))}\n{self.note}".rstrip()
 
 
 def measure(

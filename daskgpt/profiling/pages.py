@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from bokeh.resources import INLINE
 from tqdm import tqdm
 
 from daskgpt.config.files import replacing
-from daskgpt.profiling.timeline import Timeline, color_of, describe_summary, html_legend, summarise, timeline_paths
+from daskgpt.profiling.timeline import Timeline, color_of, timeline_paths
 
 LANE_HEIGHT, MARGIN, LEFT = 60, 90, 130  # pixels
 HELP = (
@@ -31,44 +30,36 @@ def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
     """Write FILE.json, for Chrome's about:tracing and Perfetto, and FILE.html, for any browser; return both paths."""
     trace, page = timeline_paths(path)
     trace.parent.mkdir(parents=True, exist_ok=True)
-    _write(trace, json.dumps(timeline.trace()))
-    return trace, write_side_by_side({"": timeline}, page, timeline.title)
+    for place, text in ((trace, json.dumps(timeline.trace())), (page, page_of(timeline))):
+        with replacing(place, "timeline") as file:
+            file.write(text.encode())
+    return trace, page
 
 
-def write_side_by_side(timelines: Mapping[str, Timeline], page: Path, title: str) -> Path:
-    """Write one page of several timelines, by name, on one time scale; return its path."""
-    return _write(page, page_of(timelines, title))
+def page_of(timeline: Timeline) -> str:
+    """Return the HTML of a timeline: its lanes above its summary."""
+    head = f"<h2 style='margin: 4px 0'>{escape(timeline.title)}</h2>{HELP}<br>{html_legend(timeline)}"
+    summary = f"<pre style='font-size: 13px'>{escape(str(timeline.summary))}</pre>"
+    parts = [_text(head), _lanes_of(timeline), _text(summary)]
+    return str(file_html(column(*parts, sizing_mode="stretch_width"), INLINE, timeline.title))
 
 
-def _write(path: Path, text: str) -> Path:
-    with replacing(path, "timeline") as file:
-        file.write(text.encode())
-    return path
-
-
-def page_of(timelines: Mapping[str, Timeline], title: str) -> str:
-    """Return the HTML of timelines on one time scale: the lanes of each above its summary, which a click opens."""
-    end = 1e3 * max(event.end for timeline in timelines.values() for event in timeline.events)
-    axis = Range1d(0, end, bounds=(-0.02 * end, 1.02 * end), min_interval=1e-3)
-    legend = html_legend(*timelines.values())
-    parts: list[Any] = [_text(f"<h2 style='margin: 4px 0'>{escape(title)}</h2>{HELP}<br>{legend}")]
-    for name, timeline in timelines.items():
-        summary = describe_summary(summarise(timeline))
-        first = " ".join(summary.partition("\n")[0].split())
-        opened, numbers = " open" * (len(timelines) == 1), f"<pre style='font-size: 13px'>{escape(summary)}</pre>"
-        parts.append(_text(escape(f"{name}: {first}" if name else "")))
-        parts.append(_lanes_of(timeline, axis))
-        parts.append(_text(f"<details{opened}><summary>Numbers</summary>{numbers}</details>"))
-    return str(file_html(column(*parts, sizing_mode="stretch_width"), INLINE, title))
+def html_legend(timeline: Timeline) -> str:
+    """Return the colors of the layers of a timeline, as HTML."""
+    square = '<span style="display: inline-block; width: 11px; height: 11px; background: {}"></span> {}'
+    layers = sorted({event.layer for event in timeline.events})
+    return " &nbsp; ".join(square.format(color_of(layer), escape(layer)) for layer in layers)
 
 
 def _text(html: str) -> Div:
     return Div(text=html, sizing_mode="stretch_width")
 
 
-def _lanes_of(timeline: Timeline, axis: Range1d) -> Any:
+def _lanes_of(timeline: Timeline) -> Any:
     """Return a plot with a lane per thread, and the number of each step above its first call."""
     names, bars = [lane.name for lane in timeline.lanes], bars_of(timeline)
+    end = max(bar["right"] for bar in bars)
+    axis = Range1d(0, end, bounds=(-0.02 * end, 1.02 * end), min_interval=1e-3)
     source = ColumnDataSource({name: [bar[name] for bar in bars] for name in bars[0]})
     look = {"height": MARGIN + LANE_HEIGHT * len(names), "min_border_left": LEFT, "x_range": axis}
     look |= {"tools": "xpan,xwheel_zoom,xbox_zoom,reset,save", "active_scroll": "xwheel_zoom", "active_drag": "xpan"}

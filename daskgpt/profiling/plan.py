@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import re
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rich import html_text, text_table
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig
 from daskgpt.config.settings import count, duration
+from daskgpt.config.tables import text_table
 from daskgpt.graph.calls import MESSAGE, Exchange, call_of
-from daskgpt.model.step import CompiledStep, compile_step
+from daskgpt.model.step import CompiledStep
 from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.simulate import Forecast, engines_of, forecast
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import active_client
-from daskgpt.training.autotune import CLASSES, ChunkChoice, GrainChoice, Trial, described, rounded
-from daskgpt.training.engine import dials_of
+from daskgpt.training.autotune import CLASSES, Trial, rounded
+from daskgpt.training.engine import LocalEngine, TaskEngine
 from daskgpt.training.job import Job, facts
 
-ASSUMED = "block"  # the grain, while only a measured step can tell
+ASSUMED, ASSUMING = "block", "assumed: a run measures its kernels"  # the grain, while only a measured step can tell
 KINDS = {"totals": "totals", "weights": "weights", "gather": "rows"}  # by the names of channels
 
 
@@ -48,22 +48,22 @@ class Plan:
     """A step before it runs; `str` is what `daskgpt.train --plan` prints.
 
     job        what would be trained
+    tasks      their number; of the first worker if there are several
     made       bytes of all arrays of a class that the step holds or makes
     at_peak    bytes of each class when most bytes are held
     loads      what each worker sends and receives; empty without a number of workers
-    chunks     sequences and tokens of a chunk
+    chunks     their number and size, and `grain` of tasks; `why` a run would take this grain
     forecast   the predicted time; None if it is unknown, with the reason in `unknown`
     """
 
     job: Job
+    chunks: str
     grain: str
+    why: str
     tasks: int
     made: Mapping[str, int]
     at_peak: Mapping[str, int]
-    largest_task: str
-    largest_bytes: int
     loads: Sequence[Load]
-    chunks: tuple[int, int]
     forecast: Forecast | None = None
     unknown: str = ""
 
@@ -73,30 +73,25 @@ class Plan:
         return sum(self.at_peak.values())
 
     def __repr__(self) -> str:
-        job, known, data = self.job, facts(self.job), self.job.dataset
-        whose = f" of each of {len(self.loads)} workers" if self.loads else ""
+        job, texts, data = self.job, facts(self.job), self.job.dataset
         above = {
-            "model": known["model"],
-            "batch": known["batch"],
-            "chunks": described_chunks(job, self.chunks),
+            "model": texts["model"],
+            "batch": texts["batch"],
+            "chunks": self.chunks,
             "encoding": f"{data.encoding_name}, {data.vocabulary:,} ids" if data else "",
-            "precision": known["precision"],
-            "grain": described_grain(job, self.grain, predicted=self.forecast is not None),
-            "tasks": f"{self.tasks:,} a step{whose}",
+            "precision": texts["precision"],
+            "grain": f"{self.grain} ({self.why})" if self.why else self.grain,
+            "tasks": f"{self.tasks:,} a step" + f" of each of {len(self.loads)} workers" * bool(self.loads),
         }
         memory = [["", "held or made", "at the peak"]]
         memory += [[kind, _mb(self.made[kind]), _mb(self.at_peak[kind])] for kind in CLASSES]
         memory.append(["all, without scratch of kernels", "", _mb(self.peak)])
         below = {
-            "largest task": f"{_mb(self.largest_bytes)} of results, {self.largest_task}",
             "memory": fits(job, self.peak * max(len(self.loads), 1)),
             "messages": described_loads(self.loads),
         }
         time = self.forecast.rows() if self.forecast else {"time": self.unknown}
         return "\n".join([lines_of(above), text_table(memory), lines_of(below | time), "no step was run"])
-
-    def _repr_html_(self) -> str:
-        return html_text(repr(self))
 
 
 def plan(
@@ -154,42 +149,51 @@ def predict(
     bandwidth  bits a second of the link of each worker, and the latency of a message; 0 if all are on this machine
     timed      whether to predict the time of a step
     """
-    workers, predicted, steps, unknown = workers or 0, None, list[CompiledStep](), ""
+    workers, predicted, unknown = workers or 0, None, ""
+    ranks, engines = max(1, min(workers, job.groups)), list[LocalEngine | TaskEngine]()
     if timed and in_place_of(job) and (workers or job.scheduler in ("sync", "threads")):
         try:
-            predicted, steps = forecast(job, workers, bandwidth / 8, latency)
+            predicted, ranked = forecast(job, workers, bandwidth / 8, latency)
+            engines += ranked
         except MemoryError as error:
             unknown = str(error)
     if workers:
         job = replace(job, dataflow=replace(job.dataflow, scheduler="local", threads=workers))
-    ranks = min(workers, job.groups)
-    if not steps and ranks > 1:
-        engines = engines_of(job, ranks, local_scheduler("sync", 1))
-        steps = [engine.step.with_dials(grain=first_grain(job)) for engine in engines]
-    step = steps[0] if steps else assumed_step(job)
+    engines = engines or planned(job, ranks)
+    engine, steps = engines[0], list(map(planned_step, engines))
+    step, auto = steps[0], "auto" * (job.dataflow.grain == "auto")
     trial = Trial(step)
     together = Trial(step, job.dataflow.window) if job.dataflow.barrier == "none" and step.dials.in_place else trial
-    largest = max(trial.results, key=lambda key: trial.results[key])
     return Plan(
         job=job,
+        chunks=engine.chunks.described(step.dials.chunk),
         grain=step.dials.grain,
+        why=f"{auto}, {ASSUMING}" if engine.choice.undecided else auto,
         tasks=len(trial.results),
         made=trial.account.made,
         at_peak=together.account.at_peak,
-        largest_task=step.title(largest),
-        largest_bytes=trial.results[largest],
         loads=loads(steps) if ranks > 1 else (),
-        chunks=step.dials.chunk,
         forecast=predicted,
         unknown=unknown,
     )
 
 
-def assumed_step(job: Job) -> CompiledStep:
-    """Return a step with the chunks and the grain that a plan counts with."""
-    chunk, in_place, threads = chunk_choice(job).first, in_place_of(job), threads_of(job)
-    dials = dials_of(job, chunk, first_grain(job), in_place, job.data.accumulate, threads)
-    return compile_step(job.config, job.batch_shape, job.optimizer, dials)
+def in_place_of(job: Job) -> bool:
+    """Return whether the job's steps will write over the state."""
+    return job.scheduler in ("sync", "threads") or job.dataflow.engine == "ranks"
+
+
+def planned(job: Job, ranks: int = 1) -> list[LocalEngine | TaskEngine]:
+    """Return the engine that would run a job, or that of each rank, on a scheduler that is not started."""
+    in_place = in_place_of(job)
+    threads = 1 if ranks > 1 or job.scheduler == "sync" else job.dataflow.threads or usable_cores()
+    scheduler: Any = SimpleNamespace(threads=threads, in_place=in_place)
+    return [*engines_of(job, ranks, scheduler, math.inf)] if in_place else [TaskEngine(job, scheduler)]
+
+
+def planned_step(engine: LocalEngine | TaskEngine) -> CompiledStep:
+    """Return the step of an engine, with the grain that a plan counts with while only a measured step can tell."""
+    return engine.step.with_dials(grain=ASSUMED) if engine.choice.undecided else engine.step
 
 
 def check_plan(asked: Mapping[str, Any], *, plan: bool) -> None:
@@ -204,53 +208,12 @@ def check_plan(asked: Mapping[str, Any], *, plan: bool) -> None:
     require(fine, "plan", rule, {"bandwidth": bandwidth, "latency": latency}, "Add what is missing.")
 
 
-def in_place_of(job: Job) -> bool:
-    """Return whether the job's steps will write over the state."""
-    return job.scheduler in ("sync", "threads") or job.dataflow.engine == "ranks"
-
-
-def chunk_choice(job: Job) -> ChunkChoice:
-    """Return the choice of a run's chunks."""
-    return ChunkChoice(job.config, job.micro_shape, job.dataflow, job.precision, threads_of(job))
-
-
-def described_chunks(job: Job, chunk: tuple[int, int]) -> str:
-    """Return number and size of chunks, and why a run would take them."""
-    choice, size = chunk_choice(job), described(job.micro_shape, chunk)
-    reason = choice.reason if chunk == choice.first else "auto, by predicted kernel times"
-    reason += "" if job.scheduler in ("sync", "threads", "local") else ", which are assumed: a run asks the cluster"
-    return f"{size} ({reason})" if choice.reason else size
-
-
-def threads_of(job: Job) -> int:
-    """Return the threads of the scheduler that will run the job; as many as here where a cluster is not known yet."""
-    return 1 if job.scheduler == "sync" else job.dataflow.threads or usable_cores()
-
-
-def first_grain(job: Job) -> str:
-    """Return the grain that a plan counts with while only a measured step can tell."""
-    choice = GrainChoice(job.dataflow.grain, job.dataflow.barrier, in_place_of(job))
-    return ASSUMED if choice.undecided else choice.first
-
-
-def described_grain(job: Job, grain: str, *, predicted: bool) -> str:
-    """Return the grain, and why a run would take it."""
-    if job.dataflow.grain != "auto":
-        return grain
-    if GrainChoice("auto", job.dataflow.barrier, in_place_of(job)).undecided:
-        assumed = "(auto: by predicted kernel times;" if predicted else "is assumed (auto:"
-        return f"{grain} {assumed} a run settles it in its first step, from measured ones)"
-    scheduled = "Dask's scheduler takes some milliseconds for each task"
-    why = "with barrier layer a task is one kernel" if job.dataflow.barrier == "layer" else scheduled
-    return f"{grain} (auto: {why})"
-
-
 def fits(job: Job, peak: int) -> str:
     """Return one sentence: whether the peak and the processes that hold it fit the memory that there is here."""
     limit, whose = machine.memory_limit()
     if job.scheduler not in ("sync", "threads", "local"):
         return f"{rounded(peak)} are needed by the cluster's workers together; {whose} has {rounded(limit)}."
-    processes = 1 + threads_of(job) if job.scheduler == "local" else 1
+    processes = 1 + (job.dataflow.threads or usable_cores()) if job.scheduler == "local" else 1
     libraries = processes * machine.resident_memory()  # of this process, which has loaded them and holds no step
     needed = f"{rounded(peak)} and {rounded(libraries)} for interpreter and libraries"
     needed += f" of {processes} processes" if processes > 1 else ""
@@ -262,10 +225,8 @@ def fits(job: Job, peak: int) -> str:
 
 def lines_of(texts: Mapping[str, str]) -> str:
     """Return names and texts, those that are not empty, in lines of 80 columns."""
-    together = (f"{name:13} {text}" for name, text in texts.items() if text)
-    fixed = (re.sub(r"(\d) ([GM]B)", "\\1\u00a0\\2", line) for line in together)  # a number stays with its unit
-    filled = (textwrap.fill(line, 80, subsequent_indent=" " * 14, break_on_hyphens=False) for line in fixed)
-    return "\n".join(filled).replace("\u00a0", " ")
+    look: dict[str, Any] = {"width": 80, "subsequent_indent": " " * 14, "break_on_hyphens": False}
+    return "\n".join(textwrap.fill(f"{name:13} {text}", **look) for name, text in texts.items() if text)
 
 
 def _mb(size: int) -> str:

@@ -19,9 +19,7 @@ from daskgpt.profiling.timeline import (
     TaskGraph,
     Timeline,
     Window,
-    describe_summary,
     events_of,
-    summarise,
     timeline_paths,
 )
 from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
@@ -38,75 +36,57 @@ class ProcessEvents(NamedTuple):
     events: list[Event]
 
 
-class StepRecorder:
-    """Records the kernel calls of the steps that run inside `window`, and makes a timeline of them.
+class Recorder:
+    """Records the kernel calls of the steps of an engine that run inside `window`, and makes a timeline of them.
 
     Use one recorder at a time, for steps of one grain. It records from the first window on; `finish` leaves
     out steps between windows.
     """
 
     def __init__(self, engine: Any) -> None:
-        """engine   a `LocalEngine` or a `TaskEngine`, whose first steps may still choose chunks and grain"""
-        self.engine, self.scheduler = engine, engine.scheduler
-        self.windows: list[Window] = []
-        self.steps: dict[int, int] = {}  # number of a run -> step
+        """engine   any `Engine`, whose first steps may still choose chunks and grain"""
+        self.engine, self.scheduler, self.windows = engine, engine.scheduler, list[Window]()
+        self._steps: dict[int, int] = {}  # number of a run -> step
         self._recording = ExitStack()
         self._processes: list[ProcessSpans] = []
 
     @contextmanager
     def window(self, steps: Sequence[int]) -> Iterator[None]:
         """Record steps that the scheduler gets together."""
-        if not self.windows:
+        if not self.windows and not self.engine.ranks:
             self._processes = self._recording.enter_context(self.scheduler.record())
         first, start = self.scheduler.runs, time()
-        yield
-        self.steps |= {first + number: step for number, step in enumerate(steps)}
-        self.windows.append(Window(tuple(steps), start, time()))
-
-    def finish(self) -> Timeline:
-        """Return the timeline. On a cluster, call this once the updates of the last step are done."""
-        self._recording.close()
-        step, start, parts = self.engine.step, self.windows[0].start, list[ProcessEvents]()
-        for process in self._processes:
-            spans = [(self.steps[span.run], span) for span in process.spans if span.run in self.steps]
-            parts.append(ProcessEvents(process.name, process.threads, events_of(step, spans, start - process.offset)))
-        tokens = step.kernels.inputs["tokens"]
-        size, chunk = (" x ".join(map(str, shape)) for shape in (tokens.shape, tokens.chunksize))
-        title = (
-            f"barrier {step.dials.barrier}, grain {step.dials.grain}, {size} tokens in chunks of {chunk}, "
-            f"{self.scheduler.description}"
-        )
-        return joined(title, self.windows, parts, TaskGraph.of(step))
-
-
-class RankRecorder:
-    """Records the kernel calls of all ranks, on a cluster whose workers share each batch."""
-
-    def __init__(self, engine: Any) -> None:
-        """engine   a `RankEngine`"""
-        self.engine, self.windows = engine, list[Window]()
-
-    @contextmanager
-    def window(self, steps: Sequence[int]) -> Iterator[None]:
-        """Record steps that are one window of the ranks."""
-        start, self.engine.kept = time(), True
+        self.engine.kept = True  # by ranks, which record their own calls
         try:
             yield
         finally:
             self.engine.kept = False
+        self._steps |= {first + number: step for number, step in enumerate(steps)}
         self.windows.append(Window(tuple(steps), start, time()))
 
     def finish(self) -> Timeline:
-        """Return the timeline, without dependencies between tasks of different ranks."""
-        job, scheduler, addresses = self.engine.job, self.engine.scheduler, self.engine.addresses
-        answers = scheduler.client.run(rank_events, self.engine.run_name, self.windows[0].start, workers=addresses)
-        recordings = [answer for answer in answers.values() if answer is not None]
-        size = " x ".join(map(str, job.batch_shape))
-        title = (
-            f"barrier {job.dataflow.barrier}, {size} tokens shared by {len(addresses)} workers, {scheduler.description}"
-        )
-        tasks = TaskGraph.of_ranks([graph for _, graph in recordings])
-        return joined(title, self.windows, [part for part, _ in recordings], tasks)
+        """Return the timeline; with ranks, without dependencies between tasks of different ones.
+
+        On a cluster, call this once the updates of the last step are done.
+        """
+        self._recording.close()
+        engine, start = self.engine, self.windows[0].start
+        if engine.ranks:
+            answers = self.scheduler.client.run(rank_events, engine.run_name, start, workers=engine.addresses)
+            recordings = [answer for answer in answers.values() if answer is not None]
+            parts, tasks = [part for part, _ in recordings], TaskGraph.of_ranks([graph for _, graph in recordings])
+        else:
+            parts, tasks = [self._events_of(process) for process in self._processes], TaskGraph.of(engine.step)
+        size, chunk = (" x ".join(map(str, shape)) for shape in (engine.job.batch_shape, engine.chunk))
+        cut = f"shared by {len(parts)} workers" if engine.ranks else f"in chunks of {chunk}"
+        dials = f"barrier {engine.job.dataflow.barrier}, grain {engine.used_grain}"
+        title = f"{dials}, {size} tokens {cut}, {self.scheduler.description}"
+        return joined(title, self.windows, parts, tasks)
+
+    def _events_of(self, process: ProcessSpans) -> ProcessEvents:
+        spans = [(self._steps[span.run], span) for span in process.spans if span.run in self._steps]
+        events = events_of(self.engine.step, spans, self.windows[0].start - process.offset)
+        return ProcessEvents(process.name, process.threads, events)
 
 
 def rank_events(run: str, start: float, dask_worker: Any) -> tuple[ProcessEvents, TaskGraph] | None:
@@ -141,11 +121,6 @@ def joined(title: str, windows: Sequence[Window], parts: Sequence[ProcessEvents]
     return Timeline(
         f"Steps {shown[0] + 1:,} to {shown[-1] + 1:,}: {title}", tuple(lanes), ordered, (*before, last), tasks
     )
-
-
-def recorder_of(engine: Any) -> StepRecorder | RankRecorder:
-    """Return a recorder of the steps of an engine."""
-    return RankRecorder(engine) if engine.ranks else StepRecorder(engine)
 
 
 def is_bare(path: str) -> bool:
@@ -193,7 +168,7 @@ class TimelineCallback:
         self.timeline: Timeline | None = None
 
     def begin(self, job: Job, engine: Engine, steps: int) -> int:
-        self.recorder = recorder_of(engine)
+        self.recorder = Recorder(engine)
         rule, advice = "--graph needs tasks that one scheduler knows", "Add --engine tasks, or train with threads."
         require(not (engine.ranks and self.config.graph), "timeline", rule, {"engine": "ranks"}, advice)
         self.folder = Path(job.run.out)
@@ -217,7 +192,7 @@ class TimelineCallback:
             from daskgpt.profiling.pages import write_timeline  # loads Bokeh
 
             trace, page = write_timeline(self.timeline, self._path(config.timeline))
-            print(f"\n{describe_summary(summarise(self.timeline))}\n\ntimeline written to {page} and {trace}")
+            print(f"\n{self.timeline.summary}\n\ntimeline written to {page} and {trace}")
 
     def _path(self, name: str) -> Path:
         return self.folder / name if is_bare(name) else Path(name)

@@ -1,7 +1,7 @@
 """Predict the time of a step by discrete events, from the graphs that would run and the calibration of a machine.
 
-Each process chooses tasks as Dask's schedulers do, with Dask's own functions. The start of a task, the steps between
-its calls, and its messages need the interpreter's lock, which one thread of a process holds at a time; kernels do not.
+Each process chooses tasks as Dask's schedulers do, with Dask's own functions. The start of a task and its messages need
+the interpreter's lock, which one thread of a process holds at a time; kernels do not.
 A task takes the time of its calls on one thread or, with k of n cores in kernels, k / n of their time beside calls on
 all n cores if that is longer: cores share the memory. A machine with more to do than cores slows everything on it
 equally, and a little more than by their number. Messages share the links of their machines equally, and those from one
@@ -71,13 +71,11 @@ class Demand:
 
     kernels   seconds of its kernels on one thread
     beside    seconds of all of them while all cores run kernels
-    calls     that it makes
     sends     ranks, channels and bytes of its messages; receives: ranks and channels
     """
 
     kernels: Seconds = field(default_factory=dict)
     beside: float = 0.0
-    calls: int = 0
     sends: Sequence[tuple[int, Hashable, int]] = ()
     receives: Sequence[tuple[int, Hashable]] = ()
 
@@ -90,7 +88,7 @@ class Demand:
     def of(cls, calls: Sequence[Demand]) -> Demand:
         """Return what a task of several calls needs."""
         sends, receives = ([part for call in calls for part in getattr(call, name)] for name in ("sends", "receives"))
-        return cls(added(call.kernels for call in calls), sum(c.beside for c in calls), len(calls), sends, receives)
+        return cls(added(call.kernels for call in calls), sum(call.beside for call in calls), sends, receives)
 
 
 def added(parts: Iterable[Seconds]) -> Seconds:
@@ -122,7 +120,7 @@ def call_demands(step: CompiledStep, costs: Calibration) -> dict[Key, Demand]:
         if work := work_of(graph, key):
             alone, beside = costs.seconds(f"{step.dials.precision.name} {work[0]}", work[1])
         kind, copying = (call.origin.layer, call.origin.phase), 2 * copied / costs.copy
-        demands[key] = Demand({kind: alone + copying}, beside + copying, 1, **messages)
+        demands[key] = Demand({kind: alone + copying}, beside + copying, **messages)
     return demands
 
 
@@ -261,11 +259,16 @@ class Simulation:
         self.state[rank]["ready"] = ready_list(self.state[rank]["ready"], process.graph, seconds)
         self._locked(rank, any_graph + node * len(process.graph), self._fire, rank)
 
+    def ready(self, rank: int) -> list[Key]:
+        """Return the tasks of a process whose needs are done, in Dask's order: its threads take them from the end."""
+        tasks: list[Key] = self.state[rank]["ready"]
+        return tasks
+
     def _fire(self, rank: int) -> None:
         """Give tasks to threads that have none."""
-        state, process = self.state[rank], self.processes[rank]
-        while state["ready"] and len(state["running"]) < process.threads:
-            key = state["ready"].pop()
+        state, process, ready = self.state[rank], self.processes[rank], self.ready(rank)
+        while ready and len(state["running"]) < process.threads:
+            key = ready.pop()
             state["running"].add(key)
             lock, besides = self.costs.of_task(process.demands[key].alone, process.pooled)
             self._locked(rank, lock, self._receive, rank, key, more=besides)
@@ -275,18 +278,16 @@ class Simulation:
         places = [(rank, *place) for place in self.processes[rank].demands[key].receives]
         if all(self.arrived[place] for place in places):
             self.arrived.subtract(places)
-            self._call(rank, key)
+            self._compute(rank, key)
         else:
             self.blocked[rank].append(key)
 
-    def _call(self, rank: int, key: Key) -> None:
-        """Let a task make its calls: first what needs the lock, then the kernels."""
-        demand = self.processes[rank].demands[key]
-        then = self._compute if demand.alone else self._done
-        self._locked(rank, demand.calls * self.costs.call, then, rank, key)
-
     def _compute(self, rank: int, key: Key) -> None:
+        """Let a task run its kernels, which do not hold the lock."""
         began, demand = self.now, self.processes[rank].demands[key]
+        if not demand.alone:
+            self._done(rank, key)
+            return
 
         def ended() -> None:
             for (_, phase), seconds in demand.kernels.items():
@@ -436,8 +437,8 @@ def forecast(
     *,
     cores: int = 0,
     costs: Calibration | None = None,
-) -> tuple[Forecast, list[CompiledStep]]:
-    """Return the predicted time of a job's steps, and the compiled step of each worker.
+) -> tuple[Forecast, list[LocalEngine]]:
+    """Return the predicted time of a job's steps, and the engine of each worker.
 
     Auto chunks and grain are settled by predicted times of kernels, as a run settles them by measured ones. Without a
     stored calibration, or one that lacks kernels of this job, a few steps of its model with few blocks are run.
@@ -467,8 +468,8 @@ def forecast(
     place = Platform(cores or (max(threads, here) if bandwidth or ranks == 1 else here), bandwidth, latency)
     if place.cores > costs.cores:
         notes.append(f"more cores than the {costs.cores} that were measured, each with the memory rate of one of them")
-    if ranks > 1 and not costs.measured:
-        notes.append("messages were not measured here")
+    if ranks > 1:
+        notes.append("messages within a machine take as long as on two cores of an EPYC (Zen 3)")
     runs = RUNS if ranks > 1 else 1
     simulation, steps, alone = Simulation(processes, costs, place, runs), processes[0].steps, 0.0
     if ranks * threads > 1:
@@ -484,7 +485,7 @@ def forecast(
         locked=max(simulation.locked) / runs / steps,
         notes=notes,
     )
-    return predicted, [engine.step for engine in engines]
+    return predicted, engines
 
 
 def engines_of(job: Job, ranks: int, scheduler: Scheduler, memory: float | None = None) -> list[LocalEngine]:

@@ -1,21 +1,20 @@
-"""Timelines: kernel calls with their places in the model, as Chrome's trace events, as numbers, and as strips of color
-for notebooks."""
+"""Timelines: kernel calls with their places in the model, as Chrome's trace events and as numbers."""
 
 from __future__ import annotations
 
 from collections import ChainMap, Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from graphlib import TopologicalSorter
-from html import escape
-from itertools import groupby, pairwise, product
+from itertools import pairwise, product
 from operator import itemgetter
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple, TypeVar
 
 from daskgpt.config.errors import require
-from daskgpt.config.rich import html_text, svg, text_table
+from daskgpt.config.tables import text_table
 from daskgpt.graph.calls import PHASES, Origin, call_of, is_pick
 from daskgpt.graph.compiled import CompiledGraph
 from daskgpt.graph.fuse import chunk_of
@@ -25,38 +24,28 @@ from daskgpt.graph.program import Span, calls_of
 K = TypeVar("K")
 Task = tuple[int, Key]
 
-# By layer, or by layer and pass; the tasks of several kernels are named by `graph.fuse.title`.
-COLORS = {
-    "linear": "#4269d0",
-    "attention": "#ff725c",
-    "layernorm": "#3ca951",
-    "gelu": "#efb118",
-    "relu2": "#efb118",
-    "add": "#a463f2",
-    "gather": "#17becf",
-    "embedding": "#9c6b4e",
-    "crossentropy": "#ff8ab7",
-    "adamw": "#7f8c99",
-    "mean": "#bcbd22",
-    "split": "#97bbf5",
-    "muon": "#5b6770",
-    "momentum": "#7f8c99",
-    "rmsnorm": "#3ca951",
-    "qk_norm": "#3ca951",
-    "swiglu": "#efb118",
-    "rotary": "#f2b6a0",
-    "dropout": "#c8b0ec",
-    "unembedding": "#4269d0",
-    "update": "#7f8c99",
-    "tokens": "#4269d0",
-    "tokens.head": "#ff8ab7",
-    "receive": "#d62728",  # red, as on Dask's pages
-    "send": "#f4a3a3",
+# Layers, some with their pass, by color; the tasks of several kernels are named by `graph.fuse.title`.
+PALETTE = {
+    "#4269d0": "linear unembedding tokens",
+    "#ff725c": "attention",
+    "#3ca951": "layernorm rmsnorm qk_norm",
+    "#efb118": "gelu relu2 swiglu",
+    "#a463f2": "add",
+    "#17becf": "gather",
+    "#9c6b4e": "embedding",
+    "#ff8ab7": "crossentropy tokens.head",
+    "#7f8c99": "adamw momentum update",
+    "#bcbd22": "mean",
+    "#97bbf5": "split",
+    "#5b6770": "muon",
+    "#f2b6a0": "rotary",
+    "#c8b0ec": "dropout",
+    "#d62728": "receive",  # red, as on Dask's pages
+    "#f4a3a3": "send",
 }
+COLORS = {layer: color for color, layers in PALETTE.items() for layer in layers.split()}
 OTHER_COLOR = "#d0a842"
 DARKER = 0.62  # of a forward kernel's color: its backward kernels
-
-COLUMNS, LANE, GAP, LETTERS = 700, 22, 4, 110  # pixels
 
 
 def is_message(kind: str) -> bool:
@@ -168,6 +157,11 @@ class Timeline:
         """The steps, counted from 0 as in `metrics.jsonl`; what people see counts from 1."""
         return [step for window in self.windows for step in window.steps]
 
+    @cached_property
+    def summary(self) -> Summary:
+        """Times of kernels, tasks and lanes. Errors   ValueError without events"""
+        return summarise(self)
+
     def trace(self) -> dict[str, Any]:
         """Return Chrome's trace events, which Perfetto reads as well: a process per worker, a thread per lane.
 
@@ -188,19 +182,14 @@ class Timeline:
             shown = {name: getattr(event, name) for name in ("layer", "block", "chunk", "bytes")}
             more = {"pass": event.phase, "where": event.place, "step": event.step + 1, "task": event.task_name}
             entries.append({**entry, "cat": f"{event.phase},step {event.step + 1}", "args": {**shown, **more}})
-        about = {"title": self.title, "summary": describe_summary(summarise(self))}
+        about = {"title": self.title, "summary": str(self.summary)}
         return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": about}
 
     def __repr__(self) -> str:
         """Return a summary that fits on one screen."""
-        text = describe_summary(summarise(self)) if self.events else "no events"
+        text = str(self.summary) if self.events else "no events"
         lines = [f"Timeline: {self.title}", *text.splitlines()]
         return "\n".join(fill(line, 100, subsequent_indent="  ") if len(line) > 100 else line for line in lines)
-
-    def _repr_html_(self) -> str:
-        """Return the same for notebooks, below the lanes as strips of color."""
-        drawing = f"{html_legend(self)}<br>{svg_strips(self)}" if self.events else ""
-        return drawing + html_text(repr(self))
 
 
 def chunks_of(runnable: CompiledGraph) -> dict[Key, tuple[int | None, int | None] | None]:
@@ -283,6 +272,28 @@ class Summary:
     def kernel_share(self) -> float:
         """Share of all lanes' time in which kernels ran."""
         return sum(self.busy.values()) / len(self.busy)
+
+    def __str__(self) -> str:
+        """Return the summary as text, with means over the steps."""
+        per_step, many = 1e3 / self.steps, "s" * (self.steps > 1)
+        path = ", ".join(
+            f"{layer}.{phase} {seconds / self.critical_path:.0%}"
+            for (layer, phase), seconds in list(self.critical.items())[:3]
+        )
+        lines = [
+            f"wall          {self.wall * per_step:9.2f} ms a step, {self.steps} step{many}",
+            *(f"{name:13} {share:9.1%} busy, {1 - share:.1%} idle" for name, share in self.busy.items()),
+            f"overlap       {self.overlap:9.1%} of the time two or more layers at once, "
+            f"{self.steps_overlap:.1%} two or more steps",
+            f"critical path {self.critical_path * per_step:9.2f} ms a step, "
+            f"{self.critical_path / self.wall:.0%} of the wall time: {path}",
+            f"threads' time {self.kernel_share:9.1%} kernels, {self.inside_share:.1%} between the kernels of a task, "
+            f"{self.scheduling_share:.1%} scheduling (a task was ready), {self.waiting_share:.1%} waiting (none was)",
+            f"tasks         {self.tasks / self.steps:9,.0f} a step",
+            "",
+            _table(self),
+        ]
+        return "\n".join(lines)
 
 
 def summarise(timeline: Timeline) -> Summary:
@@ -397,29 +408,6 @@ def _scheduling(timeline: Timeline, spans: Mapping[Task, tuple[float, float]]) -
     return seconds
 
 
-def describe_summary(summary: Summary) -> str:
-    """Return a summary as text, with means over the steps."""
-    per_step, many = 1e3 / summary.steps, "s" * (summary.steps > 1)
-    path = ", ".join(
-        f"{layer}.{phase} {seconds / summary.critical_path:.0%}"
-        for (layer, phase), seconds in list(summary.critical.items())[:3]
-    )
-    lines = [
-        f"wall          {summary.wall * per_step:9.2f} ms a step, {summary.steps} step{many}",
-        *(f"{name:13} {share:9.1%} busy, {1 - share:.1%} idle" for name, share in summary.busy.items()),
-        f"overlap       {summary.overlap:9.1%} of the time two or more layers at once, "
-        f"{summary.steps_overlap:.1%} two or more steps",
-        f"critical path {summary.critical_path * per_step:9.2f} ms a step, "
-        f"{summary.critical_path / summary.wall:.0%} of the wall time: {path}",
-        f"threads' time {summary.kernel_share:9.1%} kernels, {summary.inside_share:.1%} between the kernels of a task, "
-        f"{summary.scheduling_share:.1%} scheduling (a task was ready), {summary.waiting_share:.1%} waiting (none was)",
-        f"tasks         {summary.tasks / summary.steps:9,.0f} a step",
-        "",
-        _table(summary),
-    ]
-    return "\n".join(lines)
-
-
 def _table(summary: Summary) -> str:
     """Return a table of milliseconds and calls per step, by layer and pass, of all lanes together."""
     layers = {layer for layer, _ in summary.kernels}
@@ -435,49 +423,6 @@ def _table(summary: Summary) -> str:
         shown = [f"{1e3 * passed / summary.steps:.3f}" if passed or name == "all" else "" for passed, _ in cells]
         table.append([name, *shown, f"{1e3 * seconds / summary.steps:.3f}", f"{calls / summary.steps:,.0f}"])
     return text_table(table)
-
-
-# Strips of color, whose size does not depend on the number of kernel calls.
-
-
-def svg_strips(timeline: Timeline, *, end: float = 0.0, named: bool = True) -> str:
-    """Return lanes as SVG. Each column of pixels has the color of the layer and pass that took most of its time.
-
-    end     seconds of the whole width; 0 = those of the timeline
-    named   whether lanes have their names at the left
-    """
-    last = max(window.end for window in timeline.windows)
-    end, left = end or last, LETTERS if named else 0
-    parts = []
-    for number, lane in enumerate(timeline.lanes):
-        top = number * (LANE + GAP)
-        parts.append(f'<text x="0" y="{top + 15}" font-size="11">{escape(lane.name)}</text>' if named else "")
-        parts.append(f'<rect x="{left}" y="{top}" width="{COLUMNS * last / end:.0f}" height="{LANE}" fill="#eef0f3"/>')
-        for color, group in groupby(enumerate(_columns(timeline, number, end)), key=itemgetter(1)):
-            first, *others = (column for column, _ in group)
-            place = f'x="{left + first}" y="{top}" width="{1 + len(others)}" height="{LANE}"'
-            parts.append(f'<rect {place} fill="{color}"/>' if color else "")
-    return svg(left + COLUMNS, len(timeline.lanes) * (LANE + GAP), parts)
-
-
-def html_legend(*timelines: Timeline) -> str:
-    """Return the colors of the layers of all timelines, as HTML."""
-    layers = sorted({event.layer for timeline in timelines for event in timeline.events})
-    square = '<span style="display: inline-block; width: 11px; height: 11px; background: {}"></span> {}'
-    return " &nbsp; ".join(square.format(color_of(layer), escape(layer)) for layer in layers)
-
-
-def _columns(timeline: Timeline, lane: int, end: float) -> list[str]:
-    """Return the color of each column; "" if the lane ran no kernel for most of it."""
-    taken = [defaultdict[str, float](float) for _ in range(COLUMNS)]
-    wide = end / COLUMNS
-    for event in timeline.events:
-        if event.lane != lane:
-            continue
-        color = color_of(event.kind)
-        for column in range(int(event.start / wide), min(int(event.end / wide) + 1, COLUMNS)):
-            taken[column][color] += min(event.end, (column + 1) * wide) - max(event.start, column * wide)
-    return [max(colors, key=colors.__getitem__) if sum(colors.values()) > wide / 2 else "" for colors in taken]
 
 
 def timeline_paths(path: str | Path) -> tuple[Path, Path]:

@@ -184,17 +184,17 @@ class ClusterScheduler(Scheduler):
 
     def are_made(self, handles: list[Any]) -> bool:
         """Return whether results are made, without waiting. Errors as of `fetch`."""
-        statuses = [handle.status for handle in handles if isinstance(handle, Future)]
-        if {"cancelled", "error"} & set(statuses):
+        statuses = {handle.status for handle in handles}
+        if {"cancelled", "error"} & statuses:
             raise loss(self.client, "a result")
-        return set(statuses) <= {"finished"}
+        return statuses <= {"finished"}
 
     def present(self, handles: list[Any]) -> list[bool]:
-        """Return whether each result is in the memory of a worker; values of this process are."""
-        keys = [handle.key for handle in handles if isinstance(handle, Future) and handle.status == "finished"]
+        """Return whether each result is in the memory of a worker."""
+        keys = [handle.key for handle in handles if handle.status == "finished"]
         with losses_as_errors(self.client):
             held = {key: set(where) - self.apart.now for key, where in holders(self.client, keys).items()}
-        return [bool(held.get(handle.key)) if isinstance(handle, Future) else True for handle in handles]
+        return [bool(held.get(handle.key)) for handle in handles]
 
     def addresses(self) -> set[str]:
         with losses_as_errors(self.client):
@@ -244,14 +244,7 @@ class ClusterScheduler(Scheduler):
             pass
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
-        results = [function(*arguments)] if here else []
-        with losses_as_errors(self.client):
-            return results + list(awaited(self.client, self._look, self.client.run, function, *arguments).values())
-
-    def worker_metrics(self, name: str) -> dict[str, Any]:
-        with losses_as_errors(self.client):
-            workers = members(self.client).values()
-        return {str(worker["name"]): worker["metrics"][name] for worker in workers if name in worker["metrics"]}
+        return ([function(*arguments)] if here else []) + list(self.call_on(function, *arguments).values())
 
     def publish(self, topic: str, message: Any) -> None:
         with suppress(WorkerLost), losses_as_errors(self.client):  # the next request for results raises the error

@@ -36,7 +36,6 @@ from daskgpt.schedulers.dask_internals import (
 from daskgpt.schedulers.failures import REACHED
 from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.local import ENVIRONMENT
-from daskgpt.schedulers.machine import quota_note
 from daskgpt.schedulers.membership import (
     LOGGED,
     SENT,
@@ -48,8 +47,7 @@ from daskgpt.schedulers.membership import (
     running,
     show_run,
 )
-from daskgpt.schedulers.protocol import scheduler_file
-from daskgpt.schedulers.worker_metrics import TOPIC
+from daskgpt.schedulers.protocol import TOPIC, scheduler_file
 from daskgpt.schedulers.workers import PrepareWorker
 
 CONNECT_TIMEOUT = 10  # seconds
@@ -79,7 +77,7 @@ def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
         _client("local", address=cluster) as client,
     ):
         yield _ready(
-            ClusterScheduler(client, f"local cluster, {workers} worker processes{quota_note(workers)}"),
+            ClusterScheduler(client, f"local cluster, {workers} worker processes"),
             ends_with_it=True,
         )
 

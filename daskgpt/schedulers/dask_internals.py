@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from distributed import wait
@@ -23,14 +22,11 @@ from distributed.comm.addressing import parse_host_port as parse_host_port
 from distributed.core import Status
 from distributed.diagnostics import task_stream
 from distributed.diagnostics.task_stream import TaskStreamPlugin
-from distributed.metrics import context_meter
 from distributed.protocol import to_serialize as to_serialize
 from distributed.scheduler import heartbeat_interval as heartbeat_interval
 from distributed.security import Security
 from distributed.utils import key_split as key_split
 
-BUSY = ("thread-cpu", "thread-noncpu")  # labels of the time in which a thread runs a task
-KERNEL = "kernel "  # prefix of our own labels, of kernels in merged tasks, whose time Dask subtracts from the task
 LOOKING = 0.5  # seconds between two looks at the workers while waiting
 ANSWER_SECONDS = 1  # in which a process that has taken a connection says what it is
 NANNY_SECONDS = 2  # in which a nanny ends its worker; none answers where the whole machine is gone
@@ -296,33 +292,3 @@ def closes(worker: Any) -> bool:
 def thread_count(worker: Any) -> int:
     """Return how many tasks a worker runs at once."""
     return int(worker.state.nthreads)
-
-
-def digest_kernel(kind: str, seconds: float) -> None:
-    """Count the seconds of a kernel under its own label, within the task that runs."""
-    context_meter.digest_metric(f"{KERNEL}{kind}", seconds, "seconds")
-
-
-def executed(worker: Any) -> tuple[int, float, float]:
-    """Return the tasks that a worker has run, the seconds of its threads in them, and the bytes that it has sent."""
-    busy = sum(
-        seconds
-        for key, seconds in worker.digests_total.items()
-        if key[0] == "execute" and (key[-2] in BUSY or str(key[-2]).startswith(KERNEL))
-    )
-    return worker.state.executed_count, busy, worker.transfer_outgoing_bytes_total
-
-
-class Received:
-    """Counts the bytes that a worker receives: Dask keeps a list of the latest transfers, and no sum."""
-
-    def __init__(self, worker: Any) -> None:
-        self.log, self.total = worker.transfer_incoming_log, 0.0
-        self.latest = next(reversed(self.log), None)
-
-    def count(self) -> float:
-        """Return the bytes since the count began."""
-        new = list(takewhile(lambda entry: entry is not self.latest, reversed(self.log)))
-        self.total += sum(entry["total"] for entry in new)
-        self.latest = new[0] if new else self.latest
-        return self.total

@@ -18,8 +18,7 @@ from distributed import KilledWorker
 
 from daskgpt.schedulers.dask_internals import ClosedClientError, end_worker, get_address_host, heartbeat_interval
 from daskgpt.schedulers.membership import members
-from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
-from daskgpt.schedulers.worker_metrics import METRIC
+from daskgpt.schedulers.protocol import METRIC, ClusterLost, WorkerLost
 
 SILENCE = 60.0  # seconds without a heartbeat after which a worker is ended; a run has a setting of its own
 EVERY = 0.4  # least seconds between two looks that count
@@ -73,10 +72,9 @@ def places_apart(results: Sequence[tuple[int, Collection[str]]], workers: Sequen
     given: Counter[str] = Counter()
     places = {}
     for number, (size, where) in sorted(enumerate(results), key=lambda item: -item[1][0]):
-        others = [worker for worker in workers if worker not in where] or list(workers)
         hosts = {get_address_host(worker) for worker in where}
-        elsewhere = [worker for worker in others if get_address_host(worker) not in hosts] or others
-        places[number] = min(elsewhere, key=lambda worker: given[worker])
+        others = [worker for worker in workers if worker not in where] or workers
+        places[number] = min(others, key=lambda worker: (get_address_host(worker) in hosts, given[worker]))
         given[places[number]] += size
     return [places[number] for number in range(len(results))]
 

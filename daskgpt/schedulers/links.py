@@ -68,16 +68,13 @@ class WorkerRanks:
 
     programs   by run: objects with a `link`
     links      by epoch
-    done       tasks, busy seconds, and bytes sent and received of ranks, which Dask does not count
     """
 
     programs: dict[str, Any] = field(default_factory=dict)
     links: dict[str, WorkerLink] = field(default_factory=dict)
-    done: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def take(self, epoch: str, parts: Sequence[np.ndarray]) -> None:
         """Take a message for any rank of this worker; those of epochs that are over are dropped."""
-        self.done["received"] += sum(part.nbytes for part in parts)
         if (link := self.links.get(epoch)) is not None:
             rank, channel, value = pickle.loads(parts[0].data, buffers=[part.data for part in parts[1:]])
             link.take(rank, channel, value)
@@ -157,7 +154,6 @@ class WorkerLink:
             gone.add_done_callback(lambda ended: self._ended(rank, address, ended))
             while (message := await self.outgoing[rank].get()) is not None:
                 parts = _parts(message, copied=copied)
-                self.ranks.done["sent"] += sum(part.data.nbytes for part in parts)
                 await comm.write({"op": OP, "reply": False, "epoch": self.epoch, "parts": parts})
         except OSError as error:
             self._gone(rank, f"worker {address}: {error}")

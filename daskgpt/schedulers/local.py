@@ -9,19 +9,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from threading import Lock
-from types import TracebackType
 from typing import Any
 
 import dask.local
 import dask.threaded
 from dask.callbacks import Callback
-from threadpoolctl import threadpool_limits
 
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Key, with_leaves
 from daskgpt.graph.program import Span
-from daskgpt.schedulers.machine import quota_note, usable_cores
+from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 
 # From <malloc.h>
@@ -51,28 +48,6 @@ def return_memory() -> None:
     if platform.libc_ver()[0] == "glibc":
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-
-
-class OneBlasThread:
-    """Limits BLAS to one thread in this process while at least one of its `with` blocks is open, in any thread."""
-
-    def __init__(self) -> None:
-        self.lock, self.users = Lock(), 0
-        self.limits: Any = None
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.limits = self.limits if self.users else threadpool_limits(limits=1, user_api="blas")
-            self.users += 1
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with self.lock:
-            self.users -= 1
-            if not self.users:
-                self.limits.restore_original_limits()
-
-
-ONE_BLAS_THREAD = OneBlasThread()  # tasks use all cores already
 
 
 class LocalScheduler(Scheduler):
@@ -142,7 +117,7 @@ def local_scheduler(name: str, threads: int) -> LocalScheduler:
     if name == "sync":
         return LocalScheduler(dask.local.get_sync, "Dask's synchronous scheduler")
     get = partial(dask.threaded.get, num_workers=threads)
-    share = " (in a task of a Dask worker)" if in_task() else quota_note(threads)
+    share = " (in a task of a Dask worker)" if in_task() else ""
     return LocalScheduler(get, f"Dask's threaded scheduler, {threads} thread{'s' * (threads != 1)}{share}", threads)
 
 

@@ -17,52 +17,24 @@ from time import perf_counter
 
 import numpy as np
 import psutil
-from threadpoolctl import threadpool_limits
+from dask.system import cpu_count
 
 import daskgpt
 from daskgpt.kernels.float32.blas import matmul
 
-CGROUPS, OWN_CGROUPS, MOUNTS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # Files of a control group with a limit of memory, and those with what it holds, in both versions.
 MEMORY_FILES = {"memory.max": "memory.current", "memory.high": "memory.current"}
 MEMORY_FILES |= {"memory.limit_in_bytes": "memory.usage_in_bytes"}
-CPU_PERIOD = 100_000  # microseconds in which a quota counts, where a group does not say
 STATUS, CLEAR_REFS, CPU_INFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/cpuinfo")
 BUSY = 0.2  # cores that other programs keep busy, from which on times are those of a share of the machine
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may keep busy: those that it may run on or, if that is less, its
-    quota, rounded (half a core up), and at least 1.
+    """Return the number of cores that this process may keep busy, as Dask counts them: those of its affinity or, if
+    that is less, the quota of its control group, rounded up.
     """
-    return max(1, min(_allowed_cores(), int(_quota() + 0.5)))
-
-
-def quota_note(threads: int) -> str:
-    """Return the quota of this process, for headers with a number of threads; empty if there is none, or for fewer."""
-    quota, cores = _quota(), _allowed_cores()
-    return f": quota of {quota:.3g} of {cores} cores" if quota < cores and threads >= usable_cores() else ""
-
-
-def _allowed_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _quota() -> float:
-    """Return the least quota of processor time of the control groups that this process is in [cores]; the number of
-    its cores if no group has less.
-    """
-    quotas = [float(_allowed_cores())]
-    for group in _groups("cpu"):
-        with suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
-            quota, *period = (group / "cpu.max").read_text().split()
-            quotas.append(int(quota) / (int(period[0]) if period else CPU_PERIOD))
-        with suppress(OSError, ValueError, ZeroDivisionError):
-            limit, length = int((group / "cpu.cfs_quota_us").read_text()), CPU_PERIOD
-            with suppress(OSError):
-                length = int((group / "cpu.cfs_period_us").read_text())
-            quotas.append(limit / length)
-    return min(quota for quota in quotas if quota > 0)  # -1 is none
+    return int(cpu_count())
 
 
 def memory_limit() -> tuple[int, str]:
@@ -85,42 +57,22 @@ def available_memory() -> int:
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """Yield limit and held bytes of the control groups of this process that limit its memory."""
-    for group in _groups("memory"):
+    for group in _memory_groups():
         for limit, usage in MEMORY_FILES.items():
             with suppress(OSError, ValueError):  # no such file, or "max"
                 yield int((group / limit).read_text()), _held(group, usage)
 
 
-def _groups(controller: str) -> Iterator[Path]:
-    """Yield folders of this process's control groups for a resource and of those above, which limit it as well; not
-    every folder exists.
-
-    A process is in one group of version 2, and in one of version 1 for each resource that version 1 manages. A mount
-    shows a topmost group and those below it. In a container that is the container's group, but the path of a process
-    may begin at the root of the host.
+def _memory_groups() -> Iterator[Path]:
+    """Yield folders of this process's control groups for memory, of both versions, and of the groups above, which limit
+    it as well; not every folder exists.
     """
     for line in _lines(OWN_CGROUPS):
         _number, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        # Not every sandbox lists its mounts: the usual places are tried as well.
-        usual = (controllers, controller) if controllers else ("", "unified")
-        for point, top in [*((CGROUPS / name, "/") for name in usual), *_mounts(controller if controllers else "")]:
-            group = Path(path).relative_to(top) if Path(path).is_relative_to(top) else Path()
-            yield from (point / inside for inside in (group, *group.parents))
-
-
-def _mounts(controller: str) -> Iterator[tuple[Path, str]]:
-    """Yield the folders where the groups of a resource are mounted, each with the path of its topmost group.
-
-    controller   of version 1; empty for groups of version 2
-    """
-    for line in _lines(MOUNTS):
-        place, _, kind = line.partition(" - ")
-        name, *_source, options = kind.split()
-        if (name == "cgroup" and controller in options.split(",")) or (name == "cgroup2" and not controller):
-            top, point = place.split()[3:5]
-            yield Path(point), top
+        if controllers in ("", "memory"):
+            root = CGROUPS / controllers
+            group = root / path.removeprefix("/")
+            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
 
 
 def _held(group: Path, usage: str) -> int:
@@ -203,11 +155,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 SIZE, PRODUCTS, ROUNDS = 1024, 8, 5  # 17 GFLOP a thread and round
-IN_BRIEF = (2, 3)  # products and rounds: some tenth of a second in all
 
 
 def product_rate(threads: int, products: int = PRODUCTS, rounds: int = ROUNDS) -> float:
-    """Measure the float32 operations per second of NumPy's BLAS, called as kernels call it, on some threads at once.
+    """Measure the float32 operations per second of matrix products on some threads at once.
 
     Every thread multiplies large square matrices of its own; the rate is that of all, the median of some rounds.
     """
@@ -219,9 +170,8 @@ def product_rate(threads: int, products: int = PRODUCTS, rounds: int = ROUNDS) -
         for _ in range(count):
             matmul(matrices[number][0], matrices[number][1], results[number])
 
-    with threadpool_limits(limits=1, user_api="blas"):
-        seconds_of_all(multiply, threads, 1)
-        seconds = median(seconds_of_all(multiply, threads, products) for _ in range(rounds))
+    seconds_of_all(multiply, threads, 1)
+    seconds = median(seconds_of_all(multiply, threads, products) for _ in range(rounds))
     return threads * products * 2 * SIZE**3 / seconds
 
 

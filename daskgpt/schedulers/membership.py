@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import dask
-import numpy as np
 from distributed import SchedulerPlugin, WorkerPlugin
 
 import daskgpt
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.bfloat16.isa import unit
-from daskgpt.kernels.float32.blas import one_order
 from daskgpt.schedulers.dask_internals import (
     awaited,
     forget_failures,
@@ -32,7 +30,7 @@ from daskgpt.schedulers.dask_internals import (
     remove_plugins,
     scheduler_identity,
 )
-from daskgpt.schedulers.worker_metrics import METRIC, TOPIC
+from daskgpt.schedulers.protocol import METRIC, TOPIC
 
 PREFIX = "daskgpt-"  # of the names of plugins
 PAGE = "daskgpt.profiling.dashboard"  # by name: it is in a layer above
@@ -134,7 +132,6 @@ def identity(packed: bool) -> dict[str, str]:
     packed   whether products run in bfloat16
     """
     facts = {"daskgpt": f"{daskgpt.__version__} ({_sources()})"} | {name: version(name) for name in PACKAGES}
-    facts["float32 products"] = "fused" if one_order(np.dtype(np.float32)) else "library"
     return facts | ({"bfloat16 products": unit().name.lower()} if packed else {})
 
 

@@ -6,20 +6,20 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import dask
 
 from daskgpt.config.errors import nearest, require
-from daskgpt.schedulers.local import ONE_BLAS_THREAD, in_task, keep_memory, local_scheduler, own_threads
+from daskgpt.schedulers.local import in_task, keep_memory, local_scheduler, own_threads
 from daskgpt.schedulers.protocol import Scheduler, scheduler_file
 
 LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
-CHOICES = "sync, threads, local, tcp://HOST:PORT, tls://HOST:PORT, file:scheduler.json"
+CHOICES = ["sync", "threads", "local", "HOST:PORT", "[IPV6]:PORT", "tls://HOST:PORT", "file:scheduler.json"]
 OPENS = "open_scheduler"
 SETTING = "DASK_SCHEDULER_ADDRESS"
 
@@ -53,8 +53,7 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
     threads = threads or own_threads()
     if address in ("sync", "threads"):
         keep_memory()
-        with ONE_BLAS_THREAD:
-            yield local_scheduler(address, threads)
+        yield local_scheduler(address, threads)
     else:
         from daskgpt.schedulers.connect import connected_cluster, local_cluster
 
@@ -103,20 +102,10 @@ def chosen_address(address: str) -> str:
         got["scheduler"] = f"{address} ({SETTING})"
     if address in LOCAL_SCHEDULERS or address.startswith(("file:", "inproc://")):
         return address
-    protocol, separator, place = address.rpartition("://")
-    rule, advice = "the scheduler must be known", f"Choose from {CHOICES}."
-    if protocol in ("http", "https"):
-        advice = "That is a dashboard; `dask scheduler` prints the scheduler's address as well, tcp://HOST:8786 say."
-    elif not separator and ":" not in place:  # one word
-        advice = f"Give file:{place}." if Path(place).is_file() else nearest(place, list(LOCAL_SCHEDULERS)[1:])
-        advice = advice if advice.startswith(("Give", "Did")) else f"Give HOST:PORT, or one of {CHOICES}."
-    complete = protocol in ("", "tcp", "tls") and bool(separator or ":" in place)
-    require(complete, OPENS, rule, got, advice)
-    host, _, port = place.rstrip("/").rpartition(":")
-    fine = port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
-    fine &= bool(host) and (":" not in host or (host.startswith("[") and host.endswith("]")))
-    rule, advice = "the address must be HOST:PORT", "Name both, an IPv6 address in brackets: tcp://[::1]:8786."
-    require(fine, OPENS, rule, got, advice)
+    match = re.fullmatch(r"(?:(tcp|tls)://)?(\[[^]]+\]|[^][:/]+):(\d{1,5})/?", address, re.ASCII)
+    known = match is not None and 0 < int(match[3]) < 1 << 16
+    require(known, OPENS, "the scheduler must be known", got, nearest(address, CHOICES))
+    protocol, host, port = cast(Any, match).groups()
     return f"{protocol or 'tcp'}://{host}:{port}"
 
 

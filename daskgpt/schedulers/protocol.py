@@ -14,6 +14,9 @@ from daskgpt.config.errors import refusal
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.program import Span
 
+METRIC = "daskgpt"  # in the heartbeats of workers that are ready for tasks
+TOPIC = "daskgpt"  # of the events of a run, on the scheduler
+
 
 @dataclass(frozen=True)
 class ProcessSpans:
@@ -106,14 +109,6 @@ class Scheduler(ABC):
     def everywhere(self, function: Callable[..., Any], *arguments: Any, here: bool = False) -> list[Any]:
         """Call a function in each process that runs tasks, with `here` also in this one; return the results."""
         return [function(*arguments)]
-
-    def worker_metrics(self, name: str) -> dict[str, Any]:
-        """Return a metric of the latest heartbeats by the names of the processes, without waiting for any of them.
-        The result is empty if there is only this process.
-
-        Errors   WorkerLost if the scheduler is gone
-        """
-        return {}
 
     def publish(self, topic: str, message: Any) -> None:  # noqa: B027
         """Publish an event on the scheduler, without waiting."""

@@ -1,8 +1,4 @@
-"""Automatic choice of chunks and grain: from the cost model, from trials without data, and from measured kernel times.
-
-No bit depends on the chunks where products sum in one order (`kernels.float32.blas.one_order`), so speed and memory
-decide.
-"""
+"""Automatic choice of chunks and grain: from the cost model, trials without data, and measured kernel times."""
 
 from __future__ import annotations
 
@@ -25,10 +21,8 @@ from daskgpt.graph.compiled import Submission
 from daskgpt.graph.fuse import FEW_THREADS, GRAINS
 from daskgpt.graph.nodes import Key, is_leaf, task
 from daskgpt.graph.program import Call, Program, Span, Values
-from daskgpt.kernels.float32.blas import one_order
 from daskgpt.model.optimizer import optimizer_of
 from daskgpt.model.parameters import tensors
-from daskgpt.model.precision import Precision
 from daskgpt.model.step import CompiledStep
 from daskgpt.schedulers.local import LocalScheduler
 from daskgpt.training.cost import Work
@@ -89,21 +83,15 @@ class ChunkChoice:
     undecided  whether kernel times of the first step may change it; no step overlaps with that one
     """
 
-    def __init__(
-        self, config: ModelConfig, batch_shape: Chunk, dataflow: DataflowConfig, precision: Precision, threads: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, batch_shape: Chunk, dataflow: DataflowConfig, threads: int) -> None:
         """threads   how many tasks can run at once"""
         self.config, self.batch_shape, self.dataflow, self.threads = config, batch_shape, dataflow, threads
         self.candidates = candidates(config, batch_shape, dataflow, threads)
         self.first = self.candidates[0].chunk
-        self.free = one_order(precision.dtype)
-        self.undecided = self.free and len(self.candidates) > 1
+        self.undecided = len(self.candidates) > 1
         self.reason = ""
         if not (dataflow.batch_chunk and dataflow.sequence_chunk):
             self.reason = f"auto, for {threads} thread{'s' * (threads != 1)}"
-            if not self.free:
-                # With measured times or free memory, two runs of one command could differ in bits.
-                self.reason += "; with this matrix product, other chunks change bits"
 
     def fit(self, step: CompiledStep, window: int, available: float) -> tuple[CompiledStep, str]:
         """Return a step that needs no more memory than there is, with other chunks if need be; a warning if none does.
@@ -115,7 +103,7 @@ class ChunkChoice:
             return step, ""  # fits in any order of its tasks
         peaks, steps = dict[Chunk, int](), {step.dials.chunk: step}
         smaller = [one.chunk for one in self.candidates if one.count >= self.candidates[0].count]
-        for chunk in smaller[: TRIED if self.free else 1]:
+        for chunk in smaller[:TRIED]:
             if chunk not in steps:
                 steps[chunk] = step.with_dials(chunk=chunk)
             peaks[chunk] = Trial(steps[chunk], window).peak

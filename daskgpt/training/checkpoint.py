@@ -41,13 +41,13 @@ from daskgpt.config.files import (
     temporary_beside,
 )
 from daskgpt.config.model import ModelConfig
-from daskgpt.data.tokenizer import VOCABULARY, encoding_named, encoding_of_model
+from daskgpt.data.tokenizer import encoding_named, encoding_of_model
+from daskgpt.formats.encoding import KNOWN, NAMED
 from daskgpt.formats.huggingface import MODEL as MODEL_FILE
 from daskgpt.formats.huggingface import open_run_model, write_run_model
 from daskgpt.formats.models import model_path, open_model_file
 from daskgpt.formats.safetensors import ENDING, TensorFiles, tensor_path, write_tensor_file
 from daskgpt.formats.stored_model import StoredModel, in_memory, read_json, short
-from daskgpt.formats.vocabulary import KNOWN
 from daskgpt.model.parameters import Tensor
 
 STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"
@@ -161,15 +161,14 @@ def tidy(run: Path, step: int) -> None:
         point(run / LATEST, step_folder(run, step).name)
 
 
-def prune(run: Path, keep: int, keep_every: int, best: int = -1) -> None:
-    """Delete the checkpoints of a run, except the newest ones, one each `keep_every` steps, and the best one.
+def prune(run: Path, keep: int, best: int = -1) -> None:
+    """Delete the checkpoints of a run, except the newest ones and the best one.
 
-    keep     how many of the newest stay
-    best     step of the best checkpoint
+    keep   how many of the newest stay
+    best   step of the best checkpoint
     """
     for path in checkpoints(run)[:-keep]:
-        step = step_of(path)
-        if step != best and not (keep_every and step % keep_every == 0):
+        if step_of(path) != best:
             with temporary_beside(path, "prune") as deleted:
                 os.replace(path, deleted)  # first, so that no checkpoint is partial
             remove(deleted)
@@ -340,8 +339,8 @@ def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     path = model_path(path)
     folder, state = find_checkpoint(path) or (path, {})
     model = open_model_file(path if path.is_file() else folder)
-    rule, advice = f"the file's encoding must be one of {', '.join(VOCABULARY)}", "A newer daskgpt wrote it."
-    readable = model.encoding in ("", *VOCABULARY) or model.encoding in KNOWN
+    rule, advice = "the file's encoding must be one of X", "A newer daskgpt wrote it."
+    readable = model.encoding in ("", *NAMED) or model.encoding in KNOWN
     require(readable, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
     return model, state
 

@@ -1,4 +1,4 @@
-"""The cost model: what kernel calls and steps have to do, in operations and bytes, and the time expected of chunks.
+"""The cost model: kinds and sizes of kernel calls, and the time expected of a step in chunks.
 
 Automatic chunks, predictions (`profiling.calibrate`, `profiling.simulate`) and `benchmarks/limits.py` read it. A step's
 operations, by which rates are computed, are those of `model.parameters.step_operations`.
@@ -26,13 +26,6 @@ from daskgpt.model.parameters import parameter_count, step_operations
 
 Sizes = dict[str, int]  # of axes, by their letters; n counts how often the kernel is called
 SAME = {"gather": "embedding.backward"}  # what an owner sums for all ranks
-OPERATIONS = {  # of each number that is read or summed; products and attention have their own rules
-    "gelu.forward": 30,
-    "gelu.backward": 45,
-    "layernorm.forward": 8,
-    "layernorm.backward": 14,
-}
-EXPONENTIAL = 16  # operations; what a polynomial takes
 
 
 def work_of(graph: Graph, key: Key) -> tuple[str, Sizes] | None:
@@ -95,34 +88,6 @@ def features(kind: str, sizes: Mapping[str, int]) -> list[float]:
     # A layer of whole sequences reads each token for each other one; others multiply along all their axes.
     pairs = sizes["T"] * numbers(inputs[:1]) if "T" in letters else numbers(["".join(letters)])
     return [sizes["n"], numbers(inputs), numbers(outputs), pairs]
-
-
-def operations_of(kind: str, sizes: Sizes) -> float:
-    """Return the operations of a call: two for each pair of numbers of a product, half of the pairs of attention."""
-    name, (inputs, outputs) = kind.partition(" ")[0], arrays_of(kind)
-    _, read, written, pairs = features(kind, sizes)
-    letters = set("".join([*inputs, *outputs]))
-    if "T" in letters:
-        products = 2 if name.endswith("forward") else 5
-        half = sizes["b"] * sizes["T"] ** 2 / 2
-        return half * (2 * products * sizes["C"] + EXPONENTIAL * sizes["H"])
-    if "b" in letters and len(letters - set("bt")) == 2 and not name.startswith("embedding"):
-        exponentials = EXPONENTIAL * sizes["b"] * sizes["t"] * sizes["V"] if outputs[-1] == "btV" else 0
-        return 2 * pairs + exponentials
-    return OPERATIONS.get(name, 1) * max(read, written) / (len(inputs) if "update" in kind else 1)
-
-
-def bytes_of(kind: str, sizes: Sizes) -> tuple[int, int]:
-    """Return the bytes of activations that a call reads and writes, and those of weights, gradients and moments."""
-    inputs, outputs = arrays_of(kind)
-    of_tokens, others = 0, 0
-    for axes in (*inputs, *outputs):
-        size = 4 * math.prod(sizes[axis] for axis in axes)
-        if axes[:1] in ("b", "t"):
-            of_tokens += size
-        else:
-            others += size * (6 if "update" in kind and axes is outputs[0] else 1)  # weight and moments, in and out
-    return of_tokens, others
 
 
 # A step in chunks. Before anything is measured, only ratios matter, which differ little between processors.

@@ -9,9 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import gcd
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -24,23 +23,11 @@ from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.program import Span
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import FLOAT32, Precision, values_of
-from daskgpt.model.step import (
-    NO_LIMITS,
-    Arrays,
-    CompiledStep,
-    Dials,
-    Limits,
-    Outcome,
-    as_weights,
-    compile_step,
-    weights_in,
-)
+from daskgpt.model.step import Arrays, CompiledStep, Dials, Outcome, as_weights, compile_step, weights_in
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice, GrainChoice
 from daskgpt.training.job import Job, Say
-
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -103,27 +90,6 @@ def run_on_packs(scheduler: Scheduler, name: str, calls: Calls) -> list[Any]:
     return scheduler.run(Submission(graph, leaves, list(graph)))
 
 
-def call_on_model(scheduler: Scheduler, state: State, function: Callable[[dict[str, np.ndarray]], Answer]) -> Answer:
-    """Return the result of a function of a state's parameters.
-
-    On a cluster the function runs in a task on a worker, so that parameters need not fit into this process.
-
-    function   of the parameters by name; a cluster pickles it and its result
-
-    Errors     those of the function; schedulers.failures.WorkerLost if a parameter is lost
-    """
-    if scheduler.in_place:
-        return function(state.parameters(scheduler))
-    weights = state.weights
-    call = partial(_call, function, weights.layout), weights.packs
-    results: list[Answer] = scheduler.fetch(run_on_packs(scheduler, "model.call", [call]))
-    return results[0]
-
-
-def _call(function: Callable[[dict[str, np.ndarray]], Answer], layout: Layout, *packs: Any) -> Answer:
-    return function(named_parameters(layout.unpack(packs)))
-
-
 class Engine(ABC):
     """Runs the steps of a job and holds the state that they change.
 
@@ -154,11 +120,10 @@ class Engine(ABC):
         """Continue from a state that the scheduler holds."""
 
     @abstractmethod
-    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         """Run one step per batch; return their outcomes.
 
         steps    number of steps of the run, on which the learning rate depends
-        limits   of a step that runs alone
         """
 
     @abstractmethod
@@ -185,17 +150,12 @@ class Engine(ABC):
     @property
     @abstractmethod
     def grain(self) -> str:
-        """The grain of the coming steps, or `auto` while it is undecided."""
+        """The grain of the steps; on ranks, that of the first one, or the given one before its first steps."""
 
     @property
     @abstractmethod
     def tasks(self) -> int:
         """Number of tasks of a step."""
-
-    @property
-    def used_grain(self) -> str:
-        """The grain of the last steps."""
-        return self.grain
 
     @property
     @abstractmethod
@@ -226,7 +186,7 @@ class _OneStep(Engine):
             shape = (last - first) // parts, shape[1]
             # The given number is of the whole batch.
             dataflow = replace(dataflow, batch_chunk=gcd(dataflow.batch_chunk, shape[0]) if dataflow.batch_chunk else 0)
-        self.chunks = ChunkChoice(job.config, shape, dataflow, job.precision, scheduler.threads)
+        self.chunks = ChunkChoice(job.config, shape, dataflow, scheduler.threads)
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
         dials = dials_of(job, self.chunks.first, self.choice.first, scheduler.in_place, parts, scheduler.threads)
         self.step = compile_step(job.config, job.batch_shape, job.optimizer, dials, rank)
@@ -257,21 +217,17 @@ class _OneStep(Engine):
         return self.step.tasks
 
     @property
-    def used_grain(self) -> str:
-        return self.step.dials.grain
-
-    @property
     def described_chunks(self) -> str:
         return self.chunks.described(self.chunk)
 
     def together(self) -> int:
-        alone = self.job.dataflow.barrier != "none" or self.job.optimizer.skip_outliers or self.undecided
+        alone = self.job.dataflow.barrier != "none" or self.undecided
         return 1 if alone else self.job.dataflow.window
 
-    def inputs(self, batches: Sequence[Batch], steps: int, limits: Limits) -> list[Arrays]:
+    def inputs(self, batches: Sequence[Batch], steps: int) -> list[Arrays]:
         """Return the inputs of the next steps."""
         seed = self.job.run.seed
-        return [self.step.inputs(batch, number, steps, limits, seed) for number, batch in enumerate(batches, self.made)]
+        return [self.step.inputs(batch, number, steps, seed) for number, batch in enumerate(batches, self.made)]
 
 
 class LocalEngine(_OneStep):
@@ -301,10 +257,6 @@ class LocalEngine(_OneStep):
         return self.chunks.undecided or self.choice.undecided
 
     @property
-    def grain(self) -> str:
-        return "auto" if self.choice.undecided else self.step.dials.grain
-
-    @property
     def described_tasks(self) -> str:
         return "" if self.choice.undecided else f"{self.grain}, {self.tasks} tasks a step"
 
@@ -318,17 +270,17 @@ class LocalEngine(_OneStep):
             self.step, line = self.choice.choose(self.step, spans, self.scheduler.threads, self.available)
             self.say(f"grain      {line}")
 
-    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         if not self.undecided:
-            return self._window(batches, steps, limits)
+            return self._window(batches, steps)
         with self.scheduler.record() as processes:
-            outcomes = self._window(batches[:1], steps, limits)
+            outcomes = self._window(batches[:1], steps)
         self.tune([span for process in processes for span in process.spans], steps - self.made)
         return outcomes
 
-    def _window(self, batches: Sequence[Batch], steps: int, limits: Limits) -> list[Outcome]:
+    def _window(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         """Run steps as one graph; return their outcomes."""
-        step, packs, inputs = self.step, self.current.packs, self.inputs(batches, steps, limits)
+        step, packs, inputs = self.step, self.current.packs, self.inputs(batches, steps)
         alone = len(inputs) == 1
         submission = step.submission(inputs[0], packs) if alone else step.window_submission(inputs, packs)
         results = self.scheduler.fetch(self.scheduler.run(submission))
@@ -347,9 +299,9 @@ class TaskEngine(_OneStep):
     def described_tasks(self) -> str:
         return f"{self.grain}, {self.tasks} tasks a step, each of which costs Dask's scheduler some milliseconds"
 
-    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         submitted = []
-        for inputs in self.inputs(batches, steps, limits):
+        for inputs in self.inputs(batches, steps):
             results = self.scheduler.run(self.step.submission(inputs, self.current.packs))
             handles, packs = self.step.split(results, self.current.packs)
             submitted.append(handles)

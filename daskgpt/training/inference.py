@@ -14,7 +14,7 @@ import numpy as np
 from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.dataset import validation_batches
-from daskgpt.data.tokenizer import get_encoding, sizes_of
+from daskgpt.data.tokenizer import get_encoding
 from daskgpt.graph.compiled import KernelGraph, Layout, compile_graph
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import from_numpy, graph_of
@@ -143,7 +143,7 @@ class Validation:
         if self.predicted is None:
             targets = [ids[weights[0] > 0] if weights else ids for _, ids, *weights in self._batches()]
             try:
-                sizes = sizes_of(get_encoding(self.job.tokens.encoding_name))
+                sizes = get_encoding(self.job.tokens.encoding_name).sizes
                 count = sum(int(np.sum(sizes[ids])) for ids in targets)
             except FileNotFoundError:  # the vocabulary, which training does not need
                 count = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import threading
 import time
@@ -190,21 +189,6 @@ def require_memory(job: Job, workers: Sequence[int] = ()) -> None:
     if workers:
         advice = "Start workers with more memory (--memory-limit), or make the model or the batch smaller."
     require(held + kept <= limit, "train", rule, got, advice)
-
-
-def require_room(job: Job) -> None:
-    """Refuse a job whose first checkpoint cannot fit on the disk of its folder, before anything is built.
-
-    Errors   OSError
-    """
-    folder = Path(job.run.out).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    disk = shutil.disk_usage(there)
-    size = 4 * sum(math.prod(tensor.shape) for tensor in job.state.values())
-    rule = "the folder must have room for a checkpoint"
-    got = {"out": job.run.out, "needed": f"{size / 1e6:,.1f} MB", "free": f"{disk.free / 1e6:,.1f} MB"}
-    # Some file systems do not know how much they hold.
-    require(not disk.total or disk.free >= size, "train", rule, got, "Give another --out, or make room there.", OSError)
 
 
 def from_root(path: str) -> str:

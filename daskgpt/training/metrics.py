@@ -1,4 +1,4 @@
-"""Metrics of steps, limits of outliers, whose updates are left out, and checks that numbers stay finite."""
+"""Metrics of steps, and checks that numbers stay finite."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from math import fsum, inf, sqrt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from daskgpt.config.errors import refusal
 from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import step_operations
-from daskgpt.model.step import NO_LIMITS, Limits, Outcome
+from daskgpt.model.step import Outcome
+from daskgpt.schedulers.machine import resident_memory
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.schedulers.worker_metrics import WorkerMetrics
 from daskgpt.training.checkpoint import checkpoints
 from daskgpt.training.engine import Engine, State, named_parameters, run_on_packs
 from daskgpt.training.job import Job
@@ -36,19 +34,17 @@ class StepMetrics:
     seconds         of training so far, all processes of the run and validations included [s]
     tokens_per_s    of the step
     gflop_per_s     of its matrix products, without what is computed twice
-    product_share   the same as a share of the float32 rate that this machine, or the cluster, reaches
-    memory_bytes    of this process; the workers of a cluster report theirs
+    memory_bytes    of this process; Dask's dashboard has those of workers
 
-    timers          seconds that steps have waited for other work, by PARTS; work in the background does not count
+    timers          seconds that steps have waited for other work, by PARTS
     """
 
-    def __init__(self, job: Job, worker_metrics: WorkerMetrics, seconds: Callable[[], float]) -> None:
+    def __init__(self, job: Job, scheduler: Scheduler, seconds: Callable[[], float]) -> None:
         """seconds   returns how long the run has trained"""
         self.job, self.tokens = job, math.prod(job.batch_shape)
         self.operations = step_operations(job.config, *job.batch_shape)
-        self.worker_metrics, self.scheduler, self.seconds = worker_metrics, worker_metrics.scheduler, seconds
+        self.scheduler, self.seconds = scheduler, seconds
         self.timers = dict.fromkeys(PARTS, 0.0)
-        self.process = psutil.Process()
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -66,67 +62,24 @@ class StepMetrics:
         for number, outcome in zip(window, outcomes):
             metrics = {"step": number, "loss": outcome.loss, "tokens": (number + 1) * self.tokens, **shared}
             metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
-            metrics |= {} if outcome.made else {"skipped": True}
             metrics["learning_rate"] = learning_rate(optimizer, number, self.job.steps)
             records.append(metrics)
         return records
 
     def _shared(self, seconds: float) -> dict[str, Any]:
         """Return the metrics that steps of one window have in common; seconds: of each."""
-        rate = self.operations / seconds
         metrics: dict[str, Any] = {
             "seconds": round(self.seconds(), 3),
             "tokens_per_s": round(self.tokens / seconds, 1),
-            "gflop_per_s": round(rate / 1e9, 3),
+            "gflop_per_s": round(self.operations / seconds / 1e9, 3),
         }
-        if self.worker_metrics.products:
-            metrics["product_share"] = round(rate / self.worker_metrics.products, 4)
         if self.scheduler.in_place:
-            metrics["memory_bytes"] = self.process.memory_info().rss
+            metrics["memory_bytes"] = resident_memory()
         return metrics
 
 
-WINDOW = 128  # steps that limits depend on
-LEAST = 32  # steps before which no step is left out
-
-
-class Outliers:
-    """The limits of steps, z standard deviations above the mean of the steps before, beyond which an update is skipped.
-
-    They depend only on the steps before, so the same steps are left out under any scheduler, and again when they are
-    repeated. A step counts in later limits with its numbers clipped to its own limits: one outlier does not widen them,
-    and a loss that stays high is let in after some steps.
-
-    seen   (step, loss, norm) of the steps that count, in order
-    """
-
-    def __init__(self, z: float, seen: Sequence[Sequence[Any]] = ()) -> None:
-        self.z = z
-        self.seen = [(int(step), float(loss), float(norm)) for step, loss, norm in seen]
-
-    def limits(self, step: int) -> Limits:
-        """Return the limits of a step's loss and norm, above which its update is left out."""
-        before = [numbers for number, *numbers in self.seen if number < step][-WINDOW:]
-        if not self.z or len(before) < LEAST:
-            return NO_LIMITS
-        losses, norms = zip(*before)
-        return self._limit(losses), self._limit(norms)
-
-    def note(self, step: int, outcome: Outcome) -> None:
-        """Count a step that was made; one that is repeated counts once."""
-        if self.z and outcome.norm is not None and (not self.seen or step > self.seen[-1][0]):
-            most_loss, most_norm = self.limits(step)
-            self.seen.append((step, min(outcome.loss, most_loss), min(outcome.norm, most_norm)))
-
-    def facts(self, done: int) -> list[tuple[int, float, float]]:
-        """Return the entry of a checkpoint: the steps that count after some steps."""
-        return [entry for entry in self.seen if entry[0] < done][-WINDOW:]
-
-    def _limit(self, values: Sequence[float]) -> float:
-        mean = fsum(values) / len(values)
-        deviation = sqrt(fsum((value - mean) ** 2 for value in values) / len(values))
-        limit = mean + self.z * deviation
-        return limit if limit < inf else inf
+# Of the metrics of steps, what the page of a cluster's dashboard shows.
+SHOWN = ("step", "loss", "validation_loss", "tokens_per_s", "lost_steps")
 
 
 class Diverged(RuntimeError):
@@ -136,11 +89,9 @@ class Diverged(RuntimeError):
 class Finite:
     """Checks that losses and parameters of a run stay finite, and explains where they do not."""
 
-    def __init__(self, job: Job, losses: Sequence[float], wait: Callable[[], None]) -> None:
-        """losses   of all steps so far
-        wait     waits for the checkpoint that is being written
-        """
-        self.job, self.losses, self.wait = job, losses, wait
+    def __init__(self, job: Job, losses: Sequence[float]) -> None:
+        """losses   of all steps so far"""
+        self.job, self.losses = job, losses
 
     def require(self, engine: Engine, metrics: Mapping[str, Any]) -> None:
         """Check the losses of a step, and with a validation loss every parameter.
@@ -163,7 +114,6 @@ class Finite:
             raise self._diverged(step, "parameters", f"parameter={names[0]}{others}")
 
     def _diverged(self, step: int, rule: str, got: str) -> Diverged:
-        self.wait()
         job, out = self.job, Path(self.job.run.out)
         rate = learning_rate(job.optimizer, step, job.steps)
         before = f"the loss before was {self.losses[step - 1]:.3f}" if 0 < step <= len(self.losses) else "it began so"

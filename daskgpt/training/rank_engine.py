@@ -19,7 +19,7 @@ from daskgpt.config.groups import share_of_rank
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.compiled import Layout
 from daskgpt.model.parameters import RandomParameters, tensors
-from daskgpt.model.step import NO_LIMITS, Arrays, Limits, Outcome
+from daskgpt.model.step import Arrays, Outcome
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.failures import loss, losses_as_errors, places_apart
 from daskgpt.schedulers.links import end_programs, leave, leaving
@@ -51,39 +51,30 @@ class RankEngine(Engine):
     scheduler: ClusterScheduler
     ranks = True
     described_tasks = f"some steps of a worker, about {WINDOW_SECONDS:g} s, are a task"
-    made, tasks = 0, 0  # tasks: of all ranks, in the last steps
+    made, tasks, grain = 0, 0, ""  # tasks: of all ranks, in the last steps
 
     def __init__(self, job: Job, scheduler: ClusterScheduler, say: Say = print) -> None:
         self.job, self.scheduler, self.say = job, scheduler, say
         dataflow = replace(job.dataflow, precision=job.precision.name)
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)
         self.run_name, self.epoch = f"{scheduler.name} {uuid4().hex[:8]}", ""
-        self.parts = job.groups
-        self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, job.precision, scheduler.threads)
+        self.parts, self.grain = job.groups, job.dataflow.grain
+        self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, scheduler.threads)
         self.layout = Layout(tuple(_packs(job)))
         self.addresses: list[str] = []
         self.owned: list[rank_program.Owned] = []
         self.heirs: dict[int, int] = {}
         self.given: State | None = None
         self.copies, self.held = dict[int, Any](), list[Any]()
-        self.grain_of_rank = job.dataflow.grain  # of the first rank, in the last steps
         self.kept = False  # whether kernel calls are kept for a timeline
         self.seconds = WINDOW_SECONDS  # of one step; until the first one is made
         self.pace = math.inf
-        self.seen = self.workers = len(scheduler.addresses())
+        self.workers = len(scheduler.addresses())
 
     @property
     def chunk(self) -> tuple[int, int]:
         """Sequences and tokens of a chunk where one process has the whole batch."""
         return self.chunks.first
-
-    @property
-    def grain(self) -> str:
-        return self.job.dataflow.grain
-
-    @property
-    def used_grain(self) -> str:
-        return self.grain_of_rank
 
     @property
     def described_chunks(self) -> str:
@@ -95,15 +86,7 @@ class RankEngine(Engine):
     def together(self) -> int:
         most = max(1, round(min(WINDOW_SECONDS, self.pace) / max(self.seconds, 1e-6)))
         every = self.job.run.snapshot_every
-        if self.job.optimizer.skip_outliers:
-            most = 1
         return min(most, every - self.made % every) if every > 0 else most
-
-    def look(self, workers: int) -> None:
-        """Note the number of workers, every few seconds; new ranks begin once it is the same twice."""
-        if workers == self.seen:
-            self.workers = workers
-        self.seen = workers
 
     def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
         """Return a state whose packs are on workers; random weights need none."""
@@ -139,13 +122,13 @@ class RankEngine(Engine):
             self.held = run_on_packs(self.scheduler, "state.hold", calls)
         return State(layout, self.held, self.made)
 
-    def copied_apart(self) -> list[list[Any]]:
-        """Return futures of two copies of each pack on different workers, where there are several.
+    def copied_apart(self) -> State:
+        """Return the state with two copies of each pack on different workers, where there are several, as futures.
 
         No other task may read them: of the copies that this leaves, Dask's memory manager keeps one, perhaps that on
         the worker with the other copy.
         """
-        return self._copies_of(self.layout.packs, apart=True)
+        return State(self.layout, self._copies_of(self.layout.packs, apart=True), self.made)
 
     def _copied(self, numbers: Sequence[int]) -> list[Any]:
         missing = [number for number in numbers if number not in self.copies]
@@ -154,7 +137,7 @@ class RankEngine(Engine):
             self.copies |= {number: copy for number, (copy,) in zip(missing, made)}
         return [self.copies[number] for number in numbers]
 
-    def run(self, batches: Sequence[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[Outcome]:
+    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         if self.given is None:
             self._wait_for_ranks()
         changed = self.workers != len(self.addresses) and self._ranks() != self.addresses
@@ -167,12 +150,12 @@ class RankEngine(Engine):
         arguments = []
         for rank in range(len(self.addresses)):
             mine = [np.ascontiguousarray(part[:, self._sequences(rank)]) for part in parts]
-            arguments.append((self.made, steps, mine, limits, self.kept))
+            arguments.append((self.made, steps, mine, self.kept))
         ended = self._windows(arguments)
         self.seconds = max(window.seconds for window in ended) / len(batches)
         for line in ended[0].messages:
             self.say(f"rank 0     {line}")
-        self.tasks, self.grain_of_rank = sum(window.tasks for window in ended), ended[0].grain
+        self.tasks, self.grain = sum(window.tasks for window in ended), ended[0].grain
         self.made, self.copies, self.held = self.made + len(batches), {}, []
         return cast(list[Outcome], ended[0].outcomes)
 
@@ -340,10 +323,7 @@ class RankEngine(Engine):
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Let the tasks of ranks fail that wait for one that has failed.
-
-        The workers stay needed until new ranks begin: a checkpoint's thread may wait for a copy that was on a lost one.
-        """
+        """Let the tasks of ranks fail that wait for one that has failed."""
         try:
             yield
         except BaseException:

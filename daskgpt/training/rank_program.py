@@ -18,9 +18,9 @@ from daskgpt.graph.distribute import Rank
 from daskgpt.graph.program import Span
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
-from daskgpt.model.step import Limits, Outcome, as_weights, weights_in
+from daskgpt.model.step import Outcome, as_weights, weights_in
 from daskgpt.schedulers.dask_internals import thread_count
-from daskgpt.schedulers.latest_calls import KEPT, RECEIVE
+from daskgpt.schedulers.latest_calls import KEPT
 from daskgpt.schedulers.links import LEFT, LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.training.engine import LocalEngine
@@ -91,7 +91,7 @@ class RankProgram:
                 held[name][rows] = values[name][rows]
         self.started = True
 
-    def window(self, first: int, length: int, parts: Sequence[np.ndarray], limits: Limits, kept: bool) -> Window:
+    def window(self, first: int, length: int, parts: Sequence[np.ndarray], kept: bool) -> Window:
         """Make some steps, one a batch.
 
         length   of the run in steps
@@ -107,29 +107,26 @@ class RankProgram:
                 assert spans is not None
                 self.recent.append(spans)
                 try:
-                    outcomes = self._run(first, batches, length, limits)
+                    outcomes = self._run(first, batches, length)
                 except BaseException:
                     self.link.fail("a rank has failed")
                     raise
             self.kept += spans if kept else []
             messages, self.messages[:] = self.messages[:], []
-            seconds, done = time.perf_counter() - start, self.link.ranks.done
-            kernels = (span for span in spans if not str(span.key[0]).startswith(RECEIVE))
-            done["busy"] += sum(span.end - span.start for span in kernels) - seconds
+            seconds = time.perf_counter() - start
             del spans[:-KEPT]
             step = self.engine.step
-            done["tasks"] += len(batches) * step.tasks
             self.last = Window(outcomes, seconds, messages, step.tasks, step.dials.grain)
             return self.last
 
-    def _run(self, first: int, batches: Sequence[Batch], length: int, limits: Limits) -> list[Outcome]:
+    def _run(self, first: int, batches: Sequence[Batch], length: int) -> list[Outcome]:
         """Run one step per batch; return their outcomes."""
         self.require_state(first)
         self.first = first - self.scheduler.runs
         outcomes: list[Outcome] = []
         while len(outcomes) < len(batches):
             together = batches[len(outcomes) : len(outcomes) + self.engine.together()]
-            outcomes += self.engine.run(together, length, limits)
+            outcomes += self.engine.run(together, length)
         return outcomes
 
     def copy(self, step: int, names: Sequence[str], rows: Sequence[Rows], rank: int) -> list[list[np.ndarray]]:

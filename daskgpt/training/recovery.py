@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from daskgpt.graph.compiled import Layout
-from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
 from daskgpt.training.checkpoint import newest_good, read_checkpoint
 from daskgpt.training.engine import State
@@ -21,43 +19,26 @@ from daskgpt.training.start import Start
 SHARE = 0.01  # of the run's time that copying may take
 LEAST_COST = 1e-3  # seconds
 NEARLY = 0.75  # of the interval, after which a point is due: points are made between windows
-HERE_BYTES = 2**26  # of a state that is copied to this process where there is only one worker
-
-
-class Point:
-    """A recovery point: a state that is kept.
-
-    places  handles of each pack: of two copies on different workers; or the pack itself, where it was fetched
-    """
-
-    def __init__(self, layout: Layout, step: int, places: list[list[Any]]) -> None:
-        self.layout, self.step, self.places = layout, step, places
-
-    def whole(self, scheduler: ClusterScheduler) -> State | None:
-        """Return the state, each pack from a place where it still is; None if a pack is lost."""
-        there = iter(scheduler.present(list(chain(*self.places))))
-        left = [[place for place in places if next(there)] for places in self.places]
-        return State(self.layout, [places[0] for places in left], self.step) if all(left) else None
 
 
 class RecoveryPoints:
     """Holds the newest recovery point of a run, and makes the next one while steps continue.
 
+    A point is a state whose packs are lists of copies, on different workers.
+
     The first point, and the first one after a loss, are waited for and timed; the least time decides when the next one
-    is due.
+    is due. There is none while there is only one worker.
 
     soon   whether a point is due at once: there is none, or it is not on two workers
-    alone  whether there is only one worker
     """
 
     def __init__(self, engine: RankEngine, say: Say) -> None:
-        self.engine, self.job, self.scheduler, self.say = engine, engine.job, engine.scheduler, say
-        self.every = self.job.run.snapshot_every
-        self.kept: Point | None = None
-        self.making: Point | None = None
-        self.soon, self.alone = True, False
-        self.cost, self.since, self.reported = math.inf, 0.0, set[str]()
-        self.begin, self.losses = time.monotonic(), 0
+        self.engine, self.scheduler, self.say = engine, engine.scheduler, say
+        self.every = engine.job.run.snapshot_every
+        self.kept: State | None = None
+        self.making: State | None = None
+        self.soon, self.reported = True, False
+        self.cost, self.since = math.inf, 0.0
 
     def make(self) -> None:
         """Make recovery points; called after each window.
@@ -67,24 +48,25 @@ class RecoveryPoints:
         if not self.every:
             return
         try:
-            if self.making is None and self._due(self.engine.made):
+            if self.making is None and self._due(self.engine.made) and len(self.scheduler.addresses()) > 1:
                 self._copy()
-            if self.making is not None and self.scheduler.are_made([copies[-1] for copies in self.making.places]):
+            if self.making is not None and self.scheduler.are_made([copies[-1] for copies in self.making.packs]):
                 self.kept, self.making = self.making, None
         except WorkerLost:
             self.making, self.soon = None, True
 
-    def changed(self, *, gone: bool) -> None:
-        """Note that workers have come or gone: there is a place for copies now, or copies are lost."""
-        self.soon = self.soon or self.alone or gone
-
     def newest_whole(self) -> State | None:
         """Return the state of the newest point of which no part is lost; the next point is then due at once."""
-        points = ((point, point.whole(self.scheduler)) for point in (self.making, self.kept) if point is not None)
+        points = ((point, self._whole(point)) for point in (self.making, self.kept) if point is not None)
         self.kept, state = next(((point, state) for point, state in points if state is not None), (None, None))
-        self.losses += 1
         self.making, self.soon = None, True
         return state
+
+    def _whole(self, point: State) -> State | None:
+        """Return a state, each pack a copy that still is there; None if all copies of one are lost."""
+        there = iter(self.scheduler.present(list(chain(*point.packs))))
+        left = [[copy for copy in copies if next(there)] for copies in point.packs]
+        return replace(point, packs=[copies[0] for copies in left]) if all(left) else None
 
     def _due(self, step: int) -> bool:
         if self.soon:
@@ -95,50 +77,21 @@ class RecoveryPoints:
 
     @property
     def interval(self) -> float:
-        """Seconds between two points; infinite where steps are counted.
-
-        Copying takes its share of the time, or more where losses come so often that repeating steps would cost more.
-
-        Source   Young 1974: with M seconds between losses, sqrt(2 cost M) minimizes the sum of both
-        """
-        if self.every > 0:
-            return math.inf
-        if not self.losses:
-            return self.cost / SHARE
-        between = (time.monotonic() - self.begin) / self.losses
-        return min(self.cost / SHARE, math.sqrt(2 * self.cost * between))
+        """Seconds between two points; infinite where steps are counted."""
+        return math.inf if self.every > 0 else self.cost / SHARE
 
     def _copy(self) -> None:
-        """Begin to copy the state to other workers; to this process if there is one worker, and the state is small."""
+        """Begin to copy the state to other workers."""
         self.since, start = time.monotonic(), time.perf_counter()
-        alone, small = len(self.scheduler.addresses()) < 2, self._bytes() <= HERE_BYTES
-        places = self.engine.copied_apart() if small or not alone else []
-        if self.alone != alone:  # the cost of copying differs from now on
-            self.alone, self.soon, self.cost = alone, True, math.inf
-        if alone:
-            places = [[pack] for pack in self.scheduler.fetch([copy for copy, *_ in places])]
-        if places:
-            self.making = Point(self.engine.layout, self.engine.made, places)
+        self.making = self.engine.copied_apart()
         if self.soon:
-            self.scheduler.wait_for([] if alone else [copies[-1] for copies in places])
+            self.scheduler.wait_for([copies[-1] for copies in self.making.packs])
             cost = max(time.perf_counter() - start, LEAST_COST)
             self.cost, self.soon = min(cost, self.cost), False  # the first one after a loss may wait for other things
-            self._report()
-
-    def _bytes(self) -> int:
-        return sum(math.prod(tensor.shape) for tensor in self.job.state.values()) * self.job.precision.dtype.itemsize
-
-    def _report(self) -> None:
-        """Print once where the state is kept, and how often."""
-        where = "in this process" if self._bytes() <= HERE_BYTES else ""
-        where = where if self.alone else "on two workers"
-        often = f"every {self.every} steps" if self.every > 0 else f"every {self.interval:.0f} s"
-        text = f"the state is kept {where} {often}, which takes {self.cost:.2f} s"
-        if not where:
-            text = "none: if the only worker is lost, the run goes back to its last checkpoint"
-        if where not in self.reported:
-            self.say(f"recovery   {text}")
-        self.reported.add(where)
+            if not self.reported:
+                often = f"every {self.every} steps" if self.every > 0 else f"every {self.interval:.0f} s"
+                self.say(f"recovery   the state is kept on two workers {often}, which takes {self.cost:.2f} s")
+            self.reported = True
 
 
 LOOKING = 2.0  # seconds between two looks at the workers
@@ -239,16 +192,16 @@ class Recovery:
         return [", ".join(filter(None, (address, why.get(address)))) for address in gone]
 
     def _look(self) -> None:
-        """Print which workers have come and gone; with a second one there is a place to copy the state to."""
+        """Print which workers have come and gone."""
         self.looked = time.monotonic()
         self.scheduler.look()
         before, there = self.workers, self.scheduler.client.nthreads().keys()
         now = self.scheduler.addresses() | (before & there)  # a worker that is paused is not gone
         come, gone, self.workers = sorted(now - before), sorted(before - now), now
         self.gone = gone  # those of the look before are reported: steps have been made without them
-        self.engine.look(len(now))
+        self.engine.workers = len(now)  # new ranks begin with the next window
         if before and (come or gone):
-            self.points.changed(gone=bool(gone))
+            self.points.soon |= bool(gone)  # copies are lost
             parts = ("gone:", self._named(gone)), ("new:", come)
             changes = [f"{what} {', '.join(who)}" for what, who in parts if who]
             self.say(f"workers    {'; '.join(changes)}")

@@ -60,7 +60,6 @@ from daskgpt.training.start import (
     arithmetic,
     configurations,
     data_of_run,
-    fixed_dials,
     open_dataset,
     require_allowed_rows,
     stored_settings,
@@ -198,8 +197,8 @@ class Replay:
         """
         where = self.where
         c = configurations(where, stored_settings(where, entry))
-        kept = {name: getattr(c["dataflow"], name) for name in ("precision", *fixed_dials())}
-        dataflow, data = DataflowConfig(**kept | dict(self.dials)), replace(c["data"], data=self.data)
+        dataflow = DataflowConfig(**{"precision": c["dataflow"].precision} | dict(self.dials))
+        data = replace(c["data"], data=self.data)
         require_allowed_rows(entry, where)
         dataset = data_of_run(where, data, entry, self.open_dataset)
         # The learning rate depends on the number of all steps; those after the end are not made.
@@ -256,9 +255,8 @@ class Replay:
                 parameters, moments = checkpoint.model.parameters, checkpoint.moments
                 if at.is_relative_to(folder):
                     shutil.rmtree(at)
-            out, outliers = RunFolder(str(folder / f"to-{steps.stop}")), state.get("outliers", ())
-            earlier_losses = [nan] * steps.start
-            start = Start(out, parameters, moments, steps.start, earlier_losses, outliers=outliers, entry=state)
+            out = RunFolder(str(folder / f"to-{steps.stop}"))
+            start = Start(out, parameters, moments, steps.start, [nan] * steps.start, entry=state)
             losses, at = _made(job, scheduler, start, steps.stop)
             state = read_json(at / STATE, self.where, STATE) if at else {}
             yield Made(entry, steps, losses, at, state)
@@ -389,7 +387,7 @@ class StepTensors:
         self.inputs = input_values(*data, streams=random)
         self.held: dict[str, np.ndarray] = {"tokens": data[0], "targets": data[1]}
         threads, micro_shape = scheduler.threads, job.micro_shape
-        chunk = ChunkChoice(job.config, micro_shape, job.dataflow, job.precision, threads).first
+        chunk = ChunkChoice(job.config, micro_shape, job.dataflow, threads).first
         self.tape = tape = NamedTape(job.precision, Groups(job.groups))
         self.leaves = input_leaves(tape, job.batch_shape, chunk)
         self.weights, weights = state_leaves(tape, job.config, job.precision)

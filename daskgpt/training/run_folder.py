@@ -1,22 +1,16 @@
-"""The folder of a run: its configuration, its metrics, and the checkpoints that are written while it trains."""
+"""The folder of a run: its configuration, its metrics, and its checkpoints."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import advice_on, locked, replacing, written
@@ -24,8 +18,7 @@ from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
 from daskgpt.model.step import Arrays
-from daskgpt.schedulers.machine import available_memory
-from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.schedulers.protocol import Scheduler, WorkerLost
 from daskgpt.training.chain import CHAIN, LINK, Chain
 from daskgpt.training.checkpoint import (
     LATEST,
@@ -172,50 +165,27 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-# Niceness of the writing thread: steps use all cores, and it gets the time that they leave, and a hundredth of a core.
-NICENESS = 19
-SPARE = 1.1  # free memory that a copy of the state needs, as a multiple of its size
-
-
 def fetched_arrays(scheduler: Scheduler, state: State) -> Arrays:
-    """Return the arrays of a state that a cluster keeps, which are fetched a pack at a time when they are read.
+    """Return the arrays of a state by name. Those that a cluster keeps are fetched a pack at a time when they are read.
 
     Errors   schedulers.failures.WorkerLost, when an array is read that is lost
     """
     places = {name: place for place, (names, _) in enumerate(zip(state.layout.packs, state.packs)) for name in names}
 
     @lru_cache(maxsize=2)  # the model and the moments are written side by side
-    def pack(place: int) -> Arrays:
+    def pack(place: int) -> dict[str, Any]:
         (values,) = scheduler.fetch([state.packs[place]])
-        return {name: values_of(value) for name, value in zip(state.layout.packs[place], values)}
+        return dict(zip(state.layout.packs[place], values))
 
-    return ReadLater(places, lambda name: pack(places[name])[name])
-
-
-@dataclass
-class _Save:
-    """A checkpoint that is being written.
-
-    best     the run's best checkpoint once this one is written
-    written  whether it is complete
-    waited   how long training has waited for it [s]
-    """
-
-    step: int
-    best: Best
-    thread: threading.Thread = field(init=False)
-    written: bool = False
-    waited: float = 0.0
-    seconds: float = 0.0
-    error: Exception | None = None
+    return ReadLater(places, lambda name: values_of(pack(places[name])[name]))
 
 
 class Saver:
-    """Saves the states of a run, one at a time.
+    """Saves the states of a run; training waits meanwhile.
 
-    The local schedulers write over the state: training waits while it is copied in memory or, without room for a copy,
-    until it is written. A cluster's state never changes, and is fetched while the next steps run.
     A checkpoint that cannot be written costs a line of output. Only the last one is an error of the run.
+
+    saved   step of the newest checkpoint, 0 if there is none
     """
 
     def __init__(
@@ -224,19 +194,15 @@ class Saver:
         folder: RunFolder,
         scheduler: Scheduler,
         say: Say,
-        newest: int,
+        saved: int,
         best: Best,
         losses: Sequence[float],
     ) -> None:
-        """newest   step of the checkpoint that the run was resumed from, 0 for a new run
-        best     the best checkpoint of earlier processes
+        """best     the best checkpoint of earlier processes
         losses   of all steps so far
         """
         self.job, self.folder, self.scheduler, self.say, self.losses = job, folder, scheduler, say, losses
-        self.saved, self.best, self.since = newest, best, time.monotonic()
-        self.current: _Save | None = None
-        self.room: dict[str, np.ndarray] = {}  # the memory of the copies
-        self.warned = False
+        self.saved, self.best, self.since = saved, best, time.monotonic()
         self.metrics: dict[str, Any] = {}
 
     @property
@@ -252,135 +218,76 @@ class Saver:
 
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
-        save = self.current
-        best = save.best if save and not save.error else self.best
-        return bool(self.job.run.keep_best) and loss is not None and loss < best.loss
+        return bool(self.job.run.keep_best) and loss is not None and loss < self.best.loss
 
     def due(self, done: int, loss: float | None = None) -> bool:
         """Return whether a checkpoint is due after some steps.
 
         loss   validation loss, if it was measured
 
-        A checkpoint that is due by time waits until the one before it is written. None is due after steps that are
-        repeated because a worker was lost, unless their checkpoint was lost as well.
+        None is due after steps that are repeated because a worker was lost, unless their checkpoint was lost as well.
         """
-        run, save = self.job.run, self.current
-        if done <= (save.step if save and not save.error else self.saved):
+        run = self.job.run
+        if done <= self.saved:
             return False
-        if self.better(loss):
-            return True
-        if any(every and done % every == 0 for every in (run.save_every, run.keep_every)):
-            return True
         late = run.save_minutes and time.monotonic() - self.since >= 60 * run.save_minutes
-        return bool(late) and not (save and save.thread.is_alive())
+        return bool(late) or self.better(loss) or bool(run.save_every and done % run.save_every == 0)
 
     def save(self, state: State, facts: Mapping[str, Any], loss: float | None = None, *, last: bool = False) -> None:
-        """Save a state in the background, after an earlier save has ended.
+        """Save a state.
 
         facts   see `Checkpoint`
         loss    validation loss, if it was measured
-        last    whether the run ends here: the state is written without a copy, and waited for
+        last    whether the run ends here
 
-        Errors  OSError if the last state cannot be written
+        Errors  OSError if the last state cannot be written, WorkerLost if a part of it is lost
         """
-        start = time.perf_counter()
-        self.wait()
-        self._finish()
         if last and self.saved == state.step:
             return
+        start, path, run = time.perf_counter(), self.folder.path, self.job.run
         self.since = time.monotonic()
-        arrays, background = self._arrays(state, copied=not last)
         best = Best(state.step, loss) if loss is not None and self.better(loss) else self.best
-        save = self.current = _Save(state.step, best)
         link = {LINK: self.chain.link(state.step, self.losses)}
-        facts = {**facts, **link, **({"best": asdict(best)} if best.step >= 0 else {})}
-        # A daemon, so that a process that ends does not wait for it: an unfinished checkpoint has a temporary name.
-        arguments = (save, arrays, facts, background and not last)
-        save.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
-        save.thread.start()
-        if last or not background:
-            save.thread.join()
-        save.waited = time.perf_counter() - start
-        if last:
-            self._finish(last=True)
-
-    def wait(self) -> None:
-        """Wait for the checkpoint that is being written."""
-        if self.current:
-            self.current.thread.join()
+        try:
+            self._write(state, {**facts, **link, **({"best": asdict(best)} if best.step >= 0 else {})})
+        except WorkerLost:
+            raise
+        except (OSError, RuntimeError) as error:
+            return self._failed(state.step, error, last=last)
+        former, self.saved, self.best = self.best, state.step, best
+        try:
+            point(path / LATEST, step_folder(path, state.step).name)
+            if best != former:
+                best.point(path)
+            prune(path, run.keep, best.step)
+        except OSError as error:
+            what = "is saved, but latest, best or older ones are not updated"
+            self.say(f"checkpoint step {state.step} {what}: {reason(error)}")
+        self.metrics = {"checkpoint_step": state.step, "checkpoint_s": round(time.perf_counter() - start, 3)}
 
     def news(self) -> dict[str, Any]:
         """Return the metrics of a checkpoint that was written since the last call; empty if there was none."""
-        self._finish()
         news, self.metrics = self.metrics, {}
         return news
 
-    def _finish(self, *, last: bool = False) -> None:
-        """Report a save that has ended, if there is one."""
-        save = self.current
-        if save is None or save.thread.is_alive():
-            return
-        self.current = None
-        if save.error and save.written:
-            what = "is saved, but latest, best or older ones are not updated"
-            self.say(f"checkpoint step {save.step} {what}: {reason(save.error)}")
-        elif save.error and last:
-            rule, where = "the last checkpoint must be written", step_folder(self.folder.path, save.step)
+    def _write(self, state: State, facts: Mapping[str, Any]) -> None:
+        job, arrays = self.job, fetched_arrays(self.scheduler, state)
+        weights = ReadLater(tensors(job.config), lambda name: arrays[f"weight.{name}"])
+        model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
+        shapes = {name: tensor.shape for name, tensor in job.moments.items()}
+        self.folder.require_held()
+        self.folder.sync()  # first: a run continues behind the metrics of its checkpoint
+        write_checkpoint(self.folder.path, Checkpoint(state.step, model, arrays, shapes, facts), self.chain.add)
+
+    def _failed(self, step: int, error: Exception, *, last: bool) -> None:
+        """Report that a checkpoint is not written. Errors   OSError if it is the last one of the run"""
+        if last:
+            rule, where = "the last checkpoint must be written", step_folder(self.folder.path, step)
             continued = f"continue with --resume from step {self.saved}" if self.saved else "start again"
-            advice = f"{advice_on(cause_of(save.error))} Then {continued}."
-            raise refusal(OSError, "train", rule, f"path={where} ({reason(save.error)})", advice) from save.error
-        elif save.error:
-            stays = f", step {self.saved} stays" if self.saved else ""
-            self.say(f"checkpoint step {save.step} is not saved: {reason(save.error)}; training goes on{stays}")
-            return
-        seconds, waited = round(save.seconds, 3), round(save.waited, 3)
-        self.metrics = {"checkpoint_step": save.step, "checkpoint_s": seconds, "checkpoint_waited_s": waited}
-
-    def _arrays(self, state: State, *, copied: bool) -> tuple[Arrays, bool]:
-        """Return the arrays of a state, and whether steps may run while they are read."""
-        if not self.scheduler.in_place:
-            return fetched_arrays(self.scheduler, state), True
-        values = {name: values_of(value) for name, value in state.layout.unpack(state.packs).items()}
-        if not copied or not self._make_room(values):
-            return values, False
-        with ThreadPoolExecutor(self.scheduler.threads) as pool:
-            list(pool.map(np.copyto, self.room.values(), (values[name] for name in self.room)))
-        return self.room, True
-
-    def _make_room(self, values: Arrays) -> bool:
-        """Allocate memory for copies of a state once; return whether there is enough."""
-        if not self.room:
-            free, size = available_memory(), sum(value.nbytes for value in values.values())
-            if free >= SPARE * size:
-                self.room = {name: np.empty_like(value) for name, value in values.items()}
-            elif not self.warned:
-                self.warned = True
-                needs = f"{size / 1e9:.2f} GB for a copy are not free ({free / 1e9:.2f} GB are)"
-                self.say(f"checkpoint training waits while one is written: {needs}")
-        return bool(self.room)
-
-    def _write(self, save: _Save, arrays: Arrays, facts: Mapping[str, Any], background: bool) -> None:
-        start, job, folder = time.perf_counter(), self.job, self.folder
-        try:
-            if background and sys.platform == "linux":  # elsewhere it would be the priority of the whole process
-                thread = threading.get_native_id()
-                with suppress(OSError):  # some containers forbid it
-                    os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
-            weights = ReadLater(tensors(job.config), lambda name: arrays[f"weight.{name}"])
-            model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
-            shapes = {name: tensor.shape for name, tensor in job.moments.items()}
-            checkpoint = Checkpoint(save.step, model, arrays, shapes, facts)
-            folder.require_held()
-            folder.sync()  # first: a run continues behind the metrics of its checkpoint
-            newest = write_checkpoint(folder.path, checkpoint, self.chain.add)
-            save.written, self.saved, former, self.best = True, save.step, self.best, save.best
-            point(folder.path / LATEST, newest.name)
-            if former != self.best:
-                self.best.point(folder.path)
-            prune(folder.path, job.run.keep, job.run.keep_every, self.best.step)
-        except Exception as error:  # of any kind: it must not end the run, and `_finish` reports it
-            save.error = error
-        save.seconds = time.perf_counter() - start
+            advice = f"{advice_on(cause_of(error))} Then {continued}."
+            raise refusal(OSError, "train", rule, f"path={where} ({reason(error)})", advice) from error
+        stays = f", step {self.saved} stays" if self.saved else ""
+        self.say(f"checkpoint step {step} is not saved: {reason(error)}; training goes on{stays}")
 
 
 def cause_of(error: Exception) -> Exception:

@@ -8,8 +8,6 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from daskgpt.config.errors import nearest, refusal, require, require_named
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import require_allowed
@@ -21,7 +19,6 @@ from daskgpt.data.tokenizer import (
     encoding_of,
     encoding_of_model,
     is_to_be_learned,
-    mean_the_same,
     size_to_learn,
     vocabulary_size,
 )
@@ -29,8 +26,7 @@ from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import short
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
-from daskgpt.kernels.float32.blas import one_order
-from daskgpt.model.parameters import RandomParameters, check_dtypes, check_parameters, digest
+from daskgpt.model.parameters import RandomParameters, digest
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, require_scheduler
@@ -43,7 +39,7 @@ from daskgpt.training.checkpoint import (
     open_with_state,
     read_checkpoint,
 )
-from daskgpt.training.job import LENGTHS, Job, from_root, require_memory, require_one_length, require_room
+from daskgpt.training.job import LENGTHS, Job, from_root, require_memory, require_one_length
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.run_folder import RunFolder
 
@@ -56,11 +52,11 @@ SECTIONS: Mapping[str, type] = {
 }
 # Settings that may change when a run is resumed. Those of the first row change bits from there on, the others none.
 MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip", "skip_outliers"),
+    "optimizer": ("learning_rate", "schedule", "warmup", "cooldown", "final_learning_rate", "clip"),
     "dataflow": ("scheduler", "threads", "batch_chunk", "sequence_chunk", "grain", "barrier", "engine", "window"),
     "run": (
         *("steps", "epochs", "tokens", "validate_every", "validation_batches", "sample_tokens", "sample_every"),
-        *("save_every", "save_minutes", "keep", "keep_best", "keep_every", "snapshot_every"),
+        *("save_every", "save_minutes", "keep", "keep_best", "snapshot_every"),
         *("worker_minutes", "worker_seconds"),
     ),
 }
@@ -69,7 +65,6 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
 PLACES = ("data", "validation_data")
 PARTS = ("validation_data", "validation_fraction", "held_out")  # settings that divide text
 DIALS = MAY_CHANGE["dataflow"]
-CHUNKS = ("batch_chunk", "sequence_chunk")
 SEEDED = "random, by the seed"  # the parameters of the beginning
 PACKAGES = ("numpy", "numba", "dask")
 
@@ -105,7 +100,6 @@ class Start:
     validation  the last validation loss, nan if there was none
     messages    lines to print
     seconds     how long earlier processes have trained
-    outliers    see `metrics.Outliers.facts`
     best        the best checkpoint of earlier processes
     entry       of the run's chain, behind which it continues; empty for a new run
     """
@@ -118,7 +112,6 @@ class Start:
     validation: float = nan
     messages: Sequence[str] = ()
     seconds: float = 0.0
-    outliers: Sequence[Sequence[Any]] = ()
     best: Best = field(default_factory=Best)
     entry: Mapping[str, Any] = field(default_factory=dict)
 
@@ -149,27 +142,22 @@ class WarmStart:
         require(not names, where, rule, f"{got}, init={self.init} ({theirs})", advice)
 
     def data_config(self, given: Mapping[str, Any]) -> DataConfig:
-        """Return the data settings of this model's run, with those that are given in their place.
-
-        Errors   ValueError if the given encoding is not the model's
-        """
+        """Return the data settings of this model's run, with those that are given in their place."""
         length = self.model.sequence_length or min(DataConfig().sequence_length, self.config.positions)
         names = {"data", *PARTS} & self.data.keys()
-        chosen = DataConfig(**{"sequence_length": length, **{name: self.data[name] for name in names}, **given})
-        return replace(chosen, encoding=self.encoding(chosen.encoding))
+        return DataConfig(**{"sequence_length": length, **{name: self.data[name] for name in names}, **given})
 
     def encoding(self, wanted: str) -> str:
         """Return the model's encoding; where its file has none, the wanted one, or the one that its vocabulary means.
 
         Errors   ValueError if another one is wanted
         """
-        encoding, wanted, learned = self.model.encoding, _named(wanted), is_to_be_learned(wanted)
-        if not (encoding or learned):
+        encoding, wanted = self.model.encoding, _named(wanted)
+        if not (encoding or is_to_be_learned(wanted)):
             return encoding_of_model(self.config.vocabulary) if wanted == "auto" else wanted
-        fits = wanted == "auto" or (not learned and mean_the_same(wanted, encoding))
         rule = "the encoding must be that of the model to start from"
         got = {"encoding": wanted, "init": f"{self.init} ({encoding or 'of its vocabulary'})"}
-        require(fits, "train", rule, got, "Leave --encoding out.")
+        require(wanted in ("auto", encoding), "train", rule, got, "Leave --encoding out.")
         return encoding
 
 
@@ -204,60 +192,42 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     return dataset
 
 
-def first_start(
-    job: Job, folder: RunFolder | None, origin: WarmStart | None = None, parameters: Arrays | None = None
-) -> Start:
-    """Return what a new run starts with: the given parameters, those of a model, or random ones.
+def new_run(
+    settings: Mapping[str, Any],
+    config_of: Callable[[int], ModelConfig],
+    origin: WarmStart | None = None,
+    parameters: Arrays | None = None,
+    *,
+    most: int,
+    connects: bool = True,
+) -> tuple[Job, Start]:
+    """Return the job of a new run, and what it starts with. All but the data is checked before these are read.
 
-    folder       see `check_beginning`
-    parameters   checked
+    settings     configurations by name, without that of the model
+    config_of    returns that of the model by the size of the vocabulary of the data; 0 before they are open
+    origin       model to start from; without it, parameters are random
+    parameters   checked, in place of both
+    most         see `open_dataset`
+    connects     whether a scheduler must answer
+
+    Errors       as of `daskgpt.fit`
     """
+    require_compiler()
+    job = Job(config_of(0), **settings)
+    require_memory(job)
+    folder = RunFolder(job.run.out) if job.run.out else None
+    if connects:
+        require_scheduler(job.dataflow.scheduler)
+    dataset = open_dataset(job.data, job.config.vocabulary, origin, most=most)
+    job = replace(job, config=config_of(dataset.vocabulary), dataset=dataset)
+    require_memory(job)
     if parameters is not None:
         parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
     elif origin:
         parameters = origin.model.loaded().parameters
     else:
         parameters = RandomParameters(job.config, job.run.seed)
-    return Start(folder, parameters)
-
-
-def check_beginning(job: Job, *, connects: bool = True) -> RunFolder | None:
-    """Check what a new run needs, before its data are read or anything is computed; return its folder, if it has one.
-
-    job        without data
-    connects   whether a scheduler must answer
-
-    Errors     as of `daskgpt.fit`
-    """
-    require_compiler()
-    require_memory(job)
-    folder = RunFolder(job.run.out) if job.run.out else None
-    if folder:
-        require_room(job)
-    if connects:
-        require_scheduler(job.dataflow.scheduler)
-    return folder
-
-
-def new_run(sections: Mapping[str, Any], parameters: Arrays | None, *, connects: bool = True) -> tuple[Job, Start]:
-    """Return the job of a new run from its configurations by name, and what it starts with.
-
-    connects   whether a scheduler must answer; it has if there is a client
-
-    Errors     as of `daskgpt.fit`
-    """
-    c = configurations("fit", sections)
-    config, origin = c.pop("model"), WarmStart(c["run"].init) if c["run"].init else None
-    if origin:
-        rule = "the model's numbers must be those of the model to start from"
-        origin.check_size(asdict(config), "fit", rule, "Take them from daskgpt.load.")
-    job = Job(config, **c)
-    if parameters is not None:
-        check_parameters(config, parameters)
-        check_dtypes("fit", parameters, np.float32)
-    folder = check_beginning(job, connects=connects)
-    job = replace(job, dataset=open_dataset(c["data"], config.vocabulary, origin, most=config.vocabulary))
-    return job, first_start(job, folder, origin, parameters)
+    return job, Start(folder, parameters)
 
 
 def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -271,7 +241,7 @@ def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[s
     data = {"next_batch": step} | fingerprint(job.tokens)
     return {
         "seed": job.run.seed,
-        "data": data | ({"form": [*job.tokens.form]} if any(job.tokens.form) else {}),
+        "data": data,
         "configuration": resolved,
         "asked": {name: getattr(job.dataflow, name) for name in DIALS},
         "groups": job.groups,
@@ -282,20 +252,13 @@ def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[s
 
 def arithmetic(job: Job) -> dict[str, str]:
     """Return the settings that decide the bits of a matrix product: the precision, and the unit that multiplies."""
-    if job.precision.packed:
-        return {"precision": job.precision.name, "unit": unit().name.lower()}
-    return {"precision": job.precision.name, "unit": "fused" if one_order(job.precision.dtype) else "library"}
+    return {"precision": job.precision.name, "unit": unit().name.lower() if job.precision.packed else "fused"}
 
 
 def beginning(job: Job, resolved: Mapping[str, Any], parameters: Arrays) -> dict[str, Any]:
     """Return the first entry of a run's chain; parameters: those that the run begins with."""
     origin = SEEDED if isinstance(parameters, RandomParameters) else digest(parameters)
     return {"version": VERSION, "step": 0, **checkpoint_facts(job, resolved, 0), "parameters": origin, "files": {}}
-
-
-def fixed_dials() -> tuple[str, ...]:
-    """Return the settings of a run's dataflow that decide bits: where a library multiplies, these are the chunks."""
-    return () if one_order(np.dtype(np.float32)) else CHUNKS
 
 
 def stored_settings(where: str, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -386,7 +349,6 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
     open_model_file(checkpoint_folder)  # makes a learned vocabulary known
     require_allowed_rows(state, "train")
     job = Job(c.pop("model"), **c)
-    require_room(job)
     if not job.run.epochs:  # whose number of steps the data decide
         _require_steps_left(job, state, path)
     job = replace(job, dataset=data_of_run("train", job.data, state))
@@ -411,7 +373,6 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
         validated[-1] if validated else nan,
         messages,
         state.get("seconds", 0.0),
-        state.get("outliers", ()),
         Best.of(folder.path, state),
         state,
     )
@@ -433,8 +394,8 @@ def _changed_configuration(
     for section, values in stored_settings("train", state).items():
         given = changes.get(section, {})
         if section == "dataflow":
-            # As they were given, so that this machine resolves them; but for those that change bits.
-            values |= {dial: value for dial, value in state["asked"].items() if dial not in fixed_dials()}
+            # As they were given, so that this machine resolves them.
+            values |= state["asked"]
             # Never an address from the folder: another person's could name theirs, whose data would be unpickled.
             values["scheduler"] = values["scheduler"] if values["scheduler"] in LOCAL_SCHEDULERS else "auto"
         if section == "run":

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -20,19 +20,26 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
-from daskgpt.model.parameters import check_config
+from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
-from daskgpt.schedulers.protocol import ClusterLost, Scheduler, WorkerLost
-from daskgpt.schedulers.worker_metrics import Events, WorkerMetrics
+from daskgpt.schedulers.protocol import TOPIC, ClusterLost, Scheduler, WorkerLost
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.engine import Engine, LocalEngine, State, TaskEngine
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, Say, compile_kernels, describe, require_memory
-from daskgpt.training.metrics import Finite, Outliers, StepMetrics
+from daskgpt.training.metrics import SHOWN, Finite, StepMetrics
 from daskgpt.training.progress import Progress
 from daskgpt.training.run_folder import Saver
-from daskgpt.training.start import Start, beginning, checkpoint_facts, new_run, resumed_run
+from daskgpt.training.start import (
+    Start,
+    WarmStart,
+    beginning,
+    checkpoint_facts,
+    configurations,
+    new_run,
+    resumed_run,
+)
 
 if TYPE_CHECKING:
     from daskgpt.training.recovery import Recovery
@@ -184,7 +191,17 @@ def fit(
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
         check_config("fit", config)
-        job, start = new_run(sections, parameters, connects=client is None)
+        settings = configurations("fit", sections)
+        size: ModelConfig = settings.pop("model")
+        origin = WarmStart(settings["run"].init) if settings["run"].init else None
+        if origin:
+            rule = "the model's numbers must be those of the model to start from"
+            origin.check_size(asdict(size), "fit", rule, "Take them from daskgpt.load.")
+        if parameters is not None:
+            check_parameters(size, parameters)
+            check_dtypes("fit", parameters, np.float32)
+        given = settings, lambda vocabulary: size, origin, parameters
+        job, start = new_run(*given, most=size.vocabulary, connects=client is None)
     return train(job, start, Observers(on_step, callbacks, quiet=quiet), client)
 
 
@@ -220,11 +237,8 @@ def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) 
         trainer = _Trainer(job, scheduler, start, observers, progress, stop_requested)
         try:
             return trainer.run()
-        except Exception as error:
-            trainer.wait()  # for the checkpoint that is being written, which precedes the error
-            if isinstance(error, WorkerLost):
-                raise trainer.error_of(error) from None
-            raise
+        except WorkerLost as error:
+            raise trainer.error_of(error) from None
         finally:
             trainer.close()
 
@@ -262,10 +276,8 @@ class _Trainer:
         self.enough, self.began = False, time.perf_counter()
         self.engine = engine_of(job, scheduler, say)
         self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
-        self.outliers = Outliers(job.optimizer.skip_outliers, start.outliers)
-        self.finite = Finite(job, self.losses, self.wait)
-        self.worker_metrics, self.events = WorkerMetrics(scheduler), Events(scheduler)
-        self.metrics = StepMetrics(job, self.worker_metrics, lambda: self.seconds)
+        self.finite = Finite(job, self.losses)
+        self.metrics = StepMetrics(job, scheduler, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
         self.result = Result(job.config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
         self.validation = Validation(job, self.engine, self.stop_requested)
@@ -293,7 +305,6 @@ class _Trainer:
                 if self.recovery is None:
                     raise
                 lost = error.with_traceback(None)  # its frames hold what is lost
-                self.wait()
         if not result.stopped:  # whoever stops a run does not want to wait
             with suppress(WorkerLost):  # the model is saved by now
                 self._sample()
@@ -315,20 +326,22 @@ class _Trainer:
             batches = self.loader.take(steps)
             undecided, begin = engine.undecided, time.perf_counter()
             with self._observed(steps):
-                outcomes = engine.run(batches, length, self.outliers.limits(steps.start))
+                outcomes = engine.run(batches, length)
             seconds = time.perf_counter() - begin
             first_time = steps[-1] >= len(self.losses)  # else all of them are made again after a loss
             with self.timed("logs"):
-                for number, outcome in zip(steps, outcomes):
-                    self.outliers.note(number, outcome)
                 records = self.metrics.of_window(steps, outcomes, seconds)
             if self.folder and undecided:  # chunks and grain may have been chosen with this step
                 self.folder.configure(self._resolved())
             if first_time and engine.made == self._next_validation(steps[-1]):
                 with self.timed("validation"):
                     records[-1].update(self.validation.measure())
-            for record in records[max(len(self.losses) - steps.start, 0) :]:
+            new = records[max(len(self.losses) - steps.start, 0) :]
+            for record in new:
                 self._report(record)
+            shown = {name: record[name] for record in new for name in SHOWN if name in record}
+            if shown:
+                self.scheduler.publish(TOPIC, shown)
             if engine.made == length:
                 return False
             if self.enough or self.stop_requested():
@@ -356,7 +369,6 @@ class _Trainer:
         if engine.described_tasks:  # otherwise it is printed when it is known
             progress.say(f"grain      {engine.described_tasks}")
         self.callbacks = [(one.begin(job, engine, job.steps), one) for one in self.observers.callbacks]
-        self.worker_metrics.begin(products=bool(self.folder or self.observers.on_step))
         self.began = time.perf_counter()
         progress.begin()
 
@@ -370,8 +382,8 @@ class _Trainer:
     def _together(self) -> int:
         """Return how many steps from the next one on run together: until the one after which something is due."""
         run, made = self.job.run, self.engine.made
-        every = (run.save_every, run.keep_every) if self.saver else ()
-        ends: list[int] = [(made // count + 1) * count for count in (*every, run.sample_every) if count]
+        every = run.save_every if self.saver else 0
+        ends: list[int] = [(made // count + 1) * count for count in (every, run.sample_every) if count]
         ends += [first for first, _ in self.callbacks if made < first]
         return min(self.engine.together(), min([*ends, self._next_validation(made)]) - made)
 
@@ -391,7 +403,7 @@ class _Trainer:
             yield
 
     def _report(self, metrics: dict[str, Any]) -> None:
-        """Show, log and publish the metrics of a step, and end the run if a number is not finite."""
+        """Show and log the metrics of a step, and end the run if a number is not finite."""
         with self.timed("logs"):
             self.losses.append(metrics["loss"])
             if "validation_loss" in metrics:
@@ -402,9 +414,8 @@ class _Trainer:
             self.progress.step(metrics)
             if self.recovery:
                 metrics |= self.recovery.news()
-            self.events.note(metrics)
             if self.saver:
-                self.saver.folder.log(metrics | self.saver.news() | self.worker_metrics.news(), self.progress.say)
+                self.saver.folder.log(metrics | self.saver.news(), self.progress.say)
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
         with self.timed("validation" if "validation_loss" in metrics else "logs"):
@@ -417,7 +428,7 @@ class _Trainer:
                 self.progress.say(sampler(self.scheduler, self.engine.weights()))
 
     def _save_if_due(self, *, checked: bool) -> None:
-        """Begin to write a checkpoint if one is due; checked: whether the parameters are known to be finite."""
+        """Write a checkpoint if one is due; checked: whether the parameters are known to be finite."""
         made = self.engine.made
         loss = self.validated.get(made)
         if self.saver and self.saver.due(made, loss):
@@ -432,7 +443,7 @@ class _Trainer:
     def _facts(self, step: int) -> dict[str, Any]:
         """Return the entries of a checkpoint's state.json."""
         facts = checkpoint_facts(self.job, self._resolved(), step)
-        return facts | {"seconds": round(self.seconds, 3), "outliers": self.outliers.facts(step)}
+        return facts | {"seconds": round(self.seconds, 3)}
 
     def _save_what_is_left(self) -> None:
         """Save the newest recovery point of a run whose cluster is lost, where it can be had without its workers."""
@@ -443,7 +454,6 @@ class _Trainer:
 
     def _finished(self, *, stopped: bool) -> Result:
         """Save the last state and return the result of the run."""
-        self.events.flush()
         result, engine = self.result, self.engine
         result.seconds, result.stopped = time.perf_counter() - self.began, stopped
         self.finite.require_weights(engine, max(engine.made - 1, 0))
@@ -451,8 +461,6 @@ class _Trainer:
         if self.scheduler.in_place or not result.checkpoint:
             result.held = engine.weights().parameters(self.scheduler)
         self.progress.close()
-        for line in self.worker_metrics.lines():
-            self.progress.say(line)
         del self.losses[engine.made :]  # of steps that a loss has taken back
         if self.saver:
             self.saver.save(engine.state(), self._facts(engine.made), self.validated.get(engine.made), last=True)
@@ -463,11 +471,6 @@ class _Trainer:
     def seconds(self) -> float:
         """Seconds that the run has trained, earlier processes included."""
         return self.start.seconds + time.perf_counter() - self.began
-
-    def wait(self) -> None:
-        """Wait for the checkpoint that is being written."""
-        if self.saver:
-            self.saver.wait()
 
     def close(self) -> None:
         """Release what the run holds, on a cluster its state and the copies of it."""

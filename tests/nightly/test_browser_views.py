@@ -1,4 +1,4 @@
-"""Tests of pages in a browser: timelines, and the page "daskgpt" on Dask's dashboard of a real run."""
+"""Tests of pages in a browser: a timeline, and the page "daskgpt" on Dask's dashboard of a real run."""
 
 import urllib.request
 
@@ -11,7 +11,7 @@ from test_timeline import recorded
 
 import daskgpt
 from daskgpt.profiling.dashboard import Collected, kind_of
-from daskgpt.profiling.pages import write_side_by_side
+from daskgpt.profiling.pages import write_timeline
 
 READY = "!!(window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle)"
 BARS = """Bokeh.documents[0].roots()[0].children.filter((child) => child.type === "Figure")
@@ -32,10 +32,10 @@ def seen(page, tmp_path, *questions):
 
 
 @needs_browser
-def test_page_shows_several_timelines(tmp_path):
-    timelines = {name: recorded(name, [(10, 11)] if name == "none" else [(10,)])[1] for name in ("layer", "none")}
-    page = write_side_by_side(timelines, tmp_path / "barriers.html", "two barriers")
-    assert seen(page, tmp_path, BARS) == [sum(len(timeline.events) for timeline in timelines.values())]
+def test_page_shows_a_timeline(tmp_path):
+    _, timeline = recorded("none", [(10, 11)])
+    _, page = write_timeline(timeline, tmp_path / "steps.html")
+    assert seen(page, tmp_path, BARS) == [len(timeline.events)]
 
 
 def test_dashboard_page_shows_a_run(small_text, tmp_path):

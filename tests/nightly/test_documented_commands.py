@@ -15,7 +15,6 @@ from documents import ROOT
 from small_runs import FLAGS, losses_of
 
 VERSIONS = [command for command in commands_of(ROOT / "docs" / "execution.md") if "--steps 8" in command.text]
-QUESTION = '{"ctx": "a line", "label": 0, "endings": ["of text", "to the sea", "of a hat", "and on"], "ind": 1}\n'
 
 
 def run(text: str) -> int:
@@ -34,7 +33,6 @@ def made(tmp_path_factory):
         for name in ("my-text.txt", "other.txt", "corpus/one.txt"):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copy(text, folder / name)
-        (folder / "hellaswag_val.jsonl").write_text(QUESTION)
         (folder / "pairs.jsonl").write_text('{"prompt": "one and", "response": " two"}\n' * 20)
         for out in ("runs/first", "runs/long", "runs/tuned", "runs/other"):
             assert run(f"train --data my-text.txt --steps 4 --out {out} {FLAGS}") == 0

@@ -13,11 +13,13 @@ import dask.array as da
 import numpy as np
 import pytest
 from conftest import random_parameters, whole_logits
+from documents import ROOT
 from llama_files import llama_tensors, write_gguf_llama
 from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import convert
+from daskgpt.data.dataset import batch
 from daskgpt.data.tokenizer import encode, get_encoding, learn_encoding
 from daskgpt.formats.layouts import parts_of
 from daskgpt.formats.models import model_path
@@ -25,6 +27,7 @@ from daskgpt.kernels import rotary
 from daskgpt.model.parameters import tensors
 from daskgpt.training.checkpoint import open_model_of
 from daskgpt.training.inference import loss_and_gradients
+from daskgpt.training.start import new_run
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason="PyTorch is not installed (the extra test-peers)")
@@ -151,16 +154,21 @@ def test_both_read_a_gguf_file(from_gguf, tmp_path):
         assert_same_logits(tmp_path / name, model, tokens)
 
 
+@pytest.fixture
+def smollm2():
+    """The path of SmolLM2's GGUF file."""
+    try:
+        return model_path("smollm2")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
 QUESTIONS = ["What is the capital of France?", "List three fruits.", "What do bees make?"]
 
 
-def test_smollm2_scores_and_answers_as_in_transformers(from_gguf):
-    try:
-        path = model_path("smollm2")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    tokenizer = from_gguf(transformers.AutoTokenizer, path)
-    model = from_gguf(transformers.AutoModelForCausalLM, path, dtype=torch.float32).eval()
+def test_smollm2_scores_and_answers_as_in_transformers(from_gguf, smollm2):
+    tokenizer = from_gguf(transformers.AutoTokenizer, smollm2)
+    model = from_gguf(transformers.AutoModelForCausalLM, smollm2, dtype=torch.float32).eval()
     stored = open_model_of("smollm2").loaded()
     assert stored.config == daskgpt.preset("smollm2-135m")
     encoding, text = get_encoding(stored.encoding), inspect.getsource(argparse)
@@ -183,3 +191,33 @@ def test_smollm2_scores_and_answers_as_in_transformers(from_gguf):
         written = list(daskgpt.sample(stored.config, stored.parameters, given, 40, temperature=0.0))
         expected = answer[0, len(given) :].tolist()
         assert written[: len(expected)] == expected
+
+
+def test_tuning_follows_a_loop_of_pytorch(from_gguf, smollm2):
+    """Fifty steps on chats: the same batches, of whose targets only the assistant's count."""
+    data = {"data": str(ROOT / "docs/examples/answers.jsonl"), "batch_size": 2, "sequence_length": 64}
+    optimizer = {"learning_rate": 1e-4, "schedule": "constant", "warmup": 0, "weight_decay": 0.01, "clip": 1.0}
+    run = {"init": "smollm2", "steps": 50, "validate_every": 0, "validation_batches": 1, "sample_tokens": 0}
+    sections = {"model": daskgpt.preset("smollm2-135m"), "data": data, "optimizer": optimizer, "run": run}
+    job, _ = new_run(sections, None)
+    model = from_gguf(transformers.AutoModelForCausalLM, smollm2, dtype=torch.float32)
+    decayed = [values for values in model.parameters() if values.ndim > 1]
+    others = [values for values in model.parameters() if values.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    betas = job.optimizer.beta1, job.optimizer.beta2
+    update, expected = torch.optim.AdamW(groups, lr=1e-4, betas=betas, eps=job.optimizer.eps), []
+    for step in range(50):
+        arrays = batch(
+            job.tokens.training, batch_size=2, sequence_length=64, seed=job.run.seed, step=step, order=job.order
+        )
+        tokens, targets, weights = map(torch.from_numpy, arrays)
+        logits = model(tokens.long()).logits
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.long().flatten(), reduction="none")
+        loss = (losses * weights.flatten().float()).mean()
+        update.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        update.step()
+        expected.append(loss.item())
+    model = sections.pop("model")
+    np.testing.assert_allclose(daskgpt.fit(model, **sections, quiet=True).losses, expected, **TOLERANCES["fifty steps"])

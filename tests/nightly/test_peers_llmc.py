@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import GOLDEN
-from llmc_samples import write_debug_state
+from llmc_samples import DebugState, read_debug_state, write_debug_state
 from steps import run_step, state_of, step_of
 
 import daskgpt
 from daskgpt import convert
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.formats.llmc import DebugState, read_debug_state
 from daskgpt.training.engine import State
 from daskgpt.training.inference import Inference
 

@@ -22,13 +22,6 @@ pytest.importorskip("torch", reason="PyTorch is not installed (the extra test-pe
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (the extra test-peers)")
 
 WORDS = [*("the", "quick", "brown", "fox", "jumps", "over"), *("lazy", "dogs", "while", "wizards", "box", "foam")]
-CHOICES = {
-    "output_type": "multiple_choice",
-    "doc_to_text": "{{ctx}}",
-    "doc_to_target": "{{label}}",
-    "doc_to_choice": "{{endings}}",
-    "metric_list": [{"metric": "acc"}],
-}
 ROLLING = {
     "output_type": "loglikelihood_rolling",
     "doc_to_text": "",
@@ -57,13 +50,13 @@ def folder(tmp_path):
 
 @pytest.fixture
 def evaluated(folder, tmp_path, capsys):
-    """What the harness says of a file of documents by a task, and `daskgpt.evaluate` of the file that it reads."""
+    """What the harness says of a file of documents, and `daskgpt.evaluate` of the file that it reads."""
 
-    def run(documents, task, data):
+    def run(documents, data):
         settings = {"task": "local", "dataset_path": "json", "test_split": "test"}
         settings["dataset_kwargs"] = {"data_files": {"test": str(documents)}}
         (tmp_path / "tasks").mkdir()
-        (tmp_path / "tasks" / "local.yaml").write_text(json.dumps(settings | task))  # YAML includes JSON
+        (tmp_path / "tasks" / "local.yaml").write_text(json.dumps(settings | ROLLING))  # YAML includes JSON
         theirs = lm_eval.simple_evaluate(
             model="hf",
             model_args={"pretrained": str(folder), "dtype": "float32"},
@@ -79,18 +72,6 @@ def evaluated(folder, tmp_path, capsys):
     return run
 
 
-def test_accuracy_of_multiple_choice(evaluated, tmp_path):
-    draw, data = np.random.default_rng(1), tmp_path / "questions.jsonl"
-    questions = [
-        {"ctx": sentence(draw, 12), "endings": [sentence(draw, 4) for _ in range(4)], "label": int(draw.integers(4))}
-        for _ in range(100)
-    ]
-    data.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    theirs, ours = evaluated(data, CHOICES, data)
-    assert 0 < ours["accuracy"] < 1
-    assert theirs["acc,none"] == pytest.approx(ours["accuracy"], **TOLERANCES["another program's evaluation"])
-
-
 def test_bits_a_byte_of_a_text(evaluated, tmp_path):
     """The harness gives the last sequence of a text more context unless it is a whole one."""
     text, documents, tokenizer = tmp_path / "text.txt", tmp_path / "text.jsonl", trained()
@@ -99,7 +80,7 @@ def test_bits_a_byte_of_a_text(evaluated, tmp_path):
         words = words[:-1]
     text.write_text(words)
     documents.write_text(json.dumps({"text": words}) + "\n")
-    theirs, ours = evaluated(documents, ROLLING, text)
+    theirs, ours = evaluated(documents, text)
     assert ours["tokens"] == len(tokenizer.encode(words).ids)
     assert theirs["bits_per_byte,none"] == pytest.approx(
         ours["bits_a_byte"], **TOLERANCES["another program's evaluation"]

@@ -7,8 +7,8 @@ import shutil
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from daskgpt.data.tokenizer import encode, encoding_named, get_encoding, vocabulary_of
-from daskgpt.formats.vocabulary import tokenizer_files
+from daskgpt.data.tokenizer import encode, encoding_named, get_encoding
+from daskgpt.formats.tokenizer_folder import tokenizer_files
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra test-peers)")
 pytestmark = pytest.mark.nightly
@@ -83,7 +83,7 @@ def test_ids_and_texts_of_transformers(kind, form, tmp_path):
         ours = get_encoding(name)
         assert ours.eot_token == theirs.eos_token_id
         (tmp_path / "back").mkdir()
-        for file, content in tokenizer_files(vocabulary_of(name), 64).items():
+        for file, content in tokenizer_files(get_encoding(name), 64).items():
             (tmp_path / "back" / file).write_bytes(content)
         exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
         shutil.rmtree(tmp_path / "back")

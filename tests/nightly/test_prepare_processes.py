@@ -12,7 +12,7 @@ from command_lines import SMALL, refused, run
 from prepared_texts import files_of, prepared, write_corpus
 
 from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE
-from daskgpt.formats.vocabulary import read_vocabulary
+from daskgpt.formats.encoding import read_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def corpus(tmp_path_factory):
 def _written(folder: Path) -> int:
     """Bytes of tokens, whole files and others."""
     size = 0
-    for path in (path for path in folder.rglob("*") if path.suffix in (".bin", ".tmp")):
+    for path in folder.glob("*.bin*"):
         with suppress(FileNotFoundError):  # renamed meanwhile
             size += path.stat().st_size
     return size
@@ -31,7 +31,7 @@ def _written(folder: Path) -> int:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_workers_and_learned_vocabulary_give_the_same_bytes(workers, corpus, tmp_path):
-    flags = ("--encoding", "learn:600", "--shard-tokens", "1M")
+    flags = ("--encoding", "learn:600")
     one = prepared(tmp_path, corpus, *flags, "--scheduler", "sync", out="one")
     result = run("prepare", corpus, *flags, "--scheduler", "local", "--threads", workers, "--out", tmp_path / "two")
     assert result.returncode == 0, result.stderr
@@ -43,7 +43,7 @@ def test_workers_and_learned_vocabulary_give_the_same_bytes(workers, corpus, tmp
 def test_killed_preparation_continues_to_the_same_bytes(scheduler, corpus, tmp_path):
     """Killed whenever the files have grown by some, until one process comes to the end."""
     learned = prepared(tmp_path, corpus, "--encoding", "learn:600", out="learned") / VOCABULARY_FILE
-    many = [*[corpus] * 5, "--encoding", learned, "--shard-tokens", "700k"]
+    many = [*[corpus] * 5, "--encoding", learned]
     whole, out = prepared(tmp_path, *many, out="whole"), tmp_path / "out"
     kills = 0
     for wanted in (1, 1_500_000, 3_000_000, 6_000_000):

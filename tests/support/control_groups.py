@@ -12,5 +12,4 @@ def control_groups(tmp_path, monkeypatch, own="", files=()):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(machine, "CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "MOUNTS", tmp_path / "mounts")
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from llmc_samples import read_debug_state
 
 import daskgpt
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.run import DataflowConfig
-from daskgpt.formats.llmc import read_debug_state
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.opening import open_scheduler
@@ -30,7 +30,7 @@ def differences(model: Path, debug_state: Path, precision: str, dataflow: Datafl
     shape, weights = state.tokens.shape, State.of_weights(config, parameters, arithmetic)
     wanted = ("logits", "loss", "gradients")
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
-        chunk = ChunkChoice(config, shape, dataflow, arithmetic, scheduler.threads).first
+        chunk = ChunkChoice(config, shape, dataflow, scheduler.threads).first
         inference = Inference(config, shape, chunk, weights.layout, wanted, arithmetic, groups=groups_of_batch(*shape))
         results = inference(scheduler, weights, state.tokens, state.targets)
     logits = results["logits"][..., : config.vocabulary]

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from llama_files import llama_tensors, write_gguf_llama
-from llmc_samples import SMALL, in_shards, small_debug_state, small_parameters, write_debug_state, write_tokens
+from llmc_samples import SMALL, in_shards, small_parameters, write_tokens
 
 import daskgpt
+from daskgpt.formats.encoding import known_encoding
 from daskgpt.formats.gguf import write_gguf
-from daskgpt.formats.huggingface import write_huggingface, write_run_model
-from daskgpt.formats.llmc import read_debug_state, read_tokens, write_model
+from daskgpt.formats.huggingface import write_huggingface
+from daskgpt.formats.llmc import read_tokens, write_model
 from daskgpt.formats.stored_model import StoredModel
-from daskgpt.formats.vocabulary import known_vocabulary
 from daskgpt.training.checkpoint import Checkpoint, write_checkpoint
 
 STEP = "step-00000003"
@@ -60,20 +60,10 @@ def _model(name: str) -> Callable[[Path], dict[str, Any]]:
     return read
 
 
-def _state(folder: Path) -> dict[str, Any]:
-    state = read_debug_state(folder / "state.bin", SMALL)
-    return {"tokens": state.tokens, "targets": state.targets, "logits": state.logits} | state.gradients
-
-
 def _write_folder(folder: Path, shard_bytes: int = 0) -> None:
     write_huggingface(folder / "hf", StoredModel(SMALL, _parameters(), "bytes", 4), {})
     if shard_bytes:
         in_shards(folder / "hf" / "model.safetensors", shard_bytes)
-
-
-def _write_shards(folder: Path) -> None:
-    write_run_model(folder / "model.safetensors", StoredModel(SMALL, _parameters()))
-    in_shards(folder / "model.safetensors", 800)
 
 
 def _write_checkpoint(folder: Path) -> None:
@@ -95,7 +85,7 @@ def _write_foreign(folder: Path) -> None:
 def _write_gguf_gpt2(folder: Path) -> None:
     config = daskgpt.preset("tiny", blocks=1, heads=2, channels=8, vocabulary=257, positions=6)
     model = StoredModel(config, daskgpt.initial_parameters(config, 0), "bytes")
-    write_gguf(folder / "m.gguf", model, known_vocabulary("bytes"))
+    write_gguf(folder / "m.gguf", model, known_encoding("bytes"))
 
 
 FORMATS: dict[str, Format] = {
@@ -103,11 +93,6 @@ FORMATS: dict[str, Format] = {
         lambda folder: daskgpt.save(folder / "m.safetensors", SMALL, _parameters(), encoding="bytes"),
         ("m.safetensors",),
         _model("m.safetensors"),
-    ),
-    "daskgpt, shards": Format(
-        _write_shards,
-        ("model.safetensors.index.json", "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"),
-        _model("model.safetensors.index.json"),
     ),
     "Hugging Face": Format(_write_foreign, ("hf/config.json", "hf/model.safetensors"), _model("hf")),
     "Hugging Face, shards": Format(
@@ -127,9 +112,6 @@ FORMATS: dict[str, Format] = {
     "llm.c": Format(lambda folder: write_model(folder / "m.bin", SMALL, _parameters()), ("m.bin",), _model("m.bin")),
     "llm.c, bfloat16": Format(
         lambda folder: write_model(folder / "m.bin", SMALL, _parameters(), 5), ("m.bin",), _model("m.bin")
-    ),
-    "llm.c, debug state": Format(
-        lambda folder: write_debug_state(folder / "state.bin", SMALL, small_debug_state()), ("state.bin",), _state
     ),
     "llm.c, tokens": Format(
         lambda folder: write_tokens(folder / "t.bin", np.arange(600) % 257),

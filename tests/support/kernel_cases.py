@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 import reference_gpt2
+from layer_check import random_arguments
 
 from daskgpt.graph.calls import parse
 from daskgpt.model import layers
 from daskgpt.model.layers import Layer, Row
-from daskgpt.profiling.layer_check import random_arguments
 
 Arrays = dict[str, np.ndarray]
 # Not multiples of a vector's length, so that loops have remainders; T is longer than a block of attention's queries.

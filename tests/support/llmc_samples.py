@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import tracemalloc
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from safetensors.numpy import save_file
 
 from daskgpt.config.model import ModelConfig
 from daskgpt.formats.llmc import DEBUG_STATE as DEBUG_STATE_MAGIC
-from daskgpt.formats.llmc import TOKENS, DebugState, header_of, open_model
+from daskgpt.formats.llmc import HEADER_BYTES, TOKENS, header_of, open_model, read_header
 from daskgpt.formats.safetensors import TensorFiles
 from daskgpt.model.parameters import parameter_shapes
 
@@ -30,11 +32,31 @@ def small_parameters(seed: int = 0) -> dict[str, np.ndarray]:
     return {name: random.standard_normal(shape, np.float32) for name, shape in parameter_shapes(SMALL).items()}
 
 
-def small_debug_state() -> DebugState:
-    random = np.random.default_rng(1)
-    tokens, targets = random.integers(0, SMALL.vocabulary, (2, 3, 4), dtype=np.int32)
-    logits = random.standard_normal((3, 4, SMALL.vocabulary), np.float32)
-    return DebugState(tokens, targets, logits, loss=1.5, gradients=small_parameters(2))
+@dataclass(frozen=True, eq=False)
+class DebugState:
+    """A batch, tokens and targets (B, T), with the loss, logits (B, T, V) and gradients of its model."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    logits: np.ndarray
+    loss: float
+    gradients: dict[str, np.ndarray]
+
+
+def read_debug_state(path: str | Path, config: ModelConfig) -> DebugState:
+    """Read a debug state of llm.c's; `config` is that of its model. Source   llm.c, train_gpt2.py: write_state"""
+    batch = tuple(read_header(Path(path), "read_debug_state", DEBUG_STATE_MAGIC, (2,))[2:4])
+    shapes: dict[str, tuple[int, ...]] = {"tokens": batch, "targets": batch, "logits": (*batch, config.vocabulary)}
+    shapes |= {"loss": ()} | parameter_shapes(config)
+    assert Path(path).stat().st_size == HEADER_BYTES + 4 * sum(map(math.prod, shapes.values()))
+    with open(path, "rb") as file:
+        file.seek(HEADER_BYTES)
+        dtypes = {"tokens": "<i4", "targets": "<i4"}
+        values = {
+            n: np.fromfile(file, dtypes.get(n, "<f4"), math.prod(shape)).reshape(shape) for n, shape in shapes.items()
+        }
+    tokens, targets, logits, loss = (values.pop(name) for name in ("tokens", "targets", "logits", "loss"))
+    return DebugState(tokens, targets, logits, float(loss), values)
 
 
 def read_model(path: str | Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:

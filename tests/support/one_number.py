@@ -18,8 +18,6 @@ from steps import run_step, run_window, state_of, step_of
 
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.kernels.float32 import gemm
-from daskgpt.kernels.float32.blas import gemm_address
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
 from daskgpt.model.step import Outcome
@@ -125,11 +123,6 @@ def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = ST
     for name, value in sorted(parameters.items()):
         digest.update(name.encode() + np.ascontiguousarray(value).tobytes())
     return f"{numbers[-1]} {digest.hexdigest()[:32]}"
-
-
-def own_product() -> bool:
-    """Return whether float32 products are our own: the order of a library's sums depends on the shapes."""
-    return gemm.has_fma() and gemm_address(np.dtype("f4")) == gemm.address()
 
 
 def divisors(number: int) -> list[int]:

@@ -4,9 +4,11 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from daskgpt import prepare
 from daskgpt.data.token_folder import read_manifest
+from daskgpt.formats.encoding import KNOWN
 from daskgpt.formats.llmc import read_tokens
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box naïve façades 北京 ☃ 'tis it's"
@@ -47,3 +49,9 @@ def files_of(folder: Path, *, but: tuple[str, ...] = ()) -> dict[str, str]:
 def tokens_of(folder: Path, part: str) -> np.ndarray:
     shards = getattr(read_manifest(folder, "test"), part).shards
     return np.concatenate([read_tokens(folder / shard.file) for shard in shards])
+
+
+def forget_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be as a process that has read no vocabulary."""
+    for name in KNOWN.keys() - {"bytes"}:
+        monkeypatch.delitem(KNOWN, name)

@@ -10,7 +10,7 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.distribute import Rank
 from daskgpt.model.precision import FLOAT32, Precision
-from daskgpt.model.step import NO_LIMITS, Arrays, CompiledStep, Dials, Limits, Outcome, compile_step
+from daskgpt.model.step import Arrays, CompiledStep, Dials, Outcome, compile_step
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.engine import State
 
@@ -41,11 +41,10 @@ def run_step(
     state: State,
     batch: Batch,
     steps: int,
-    limits: Limits = NO_LIMITS,
     seed: int = 0,
 ) -> tuple[Outcome, State]:
     """Run one step; return its outcome and the state after it. steps: length of the run; seed: of dropout"""
-    inputs = step.inputs(batch, state.step, steps, limits, seed)
+    inputs = step.inputs(batch, state.step, steps, seed)
     handles, packs = step.split(scheduler.run(step.submission(inputs, state.packs)), state.packs)
     outcome = Outcome.of(step.output(scheduler.fetch(handles)))
     return outcome, State(state.layout, packs, state.step + 1)

@@ -40,6 +40,8 @@ TOLERANCES: dict[str, dict[str, float]] = {
     # Logits of some units in float32 from another program (PyTorch), whose sums have another order: twelve blocks of
     # sums over hundreds of products of relative error 6e-8 each. The bound that users are promised.
     "another program's logits": {"rtol": 0.0, "atol": 1e-4},
+    # Losses of fifty steps of tuning beside PyTorch's: what gradients near zero make of AdamW's first steps differs.
+    "fifty steps": {"rtol": 0.0, "atol": 1e-3},
     # Accuracies and bits a byte of lm-evaluation-harness, by PyTorch. The bound that users are promised.
     "another program's evaluation": {"rel": 0.0, "abs": 1e-4},
     # The same in another order, of random weights through two blocks, in units of the largest score.

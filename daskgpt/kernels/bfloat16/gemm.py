@@ -1,8 +1,7 @@
 """Products of linear layers in bfloat16 with float32 sums: packed weights, y = x weightᵀ + bias, dx = dy weight, and
 dweight = dyᵀ x.
 
-On the portable unit, operands are rounded to bfloat16 and a float32 BLAS multiplies them. A BLAS may sum a row in an
-order that depends on the number of rows, so the last bits of a row can depend on the other rows.
+On the portable unit, operands are rounded to bfloat16 and multiplied in float32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The unit of the processor that multiplies bfloat16 numbers: AMX tiles, AVX-512 with BF16, or none (float32 BLAS).
+"""The unit of the processor that multiplies bfloat16 numbers: AMX tiles, AVX-512 with BF16, or none (float32 products).
 
 Every thread requests the tile registers before its first product with them, when it requests scratch memory.
 """

@@ -1,1 +1,1 @@
-"""Float32 products inside kernels: a BLAS that is called by its address, and the package's own product."""
+"""Float32 products inside kernels: functions that are called by their address."""

@@ -1,22 +1,9 @@
-"""Matrix products inside Numba kernels: a function with BLAS's interface, called by its address.
+"""Matrix products inside Numba kernels: a function of addresses and row lengths as in BLAS, called by its address.
 
 A kernel takes the address as an argument, so its compiled code can be cached on disk and does not depend on where the
-function is loaded. The environment variable DASKGPT_BLAS chooses the function:
-
-    own        `float32.gemm` for float32, NumPy's BLAS for float64; the default where the processor has FMA
-    numpy      NumPy's own BLAS; the default elsewhere
-    portable   a plain Numba product with the same interface, also for a NumPy whose BLAS is not found
-
-They differ in the last bits: all processes of one run need the same one. The number of threads of NumPy's BLAS is not
-set here: callers that run kernels in several threads limit it to one.
+function is loaded. float32 numbers are multiplied by `float32.gemm`; float64 ones, with which results are verified, by
+plain loops. Each sum has one order, whatever the shapes, so that no chunk changes a bit: a library's has not.
 """
-
-import ctypes
-import functools
-import importlib
-import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 from llvmlite import ir
@@ -26,80 +13,17 @@ from numba.extending import intrinsic
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.compilation import Kernel, helper, kernel
 from daskgpt.kernels.float32 import gemm as sgemm
-from daskgpt.kernels.simd.lanes import VOID, address_of, has_fma, read, whole, write
-
-# What NumPy's builds call the function: 64-bit integers first (the wheels' OpenBLAS, a system's, Apple's), then
-# 32-bit ones.
-_SYMBOLS = (
-    "scipy_cblas_{}gemm64_",
-    "cblas_{}gemm64_",
-    "cblas_{}gemm$NEWLAPACK$ILP64",
-    "scipy_cblas_{}gemm",
-    "cblas_{}gemm",
-)
-_ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
-VARIABLE = "DASKGPT_BLAS"
-
-
-def _libraries() -> Iterator[Path]:
-    """Yield NumPy's extension module, through which the libraries it links to are searched, then those in the wheel."""
-    extension = importlib.import_module("numpy._core._multiarray_umath").__file__
-    if extension is not None:
-        yield Path(extension)
-    site = Path(np.__file__).parent
-    for folder in (site.parent / "numpy.libs", site / ".dylibs"):
-        yield from sorted(folder.glob("*blas*"))
-
-
-@functools.cache
-def find_gemm(letter: str) -> int:
-    """Return the address of cblas_sgemm (`letter` "s") or cblas_dgemm ("d") in NumPy's BLAS; 0 if there is none."""
-    for path in _libraries():
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError:  # a library for another system
-            continue
-        for symbol in _SYMBOLS:
-            function = getattr(library, symbol.format(letter), None)
-            if function is not None:
-                return ctypes.cast(function, ctypes.c_void_p).value or 0
-    return 0
+from daskgpt.kernels.simd.lanes import VOID, address_of, read, write
 
 
 def gemm_address(dtype: np.dtype) -> int:
-    """Return the `blas` argument of `gemm` for arrays of `dtype`.
-
-    Errors   ValueError when the environment variable DASKGPT_BLAS is anything but own, numpy or portable;
-             RuntimeError when it is own and the processor has no fused multiply-adds of vectors
-    """
-    choice, single = _choice(), dtype.char == "f"
-    if choice == "own" and single:
-        return sgemm.address()
-    address = find_gemm("s" if single else "d") if choice != "portable" else 0
-    return address or _PORTABLE.address(dtype.char)
+    """Return the `blas` argument of `gemm` for arrays of `dtype`."""
+    return sgemm.address() if dtype.char == "f" else _DGEMM.address(dtype.char)
 
 
-def one_order(dtype: np.dtype) -> bool:
-    """Return whether a product's sums have one order whatever its shapes, so that no chunk changes a bit.
-
-    In a library the order depends on the shapes. No kernel is compiled for the answer.
-    """
-    return dtype.char == "f" and _choice() == "own"
-
-
-def _choice() -> str:
-    choice = os.environ.get(VARIABLE) or ("own" if has_fma() else "numpy")
-    if choice not in ("own", "numpy", "portable"):
-        rule = f"{VARIABLE} must be own, numpy or portable"
-        raise refusal(ValueError, "blas", rule, {VARIABLE: choice}, "Unset it to take the fastest of this processor.")
-    return choice
-
-
-def _portable(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """Compute cblas_?gemm, row-major, for alpha 1. Each sum continues from beta * c."""
-    # The caller defines only the lower half of the two orders: 111 is not transposed, 112 is.
-    b_transposed = b_order & 1 == 0
-    a_row, a_column = (1, lda) if a_order & 1 == 0 else (lda, 1)
+def _dgemm(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+    """Compute what `gemm` describes; each sum continues from beta * c."""
+    a_row, a_column = (1, lda) if a_transposed else (lda, 1)
     zero = beta - beta
     for i in range(m):
         for j in range(n):
@@ -116,26 +40,21 @@ def _portable(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, 
 
 
 # Compiled at its first use: hardly any process needs it.
-_PORTABLE = Kernel(_portable, "n n n n n n f n n n n f n n")
+_DGEMM = Kernel(_dgemm, "n n n n n n n n n f n n")
 
 
 @intrinsic
-def _call_blas(typing_context, blas, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """Call cblas_?gemm at address `blas`.
-
-    Every whole number and every pointer is passed as 64 bits. A library with 32-bit integers reads the lower half of
-    the register or of the 8-byte stack slot, which is where a little-endian 64-bit processor has the same value.
-    """
+def _call(typing_context, blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+    """Call the product at address `blas`."""
 
     def generate(context, builder, signature, arguments):
         address, *values = arguments
-        values = [whole(_ROW_MAJOR), *values]
         kind = ir.FunctionType(VOID, [value.type for value in values])
         builder.call(builder.inttoptr(address, kind.as_pointer()), values)
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(n, n, n, n, n, n, alpha, n, n, n, n, alpha, n, n), generate
+    return types.void(n, n, n, n, n, n, n, n, n, n, beta, n, n), generate
 
 
 @helper
@@ -145,9 +64,7 @@ def gemm(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc
     a, b and c are addresses, lda, ldb and ldc their row lengths in elements. A transposed a is stored (k, m), a
     transposed b (n, k). The dtype is that of beta. With beta = 0, c is not read.
     """
-    a_order = _TRANSPOSED if a_transposed else _AS_IT_IS
-    b_order = _TRANSPOSED if b_transposed else _AS_IT_IS
-    _call_blas(blas, a_order, b_order, m, n, k, type(beta)(1), a, lda, b, ldb, beta, c, ldc)
+    _call(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc)
 
 
 @helper

@@ -1,4 +1,4 @@
-"""Float32 matrix product in vector registers, with cblas_sgemm's interface.
+"""Float32 matrix product in vector registers.
 
 A transformer multiplies few rows by large weights that come from memory. So, unlike in a library's product, a weight is
 read once, and its next part is fetched meanwhile: every tile of sums fetches a share of it into the second cache; later
@@ -17,14 +17,12 @@ axis is divided into products that continue one another (beta 1).
 import functools
 from typing import NamedTuple
 
-import llvmlite.binding
 import numpy as np
 
-from daskgpt.config.errors import refusal
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.float32 import tiles
 from daskgpt.kernels.float32.tiles import LANES, LINE, ROWS, VECTOR, WIDTH
-from daskgpt.kernels.simd.lanes import has_fma, read_real, write_real
+from daskgpt.kernels.simd.lanes import read_real, write_real
 from daskgpt.kernels.simd.memory import PAGE, give_back, slots, take
 
 # Steps of the summed axis that are packed at once.
@@ -401,14 +399,13 @@ def _by_panels(work, m, n, k, left, right, c, beta):
             _sum_panels(work, count, n, steps, rows, (b + start * b_step, b_step), sums, scale)
 
 
-def _sgemm(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+@kernel("n n n n n n n n n s n n", cost=28)
+def _sgemm(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
     places = slots()
     taken = take(places, SCRATCH)
     panels = (taken + PAGE - 1) // PAGE * PAGE
     work = Work(tiles.code(), panels, panels + PANELS, panels + PANELS + STRIP)
     a_part, b_part, c_part = (a, lda * 4), (b, ldb * 4), (c, ldc * 4)
-    # 111 is not transposed, 112 is. The caller defines only the lower half of these two numbers.
-    a_transposed, b_transposed = a_order & 1 == 0, b_order & 1 == 0
     # Transposing a and c may be cheaper than transposing b. A result larger than the caches is best written by rows.
     turned = (n + k) * m < n * k and (m < _FEW or m * n < _RESIDENT)
     if b_transposed and (a_transposed or turned):
@@ -422,24 +419,15 @@ def _sgemm(order, a_order, b_order, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc
     give_back(places, taken)
 
 
-# Other kernels call it by its address, as a C function. It does not compile without fused multiply-adds.
-_SGEMM = kernel("n n n n n n s n n n n s n n", cost=28)(_sgemm) if has_fma() else None
-
-
 @functools.cache
 def address() -> int:
-    """Return the address of a function with cblas_sgemm's arguments, in 64 bits; it is compiled at the first call.
+    """Return the address of the product as a C function, for other kernels; it is compiled at the first call.
 
-    c = beta c + a b, row-major; alpha must be 1 and is not read
+    c = beta c + a b, row-major; the arguments are those of `blas.gemm`
 
     Shapes   a (m, k), b (k, n), c (m, n); a transposed a is stored (k, m), a transposed b (n, k)
     Dtype    float32
     Cost     2 m n k operations; 1.3 MB of scratch for every thread that is in a product at the same time
     Source   Goto and van de Geijn 2008, 10.1145/1356052.1356053; Van Zee and van de Geijn 2015, 10.1145/2764454
-    Errors   RuntimeError on a processor without fused multiply-adds of vectors
     """
-    if _SGEMM is None or not has_fma():
-        rule = "the processor must have fused multiply-adds of vectors (AVX2 and FMA, or NEON)"
-        got = {"processor": llvmlite.binding.get_host_cpu_name()}
-        raise refusal(RuntimeError, "sgemm", rule, got, "Set DASKGPT_BLAS=numpy, or unset it.")
-    return _SGEMM.address()
+    return _sgemm.address()

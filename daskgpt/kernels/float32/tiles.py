@@ -1,8 +1,7 @@
 """Code of the float32 product: tiles of sums in vector registers, copies, transposes, and a table of these functions.
 
 Callers get the address of the table: Numba compiles a helper with everything that it calls, so each helper would
-otherwise compile these functions again. On a processor without fused multiply-adds the table is empty, and `gemm`
-ensures that it is not used. Addresses and distances are in bytes.
+otherwise compile these functions again. Addresses and distances are in bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -231,8 +230,6 @@ def _functions(module: ir.Module) -> Iterator[tuple[int, ir.Function]]:
 @lanes.instruction("", "n")
 def code(builder):
     """Return the address of the table of all functions; only callers of this function are compiled with them."""
-    if not lanes.has_fma():
-        return lanes.whole(0)
     functions = dict(_functions(builder.module))
     kind = ir.ArrayType(lanes.POINTER, max(functions) + 1)
     empty = ir.Constant(lanes.POINTER, None)

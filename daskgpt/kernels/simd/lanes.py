@@ -39,11 +39,6 @@ def has_avx512() -> bool:
     return "avx512f" in features()
 
 
-def has_fma() -> bool:
-    """Return whether vectors are multiplied and added with one rounding: with AVX2 on x86, on any 64-bit ARM."""
-    return features().issuperset(("avx2", "fma")) if X86 else platform.machine().lower() in ("aarch64", "arm64")
-
-
 def has_avx512_bfloat16() -> bool:
     """Return whether code with instructions that round to bfloat16 and multiply pairs can be compiled here."""
     return features().issuperset(("avx512f", "avx512bw", "avx512vl", "avx512bf16"))

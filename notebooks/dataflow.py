@@ -1,9 +1,9 @@
-"""The tasks of a step and their dependencies, as a graph and as a drawing, without running the step."""
+"""The tasks of a step and their dependencies, by name, and drawings of them; notebooks import it from their folder."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from html import escape
@@ -12,12 +12,11 @@ from typing import Any
 
 from daskgpt.config.errors import require, require_known
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rich import html_table, svg
 from daskgpt.config.run import DataConfig, DataflowConfig
 from daskgpt.graph.calls import Origin
 from daskgpt.graph.program import calls_of
 from daskgpt.profiling.measure import job_from
-from daskgpt.profiling.plan import assumed_step
+from daskgpt.profiling.plan import planned, planned_step
 from daskgpt.profiling.timeline import TaskGraph, chunks_of, color_of, longest_chain
 from daskgpt.training.autotune import Trial
 
@@ -42,35 +41,21 @@ class DataflowTask:
     calls: tuple[Origin, ...]
     bytes: int
 
-    @property
-    def title(self) -> str:
-        """The name without the chunk."""
-        return self.name.partition("[")[0]
-
-    @property
-    def height(self) -> int:
-        """Height of its box in a drawing [pixels], which has a stripe per kernel."""
-        return ALONE if len(self.calls) < 2 else STRIPE * len(self.calls)
-
 
 @dataclass(frozen=True, repr=False)
 class Dataflow:
-    """A graph of tasks; a notebook draws it.
+    """A graph of tasks.
 
     title   describes the step
     tasks   name -> task; tasks come after those that they wait for
     needs   name -> names of the tasks that it waits for
     peak    largest number of bytes of all arrays of the step at one time
-    levels  name -> level in the drawing, 0 at the top; None = by `depths`
-    marked  names of tasks that are drawn in red
     """
 
     title: str
     tasks: Mapping[str, DataflowTask]
     needs: Mapping[str, frozenset[str]]
     peak: int
-    levels: Mapping[str, int] | None = None
-    marked: frozenset[str] = frozenset()
 
     @property
     def edges(self) -> list[tuple[str, str]]:
@@ -132,117 +117,13 @@ class Dataflow:
         needs = {new: frozenset(short[need] for need in self.needs[name] & short.keys()) for name, new in short.items()}
         return Dataflow(f"block {block}, {phase}: {self.title}", tasks, needs, self.peak)
 
-    def without(self, edge: tuple[str, str]) -> Dataflow:
-        """Return the graph without one of its edges, drawn in the same places.
-
-        Errors   ValueError if there is no such edge
-        """
-        require(edge in self.edges, "Dataflow.without", "the graph must have the edge", {"edge": edge}, "See edges.")
-        earlier, later = edge
-        needs = {**self.needs, later: self.needs[later] - {earlier}}
-        return replace(self, needs=needs, levels=self.levels or self.depths())
-
-    def picture(self, marked: Iterable[str] = ()) -> Dataflow:
-        """Return the graph with some tasks, and the edges between them, drawn in red."""
-        marked = frozenset(marked)
-        for name in marked:
-            require_known(name, self.tasks, "Dataflow", "task")
-        return replace(self, marked=marked)
-
-    def rows(self) -> list[list[str]]:
-        """Return rows of a table: numbers of tasks, kernels, edges and bytes."""
-        chain, tasks = len(self.chain()), len(self.tasks)
-        kernels = sum(len(task.calls) for task in self.tasks.values())
-        return [
-            ["tasks", f"{tasks:,}, which run {kernels:,} kernels; {len(self.edges):,} edges"],
-            ["chain", f"{chain:,} one after the other; {tasks / max(chain, 1):.1f} at a time on average"],
-            ["bytes", f"{self.bytes / 1e6:,.2f} MB handed on, {self.peak / 1e6:,.2f} MB at the step's peak"],
-        ]
-
     def __repr__(self) -> str:
-        return "\n".join([f"Dataflow of {self.title}", *(f"{word:12}{text}" for word, text in self.rows())])
-
-    def _repr_html_(self) -> str:
-        """Return the same for notebooks, with a drawing if there are few enough tasks."""
-        drawn = _Drawing(self).svg() if len(self.tasks) <= DRAWN else ""
-        return html_table(self.title, [] if self.marked else self.rows()) + drawn
-
-
-class _Drawing:
-    """A drawing in which time runs down, with a column per chunk and a stripe per kernel; narrow enough for a phone."""
-
-    def __init__(self, flow: Dataflow) -> None:
-        self.flow, depths = flow, flow.levels or flow.depths()
-        chunks = [task.chunk for task in flow.tasks.values() if task.chunk is not None]
-        cut = sorted({(b or 0, t) for b, t in chunks if t is not None}) or sorted({(b or 0, 0) for b, _ in chunks})
-        self.columns = cut or [(0, 0)]
-        self.wide = max(NARROWEST, COLUMNS / len(self.columns))
-        # A row for each kind of task at a depth, so that no box hides another one.
-        kinds = sorted({(depths[name], task.title) for name, task in flow.tasks.items()})
-        number = {kind: row for row, kind in enumerate(kinds)}
-        self.row = {name: number[depths[name], task.title] for name, task in flow.tasks.items()}
-        self.rows = [
-            [flow.tasks[name] for name, number in self.row.items() if number == row] for row in range(len(kinds))
-        ]
-        heights = (max(task.height for task in row) + GAP for row in self.rows)
-        *self.tops, self.bottom = accumulate(heights, initial=TOP)
-
-    def box(self, name: str) -> tuple[float, float, float, float]:
-        """Return left, top, right and bottom of a task's box, which spans the columns of its chunk."""
-        task, top, inset = self.flow.tasks[name], self.tops[self.row[name]], min(6.0, self.wide / 8)
-        chunk = task.chunk or (None, None)
-        spanned = [n for n, place in enumerate(self.columns) if all(c in (None, p) for c, p in zip(chunk, place))] or [
-            0
-        ]
-        left, right = LABELS + spanned[0] * self.wide + inset, LABELS + (spanned[-1] + 1) * self.wide - inset
-        return left, top, right, top + task.height
-
-    def svg(self) -> str:
-        """Return the drawing."""
-        parts = [self._edge(earlier, later) for earlier, later in self.flow.edges]
-        parts += [self._task(name) for name in self.flow.tasks]
-        parts += [self._label(number) for number in range(len(self.rows))]
-        for number, (b, t) in enumerate(self.columns):
-            middle = LABELS + (number + 0.5) * self.wide
-            parts.append(f'<text x="{middle:.0f}" y="16" text-anchor="middle" font-size="11">[{b}, {t}]</text>')
-        parts.append('<text x="0" y="16" font-size="11">chunk [b, t]</text>')
-        return svg(LABELS + self.wide * len(self.columns) + BOWS, self.bottom, parts)
-
-    def _task(self, name: str) -> str:
-        left, top, right, bottom = self.box(name)
-        task, marked = self.flow.tasks[name], name in self.flow.marked
-        high = (bottom - top) / max(len(task.calls), 1)
-        stripes = "".join(
-            f'<rect x="{left:.1f}" y="{top + number * high:.1f}" width="{right - left:.1f}" height="{high:.1f}" '
-            f'fill="{color_of(call.kind)}"/>'
-            for number, call in enumerate(task.calls)
-        )
-        frame = f'fill="none" stroke="{MARK if marked else "#333"}" stroke-width="{2.5 if marked else 0.8}"'
-        box = f'x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" {frame}'
-        return f"<g><title>{escape(name)}</title>{stripes}<rect {box}/></g>"
-
-    def _edge(self, earlier: str, later: str) -> str:
-        """Return a line from the bottom of one task to the top of another; a bow passes rows between them."""
-        left, _, right, foot = self.box(earlier)
-        other_left, head, other_right, _ = self.box(later)
-        if self.row[later] - self.row[earlier] > 1:
-            bow = max(right, other_right) + self.wide * 0.22
-            curve = f"C{bow:.1f},{foot + 14:.1f} {bow:.1f},{head - 14:.1f} {other_right - 5:.1f},{head:.1f}"
-            path = f"M{right - 5:.1f},{foot:.1f} {curve}"
-        else:
-            path = f"M{(left + right) / 2:.1f},{foot:.1f} L{(other_left + other_right) / 2:.1f},{head:.1f}"
-        color, width = (MARK, 2.2) if {earlier, later} <= self.flow.marked else (LINE, 1.2)
-        return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
-
-    def _label(self, row: int) -> str:
-        """Return the label at the left of a row: layer, place, and the number of kernels if there are several."""
-        task, y = self.rows[row][0], self.tops[row]
-        kind, _, place = task.title.partition(" ")
-        kernels = [f"{len(task.calls)} kernels"] * (len(task.calls) > 1)
-        looks = [(10.5, "#111"), (9, "#666"), (9, "#666")]
-        return "".join(
-            f'<text x="0" y="{y + 8 + 10 * number}" font-size="{size}" fill="{color}">{escape(line[:21])}</text>'
-            for number, (line, (size, color)) in enumerate(zip((kind, place, *kernels), looks))
+        chain, kernels = len(self.chain()), sum(len(task.calls) for task in self.tasks.values())
+        return (
+            f"Dataflow of {self.title}\n"
+            f"tasks       {len(self.tasks):,}, which run {kernels:,} kernels; {len(self.edges):,} edges\n"
+            f"chain       {chain:,} one after the other; {len(self.tasks) / max(chain, 1):.1f} at a time on average\n"
+            f"bytes       {self.bytes / 1e6:,.2f} MB handed on, {self.peak / 1e6:,.2f} MB at the step's peak"
         )
 
 
@@ -257,15 +138,15 @@ def dataflow(
 
     Errors    ValueError if the configurations do not fit each other
 
-    >>> import daskgpt
-    >>> small = daskgpt.preset("tiny", blocks=1)
-    >>> graph = daskgpt.dataflow(small, {"batch_size": 4}, {"batch_chunk": 2, "grain": "kernel"})
+    >>> from daskgpt import preset
+    >>> small = preset("tiny", blocks=1)
+    >>> graph = dataflow(small, {"batch_size": 4}, {"batch_chunk": 2, "grain": "kernel"})
     >>> graph = graph.of(block=0)
     >>> len(graph.tasks), len(graph.chain())
     (20, 10)
     """
     job = job_from(config, data=data, dataflow=dataflow)
-    step = assumed_step(job)
+    step = planned_step(*planned(job))
     trial = Trial(step)
     inside, chunk_of_call = TaskGraph.of(step).needs, chunks_of(step)
     calls = {key: [call.key for call in calls_of(step.graph[key]) if call.key in chunk_of_call] for key in inside}
@@ -303,3 +184,116 @@ def _distinct(names: Mapping[Any, str]) -> dict[Any, str]:
         counts[name] += 1
         distinct[key] = name if counts[name] == 1 else f"{name} #{counts[name]}"
     return distinct
+
+
+# Drawings.
+
+
+@dataclass(frozen=True, repr=False)
+class Drawing:
+    """A graph as a notebook shows it: time runs down, with a column per chunk and a stripe per kernel.
+
+    marked  names of tasks that are red
+    hidden  edges that are not drawn
+    """
+
+    flow: Dataflow
+    marked: Collection[str] = ()
+    hidden: Collection[tuple[str, str]] = ()
+
+    def __repr__(self) -> str:
+        return repr(self.flow)
+
+    def _repr_html_(self) -> str:
+        drawn = _Picture(self).svg() if len(self.flow.tasks) <= DRAWN else ""
+        return f"<pre>{escape(self.flow.title if self.marked else repr(self))}</pre>{drawn}"
+
+
+def title_of(task: DataflowTask) -> str:
+    """Return the name of a task without the chunk."""
+    return task.name.partition("[")[0]
+
+
+def height_of(task: DataflowTask) -> int:
+    """Return the height of a task's box [pixels], which has a stripe per kernel."""
+    return ALONE if len(task.calls) < 2 else STRIPE * len(task.calls)
+
+
+class _Picture:
+    """A drawing that is narrow enough for a phone."""
+
+    def __init__(self, drawing: Drawing) -> None:
+        self.flow, self.marked, self.hidden = drawing.flow, drawing.marked, drawing.hidden
+        flow, depths = self.flow, self.flow.depths()
+        chunks = [task.chunk for task in flow.tasks.values() if task.chunk is not None]
+        cut = sorted({(b or 0, t) for b, t in chunks if t is not None}) or sorted({(b or 0, 0) for b, _ in chunks})
+        self.columns = cut or [(0, 0)]
+        self.wide = max(NARROWEST, COLUMNS / len(self.columns))
+        # A row for each kind of task at a depth, so that no box hides another one.
+        kinds = sorted({(depths[name], title_of(task)) for name, task in flow.tasks.items()})
+        number = {kind: row for row, kind in enumerate(kinds)}
+        self.row = {name: number[depths[name], title_of(task)] for name, task in flow.tasks.items()}
+        self.rows = [
+            [flow.tasks[name] for name, number in self.row.items() if number == row] for row in range(len(kinds))
+        ]
+        heights = (max(height_of(task) for task in row) + GAP for row in self.rows)
+        *self.tops, self.bottom = accumulate(heights, initial=TOP)
+
+    def box(self, name: str) -> tuple[float, float, float, float]:
+        """Return left, top, right and bottom of a task's box, which spans the columns of its chunk."""
+        task, top, inset = self.flow.tasks[name], self.tops[self.row[name]], min(6.0, self.wide / 8)
+        chunk = task.chunk or (None, None)
+        spanned = [n for n, place in enumerate(self.columns) if all(c in (None, p) for c, p in zip(chunk, place))] or [
+            0
+        ]
+        left, right = LABELS + spanned[0] * self.wide + inset, LABELS + (spanned[-1] + 1) * self.wide - inset
+        return left, top, right, top + height_of(task)
+
+    def svg(self) -> str:
+        """Return the drawing."""
+        parts = [self._edge(*edge) for edge in self.flow.edges if edge not in self.hidden]
+        parts += [self._task(name) for name in self.flow.tasks]
+        parts += [self._label(number) for number in range(len(self.rows))]
+        for number, (b, t) in enumerate(self.columns):
+            middle = LABELS + (number + 0.5) * self.wide
+            parts.append(f'<text x="{middle:.0f}" y="16" text-anchor="middle" font-size="11">[{b}, {t}]</text>')
+        parts.append('<text x="0" y="16" font-size="11">chunk [b, t]</text>')
+        size = f'width="{LABELS + self.wide * len(self.columns) + BOWS:.0f}" height="{self.bottom:.0f}"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>'
+
+    def _task(self, name: str) -> str:
+        left, top, right, bottom = self.box(name)
+        task, marked = self.flow.tasks[name], name in self.marked
+        high = (bottom - top) / max(len(task.calls), 1)
+        stripes = "".join(
+            f'<rect x="{left:.1f}" y="{top + number * high:.1f}" width="{right - left:.1f}" height="{high:.1f}" '
+            f'fill="{color_of(call.kind)}"/>'
+            for number, call in enumerate(task.calls)
+        )
+        frame = f'fill="none" stroke="{MARK if marked else "#333"}" stroke-width="{2.5 if marked else 0.8}"'
+        box = f'x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" {frame}'
+        return f"<g><title>{escape(name)}</title>{stripes}<rect {box}/></g>"
+
+    def _edge(self, earlier: str, later: str) -> str:
+        """Return a line from the bottom of one task to the top of another; a bow passes rows between them."""
+        left, _, right, foot = self.box(earlier)
+        other_left, head, other_right, _ = self.box(later)
+        if self.row[later] - self.row[earlier] > 1:
+            bow = max(right, other_right) + self.wide * 0.22
+            curve = f"C{bow:.1f},{foot + 14:.1f} {bow:.1f},{head - 14:.1f} {other_right - 5:.1f},{head:.1f}"
+            path = f"M{right - 5:.1f},{foot:.1f} {curve}"
+        else:
+            path = f"M{(left + right) / 2:.1f},{foot:.1f} L{(other_left + other_right) / 2:.1f},{head:.1f}"
+        color, width = (MARK, 2.2) if {earlier, later} <= set(self.marked) else (LINE, 1.2)
+        return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
+
+    def _label(self, row: int) -> str:
+        """Return the label at the left of a row: layer, place, and the number of kernels if there are several."""
+        task, y = self.rows[row][0], self.tops[row]
+        kind, _, place = title_of(task).partition(" ")
+        kernels = [f"{len(task.calls)} kernels"] * (len(task.calls) > 1)
+        looks = [(10.5, "#111"), (9, "#666"), (9, "#666")]
+        return "".join(
+            f'<text x="0" y="{y + 8 + 10 * number}" font-size="{size}" fill="{color}">{escape(line[:21])}</text>'
+            for number, (line, (size, color)) in enumerate(zip((kind, place, *kernels), looks))
+        )

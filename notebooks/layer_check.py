@@ -1,4 +1,7 @@
-"""Checks of a layer before it is in a model: gradients, chunkings, dtypes, unchanged arguments."""
+"""Check a layer before it is in a model: gradients, chunkings, dtypes, unchanged arguments.
+
+Notebook 6 imports this module from its folder, and so do the tests of the package's layers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import dask.array as da
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.rich import html_table
 from daskgpt.graph.calls import parse
 from daskgpt.model.layers import Layer, Row
 from daskgpt.model.tape import Tape
@@ -36,7 +38,7 @@ class Finding(NamedTuple):
 
     what: str
     right: bool
-    found: str
+    told: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,22 +49,17 @@ class LayerReport:
     findings: tuple[Finding, ...]
 
     def __bool__(self) -> bool:
-        return all(each.right for each in self.findings)
-
-    def _rows(self) -> list[list[str]]:
-        return [["ok" if each.right else "WRONG", each.what, each.found] for each in self.findings]
+        return all(finding.right for finding in self.findings)
 
     def __repr__(self) -> str:
-        return "\n".join([f"Layer {self.layer}", *(f"{ok:6} {what:28} {found}" for ok, what, found in self._rows())])
-
-    def _repr_html_(self) -> str:
-        return html_table(f"Layer {self.layer}", self._rows())
+        lines = (f"{'ok' if right else 'WRONG':6} {what:28} {told}" for what, right, told in self.findings)
+        return "\n".join([f"Layer {self.layer}", *lines])
 
 
 def check_layer(
     layer: Layer, sizes: Mapping[str, int] | None = None, options: Mapping[str, Any] | None = None
 ) -> LayerReport:
-    """Check a layer as the tests check every layer of the package.
+    """Check a layer as the tests check every layer of the package; `check_layer(RMSNORM)` is true.
 
     Each gradient is compared with a numeric derivative in a random direction (float64), and output and gradients of a
     batch in chunks with those of the whole batch (float32). Dtypes must be kept, and arguments must stay unchanged.
@@ -71,11 +68,6 @@ def check_layer(
     options   options of the layer
 
     Errors    ValueError for a letter without a size; those of the layer's kernels
-
-    >>> import daskgpt
-    >>> from daskgpt.model.layers import RMSNORM
-    >>> bool(daskgpt.check_layer(RMSNORM))
-    True
     """
     changed, dtypes, given = set[str](), set[str](), OPTIONS | dict(options or {})
     backward = {name: _watched(row, changed) if row else row for name, row in layer.backward.items()}
@@ -83,11 +75,11 @@ def check_layer(
 
     def run(values: Arrays, chunk: tuple[int, int] = (2, 3)) -> Arrays:
         y, gradients = run_layer(watched, values, chunk, given)
-        found = {"output": y} | {f"gradient of {name}": own for name, own in gradients.items()}
+        results = {"output": y} | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
         floats = {value.dtype.name for value in values.values() if value.dtype.kind == "f"}
-        made = {np.asarray(each).dtype.name for each in found.values()}
+        made = {np.asarray(result).dtype.name for result in results.values()}
         dtypes.update(f"{', '.join(floats)} in, {name} out" for name in made - floats)
-        return found
+        return results
 
     random = np.random.default_rng(20)
     double, single = (random_arguments(layer, random, kind, SIZES | dict(sizes or {})) for kind in ("f8", "f4"))

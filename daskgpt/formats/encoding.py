@@ -1,0 +1,244 @@
+"""Encodings: tokens with their bytes, and what turns text into their ids.
+
+The 256 bytes and GPT-2's vocabulary are known by name. A tokenizer that was learned here, or is another program's, is
+kept as one text, and is known by its size and a digest of the text: `learned-4096-1f2e3d4c5b6a`. Configurations,
+manifests and messages hold the name; a model's file also holds the text, so that its tokens can be decoded anywhere.
+The text is JSON with `end_of_text`, the token that ends a document, `tokenizer`, the content of a tokenizer.json that
+has all added tokens, `chat_template` and `bos_token`, the token that begins a text, if it has them, and for a
+vocabulary that was learned here `learned`, since its end-of-text is ordinary text where it occurs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+from tokenizers import Tokenizer
+
+from daskgpt.config.errors import nearest, require
+from daskgpt.config.files import readable
+from daskgpt.formats.byte_level import (
+    BYTES,
+    END_OF_TEXT,
+    OTHERS,
+    byte_level_bpe,
+    decoded,
+    merges_of,
+    named,
+    splitting_of,
+    whole_files,
+)
+from daskgpt.formats.stored_model import FilePath
+
+WHERE = "read_vocabulary"
+NAMED = {"bytes": 257, "gpt2": 50257}  # number of ids, of which end-of-text is the last
+PREFIX = "learned-"  # of the names of encodings that are known by their content
+GPT2 = "0ffec638c558"  # digest of the names of GPT-2's tokens
+SIZE_LIMIT = 2**26  # largest file, in bytes
+# The pattern by which GPT-2 and learned vocabularies cut text into pieces, which are encoded one by one.
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+PIECE = 2**18  # characters that the library gets at once: each takes it some hundred bytes of memory
+AROUND = 512  # characters on both sides of a cut, which are encoded with and without it
+_BETWEEN_WORDS = re.compile(r"(?<=\w)(?:\n(?=\w)|(?= \w))")
+
+
+class Encoding:
+    """Tokens, and what turns text into their ids: tiktoken for GPT-2's vocabulary and those that are learned here, the
+    library `tokenizers` for other programs'.
+
+    tokens         the bytes of each id, none for an id without a token
+    specials       special tokens with their ids, end-of-text first
+    eot_token      id of end-of-text
+    n_vocab        number of ids
+    content        the text that is kept of it, "" for bytes and gpt2
+    chat_template  the form of a conversation (Jinja), "" without one
+    bos_token      the token that begins a text, "" without one
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokens: list[bytes],
+        specials: dict[str, int],
+        content: str = "",
+        chat_template: str = "",
+        bos_token: str = END_OF_TEXT,
+        pipeline: Tokenizer | None = None,
+    ) -> None:
+        """pipeline   computes the ids; None for tiktoken"""
+        self.name, self.tokens, self.specials, self.content = name, tokens, specials, content
+        self.chat_template, self.bos_token, self.pipeline = chat_template, bos_token, pipeline
+        self.eot_token, self.n_vocab = next(iter(specials.values())), len(tokens)
+        self._of_thread = threading.local()
+
+    @property
+    def ranks(self) -> dict[bytes, int]:
+        """The tokens but end-of-text, with their ids, which are in the order of merges if tiktoken computes them."""
+        return {token: i for i, token in enumerate(self.tokens) if i != self.eot_token}
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Number of bytes of text of every id, (token ids,) int64; end-of-text has none."""
+        return np.array([len(token) * (i != self.eot_token) for i, token in enumerate(self.tokens)])
+
+    @property
+    def tiktoken(self) -> tiktoken.Encoding:
+        """The encoding of tiktoken, one for each thread: its regular expressions keep their scratch data in a pool, in
+        which one thread has a place, and all others take turns.
+        """
+        if not hasattr(self._of_thread, "encoding"):
+            specials = {END_OF_TEXT: self.eot_token}
+            self._of_thread.encoding = tiktoken.Encoding(
+                self.name, pat_str=PATTERN, mergeable_ranks=self.ranks, special_tokens=specials
+            )
+        encoding: tiktoken.Encoding = self._of_thread.encoding
+        return encoding
+
+    @cached_property
+    def library(self) -> Tokenizer:
+        """The tokenizer of the library `tokenizers`, for other programs.
+
+        Errors   ValueError if a token is not a merge of two earlier ones
+        """
+        if self.pipeline:
+            return self.pipeline
+        library = byte_level_bpe(
+            {named(token): i for token, i in self.ranks.items()} | self.specials, merges_of(self.ranks)
+        )
+        library.add_special_tokens([END_OF_TEXT])
+        return library
+
+    def ids(self, text: str) -> np.ndarray:
+        """Return the ids of a text, an unsigned integer each. Added tokens of other programs' tokenizers are recognized
+        in it; the characters of another end-of-text are ordinary text.
+
+        Errors   as the library raises them
+        """
+        if self.name == "bytes":
+            return np.frombuffer(text.encode(), np.uint8)
+        if not self.pipeline:
+            return self.tiktoken.encode_to_numpy(text, disallowed_special=())
+        return np.concatenate([np.array(self._ids(piece), np.uint32) for piece in self._pieces(text)])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ids; bytes that are not UTF-8 are replaced."""
+        return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
+
+    def _ids(self, text: str) -> list[int]:
+        assert self.pipeline is not None
+        (encoding,) = self.pipeline.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Yield parts of a text whose ids are those of the whole text.
+
+        It is cut between words, where the tokens around do not change. A text without such places stays whole.
+        """
+        start, place = 0, PIECE
+        while match := _BETWEEN_WORDS.search(text, place):
+            cut = match.end()
+            before, after = text[max(start, cut - AROUND) : cut], text[cut : cut + AROUND]
+            if same := self._ids(before + after) == self._ids(before) + self._ids(after):
+                yield text[start:cut]
+                start = cut
+            place = cut + (PIECE if same else AROUND)
+        yield text[start:]
+
+
+def of_tokens(name: str, tokens: list[bytes], content: str = "") -> Encoding:
+    """Return an encoding of tokens in the order of their merges, and end-of-text behind them."""
+    return Encoding(name, [*tokens, END_OF_TEXT.encode()], {END_OF_TEXT: len(tokens)}, content)
+
+
+# Encodings by name: bytes, and those that were read in this process.
+KNOWN: dict[str, Encoding] = {"bytes": of_tokens("bytes", [bytes([byte]) for byte in range(256)])}
+
+
+def is_learned(name: str) -> bool:
+    """Return whether an encoding's name is that of one which is known by its content."""
+    return name.startswith(PREFIX)
+
+
+def known_encoding(name: str) -> Encoding:
+    """Return an encoding that was read in this process, or that of bytes.
+
+    Errors   ValueError for another name
+    """
+    advice = "Give its file: --encoding FOLDER/vocabulary.json." if is_learned(name) else nearest(name, [*NAMED])
+    require(name in KNOWN, "get_encoding", "the vocabulary must be available", {"encoding": name[:60]}, advice)
+    return KNOWN[name]
+
+
+def read_vocabulary(path: FilePath) -> str:
+    """Read the encoding in a file, and return its name, by which it is available from here on.
+
+    Errors   OSError if it cannot be read; ValueError if it is not such a file
+    """
+    with readable(path, WHERE):
+        size = Path(path).stat().st_size
+        require(size <= SIZE_LIMIT, WHERE, "it must be a vocabulary", {"path": path, "bytes": size}, "Give another.")
+        content = Path(path).read_text(encoding="utf-8", errors="replace")
+    return know(content, str(path))
+
+
+def content_of(library: Tokenizer, end_of_text: str, **others: str | bool) -> str:
+    """Return a tokenizer as the text that is kept of it.
+
+    others   `learned`, `chat_template` and `bos_token`, of which empty ones are left out
+    """
+    fields = {"end_of_text": end_of_text, "tokenizer": json.loads(library.to_str())}
+    return json.dumps(fields | {name: value for name, value in others.items() if value}, ensure_ascii=False)
+
+
+def know(content: str, origin: str) -> str:
+    """Make an encoding available, and return its name, by which it is available from here on; GPT-2's own one is gpt2.
+
+    content   the text that is kept of it
+    origin    where it comes from, for error messages
+
+    Errors    ValueError if it is no such text
+    """
+    digest = _digest(content)
+    if name := next((name for name in KNOWN if name.endswith(f"-{digest}")), ""):
+        return name
+    rule, got = "a vocabulary must be JSON that daskgpt wrote", {"path": origin, "begin": ascii(content[:20])}
+    require(content.startswith("{"), WHERE, rule, got, "Learn those of earlier versions again.")
+    encoding = _parsed(digest, content, origin)
+    if encoding.pipeline and encoding.n_vocab == NAMED["gpt2"]:
+        names, pipeline = " ".join(map(named, encoding.ranks)), json.loads(encoding.pipeline.to_str())
+        if _digest(names) == GPT2 and len(pipeline["added_tokens"]) == 1 and splitting_of(pipeline) == "gpt-2":
+            encoding = of_tokens("gpt2", list(encoding.ranks))
+    KNOWN[encoding.name] = encoding
+    return encoding.name
+
+
+def _parsed(digest: str, content: str, origin: str) -> Encoding:
+    with whole_files(origin):
+        fields = json.loads(content)
+        end, learned, template = fields["end_of_text"], bool(fields.get("learned")), fields.get("chat_template", "")
+        pipeline = Tokenizer.from_str(json.dumps(fields["tokenizer"]))
+    ids: dict[str, int] = pipeline.get_vocab()
+    require(end in ids, WHERE, "end_of_text must name a token", {"path": origin, "end_of_text": end}, OTHERS)
+    added = pipeline.get_added_tokens_decoder()
+    tokens = [b""] * (max(ids.values()) + 1)
+    for token, i in ids.items():
+        plain = (i in added and len(token) > 1) or not BYTES.keys() >= set(token)
+        tokens[i] = token.encode() if plain else decoded(token)
+    name, bos = f"{PREFIX}{len(tokens)}-{digest}", fields.get("bos_token", "")
+    if learned and ids[end] == len(tokens) - 1:
+        return of_tokens(name, tokens[:-1], content)
+    specials = {end: ids[end]} | {token.content: i for i, token in added.items() if token.special}
+    return Encoding(name, tokens, specials, content, template, bos if bos in ids else "", pipeline)
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
