@@ -34,11 +34,11 @@ def saved_tensors():
             parts[now[0], name][() if rest.endswith("rows") else call.key[1:]] = value.copy()
         return timed
 
-    def noting(self, batches, steps, limits):
+    def noting(self, *arguments):
         now[0] = self.made
         state = self.state().layout.unpack(self.state().packs)
         tensors.update({(self.made, name): np.array(values_of(value)) for name, value in state.items()})
-        outcomes = window(self, batches, steps, limits)
+        outcomes = window(self, *arguments)
         now[0] = -1  # what follows is a validation
         return outcomes
 
