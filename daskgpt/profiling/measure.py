@@ -293,7 +293,7 @@ def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) ->
     figures = {name: (Spread.of([value]), unit) for name, (value, unit) in values.items()}
     settings = steps.settings | {
         "tasks": steps.tasks,
-        "grain": steps.engine.used_grain,
+        "grain": steps.engine.grain,
         "threads": threads,
         "loss": loss,
     }

@@ -79,7 +79,7 @@ class Recorder:
             parts, tasks = [self._events_of(process) for process in self._processes], TaskGraph.of(engine.step)
         size, chunk = (" x ".join(map(str, shape)) for shape in (engine.job.batch_shape, engine.chunk))
         cut = f"shared by {len(parts)} workers" if engine.ranks else f"in chunks of {chunk}"
-        dials = f"barrier {engine.job.dataflow.barrier}, grain {engine.used_grain}"
+        dials = f"barrier {engine.job.dataflow.barrier}, grain {engine.grain}"
         title = f"{dials}, {size} tokens {cut}, {self.scheduler.description}"
         return joined(title, self.windows, parts, tasks)
 
