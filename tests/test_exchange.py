@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 from command_lines import SMALL
-from small_runs import FLAGS, losses_of
+from dask.diagnostics import Profiler, ResourceProfiler
+from small_runs import FLAGS, fit, losses_of
 from test_simulate import FREE, process, seconds
 from wfformat import violations
 
@@ -164,3 +165,14 @@ def test_policies_change_no_bit(policy, small_text, traced, tmp_path):
     assert {"linear.forward", "adamw"} <= kinds
     last = seen[-1][0]
     assert 0 < last.seconds <= last.path < 60
+
+
+def test_dask_diagnostics_observe_a_run(small_text):
+    steps, cut = 3, {"scheduler": "threads", "threads": 2, "grain": "block", "batch_chunk": 2, "sequence_chunk": 16}
+    with Profiler() as tasks, ResourceProfiler(dt=0.01) as resources:
+        fit(small_text, steps=steps, dataflow=cut, validate_every=0)
+    times = Counter(task.key for task in tasks.results)  # beside the steps, a validation
+    assert sum(count == steps for count in times.values()) > 5
+    assert all(task.start_time <= task.end_time for task in tasks.results)
+    assert {task.worker_id for task in tasks.results} != {None}
+    assert resources.results
