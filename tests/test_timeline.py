@@ -56,7 +56,7 @@ def recorded(barrier, windows, config=SMALL, shape=(4, 12), chunk=(2, 6), schedu
         step = step_of(config, shape, chunk, OptimizerConfig(), **dials)
         state = state_of(step, random_parameters(config, random))
         job = SimpleNamespace(batch_shape=shape, dataflow=SimpleNamespace(barrier=barrier))
-        engine = {"step": step, "scheduler": runs, "ranks": False, "job": job, "chunk": chunk, "used_grain": grain}
+        engine = {"step": step, "scheduler": runs, "ranks": False, "job": job, "chunk": chunk, "grain": grain}
         recorder = Recorder(SimpleNamespace(**engine))
         for number, window in enumerate([windows[0], *windows]):
             batches = [random_batch(config, random, shape) for _ in window]

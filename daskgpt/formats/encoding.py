@@ -110,6 +110,8 @@ class Encoding:
         """
         if self.pipeline:
             return self.pipeline
+        if self.content:
+            return Tokenizer.from_str(json.dumps(json.loads(self.content)["tokenizer"]))
         library = byte_level_bpe(
             {named(token): i for token, i in self.ranks.items()} | self.specials, merges_of(self.ranks)
         )
