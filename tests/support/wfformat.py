@@ -21,7 +21,9 @@ INSTANCE |= {"workflow!": {"specification!": SPECIFICATION, "execution": EXECUTI
 
 def violations(value, kind=INSTANCE, where="instance"):
     """Yield what an instance does not fulfil."""
-    if isinstance(kind, dict):
+    if isinstance(kind, dict | list) and not isinstance(value, type(kind)):
+        yield f"{where} is {value!r}"
+    elif isinstance(kind, dict):
         names = {name.removesuffix("!"): (name.endswith("!"), inner) for name, inner in kind.items()}
         yield from (f"{where}.{name} is unknown" for name in value.keys() - names.keys())
         for name, (required, inner) in names.items():
@@ -35,5 +37,5 @@ def violations(value, kind=INSTANCE, where="instance"):
     elif isinstance(kind, re.Pattern):
         if not (isinstance(value, str) and kind.fullmatch(value)):
             yield f"{where} is {value!r}"
-    elif not isinstance(value, kind) or value == "":
+    elif not isinstance(value, kind) or value == "" or (kind is not str and value < 0):
         yield f"{where} is {value!r}"
