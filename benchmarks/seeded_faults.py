@@ -58,10 +58,10 @@ NEAR = {
     "kernels/bfloat16": "kernels_bfloat16 bfloat16",
     "kernels/decoding": "generating sampling",
     "model": "model layers model_choices extensions dropout schedules one_number",
-    "profiling": "study timeline dataflow bench records dashboard plot layers",
+    "profiling": "study timeline exchange dataflow bench records dashboard plot layers",
     "schedulers": "schedulers cluster distribute bench",
     "training": "checkpoints resume run_folder schedules wrong_arguments validation cluster stopping logs "
-    "progress start audit",
+    "progress start audit rewind",
 }
 WAITS = {"wait", "join", "result", "acquire", "release", "wait_for", "barrier", "notify_all"}
 

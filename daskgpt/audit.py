@@ -15,10 +15,11 @@ from tempfile import TemporaryDirectory
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import documented, setting
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.audit import Audit
 from daskgpt.training.job import compile_kernels
+from daskgpt.training.replay import PlacesConfig
 
 EPILOG = (
     "Exit codes: 0 = everything agrees; 1 = the chain or a stretch does not agree; 2 = the run cannot be audited here."
@@ -27,13 +28,11 @@ EPILOG = (
 
 @documented
 @dataclass(frozen=True)
-class AuditConfig(Checked):
+class AuditConfig(PlacesConfig):
     """Settings of an audit."""
 
     share: float = setting(1.0, "share of the stretches to compute again, drawn at random; 0 = only the chain", most=1)
     seed: int = setting(0, "seed of the draw")
-    data: str = setting("", "where the run's data are now, if not where they were")
-    init: str = setting("", "where the model that the run began with is now, if not where it was")
 
 
 def main(arguments: list[str]) -> int:

@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
     shown: TimelineConfig = from_flags(TimelineConfig, values)
     asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
     check_plan(asked, plan=values.plan)
-    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
+    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.wanted else []
     if values.resume:
         if values.preset:
             raise may_not_change(values.resume, "preset", values.preset)

@@ -9,8 +9,10 @@ from pathlib import Path
 from time import time
 from typing import Any, NamedTuple
 
+from daskgpt.config.errors import require
 from daskgpt.config.files import check_writable
 from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.profiling.exchange import write_paraver, write_workflow
 from daskgpt.profiling.timeline import (
     Event,
     Lane,
@@ -21,6 +23,7 @@ from daskgpt.profiling.timeline import (
     timeline_paths,
 )
 from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
+from daskgpt.training.autotune import Trial
 from daskgpt.training.engine import Engine
 from daskgpt.training.job import Job
 
@@ -136,17 +139,26 @@ class TimelineConfig(Checked):
         unit="file",
     )
     timeline_steps: int = setting(4, "how many steps a timeline shows", unit="steps", least=1)
+    graph: str = setting("", "write tasks, times, bytes and edges of the last step to FILE, for WfCommons", unit="file")
+    paraver: str = setting("", "write a trace of the last steps to FILE.prv, .pcf and .row, for Paraver", unit="file")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for path in (Path(self.timeline), *timeline_paths(self.timeline)) if not is_bare(self.timeline) else ():
-            check_writable(path, "timeline", "timeline")
+        for name in ("timeline", "graph", "paraver"):
+            if not is_bare(value := getattr(self, name)):
+                for path in (Path(value), *(timeline_paths(value) if name == "timeline" else ())):
+                    check_writable(path, "timeline", name)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a file is to be written."""
+        return bool(self.timeline or self.graph or self.paraver)
 
 
 class TimelineCallback:
     """A `training.trainer.Callback`: records a run's last steps as a `Timeline`, which notebooks show.
 
-    If the configuration names a file, the timeline is written there and its summary is printed.
+    If the configuration names files, they are written at the end, and for a timeline its summary is printed.
 
     timeline   the recording, once the run has ended; None if no step was recorded
     """
@@ -157,7 +169,9 @@ class TimelineCallback:
 
     def begin(self, job: Job, engine: Engine, steps: int) -> int:
         self.recorder = Recorder(engine)
-        self.path = Path(job.run.out if is_bare(self.config.timeline) else "") / self.config.timeline
+        rule, advice = "--graph needs tasks that one scheduler knows", "Add --engine tasks, or train with threads."
+        require(not (engine.ranks and self.config.graph), "timeline", rule, {"engine": "ranks"}, advice)
+        self.folder = Path(job.run.out)
         return max(steps - self.config.timeline_steps, 0)
 
     def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
@@ -169,8 +183,16 @@ class TimelineCallback:
             print(f"timeline   no step was recorded: {why}")
             return
         self.timeline = self.recorder.finish()
-        if self.config.timeline:
+        config, began = self.config, self.recorder.windows[0].start
+        if config.graph:
+            write_workflow(self.timeline, Trial(self.recorder.engine.step).results, began, self._path(config.graph))
+        if config.paraver:
+            write_paraver(self.timeline, began, self._path(config.paraver))
+        if config.timeline:
             from daskgpt.profiling.pages import write_timeline  # loads Bokeh
 
-            trace, page = write_timeline(self.timeline, self.path)
+            trace, page = write_timeline(self.timeline, self._path(config.timeline))
             print(f"\n{self.timeline.summary}\n\ntimeline written to {page} and {trace}")
+
+    def _path(self, name: str) -> Path:
+        return self.folder / name if is_bare(name) else Path(name)

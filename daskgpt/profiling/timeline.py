@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from daskgpt.config.errors import require
 from daskgpt.config.tables import text_table
-from daskgpt.graph.calls import PHASES, Origin, is_pick
+from daskgpt.graph.calls import PHASES, Origin, call_of, is_pick
 from daskgpt.graph.compiled import CompiledGraph
 from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.nodes import Key, is_leaf
@@ -74,7 +74,7 @@ class Event(Origin):
     chunk   (b, t), None in it for an axis that is whole; None for a call that belongs to no chunk
     lane    number of the thread, of all workers
     start   and end, in seconds since the timeline began
-    bytes   of the arrays that it returned; an update in place returns none
+    bytes   of the arrays that it returned (an update in place returns none), or of the message that it sent
     task    step and key of its task
     task_name  name of its task
     """
@@ -216,7 +216,9 @@ def events_of(runnable: CompiledGraph, spans: Iterable[tuple[int, Span]], start:
         if span.key in chunks:
             origin, task = astuple(runnable.kernels.origin(span.key)), tasks[span.key]
             when = step, chunks[span.key], lane, span.start - start, span.end - start
-            fields = [*origin, *when, span.bytes, (step, task), runnable.title(task), span.key]
+            call = call_of(runnable.kernels.graph[span.key])
+            size = call.size if is_message(origin[0]) else span.bytes
+            fields = [*origin, *when, size, (step, task), runnable.title(task), span.key]
             events.append(Event(*fields))
     return events
 

@@ -34,7 +34,7 @@ def made(tmp_path_factory):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copy(text, folder / name)
         (folder / "pairs.jsonl").write_text('{"prompt": "one and", "response": " two"}\n' * 20)
-        for out in ("runs/first", "runs/long", "runs/tuned"):
+        for out in ("runs/first", "runs/long", "runs/tuned", "runs/other"):
             assert run(f"train --data my-text.txt --steps 4 --out {out} {FLAGS}") == 0
         assert run("convert runs/first first-hf") == 0
         shutil.copytree("first-hf", "gpt2-folder")

@@ -54,7 +54,8 @@ SHORTER = {
     r"daskgpt\.bench": BENCH,
     r"daskgpt\.study": "--quick --window 1 --threads 1 --barrier layer,step",
     r"daskgpt\.prepare": "--encoding learn:300",
-    r"daskgpt\.(evaluate|convert|plot|audit)": "",
+    r"daskgpt\.rewind": "--step 2",
+    r"daskgpt\.(evaluate|convert|plot|audit|bisect)": "",
 }
 
 

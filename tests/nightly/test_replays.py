@@ -1,0 +1,145 @@
+"""Tests of replays in numbers: random tensors of runs of several kinds, and differences of several kinds."""
+
+import random
+
+import numpy as np
+import pytest
+from audit_faults import flipped, other_batch, other_rate
+from noted import Noted
+from saved_tensors import saved_tensors
+from small_runs import MODEL, fit, same
+
+import daskgpt
+from daskgpt import bisect
+from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.training.replay import Replay
+
+LLAMA = {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "kv_heads": 1, "bias": "none"}
+LLAMA = daskgpt.preset("tiny", blocks=2, heads=2, channels=32, vocabulary=257, positions=16, head="untied", **LLAMA)
+TWO_BLOCKS = daskgpt.preset("tiny", blocks=2, heads=2, channels=32, vocabulary=257, positions=16)
+CLIPPED = {"warmup": 3, "clip": 0.5}
+KINDS = {
+    "dropout": (TWO_BLOCKS, {**CLIPPED, "dropout": 0.1}, {}, {}),
+    "llama": (LLAMA, CLIPPED, {}, {}),
+    "bfloat16": (TWO_BLOCKS, CLIPPED, {"precision": "bfloat16"}, {}),
+    "muon in two micro-batches": (TWO_BLOCKS, {**CLIPPED, "optimizer": "muon"}, {}, {"batch_size": 2, "accumulate": 2}),
+    "momentum in two groups": (MODEL, {**CLIPPED, "optimizer": "momentum"}, {}, {"groups": 2}),
+}
+TENSORS = 20  # of each run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_tensors_have_the_bits_of_training(kind, small_text, tmp_path):
+    config, optimizer, dataflow, data = KINDS[kind]
+    cut = {"scheduler": "sync", "grain": "kernel", "batch_chunk": 2, "sequence_chunk": 16, "barrier": "step"}
+    data = {"data": str(small_text), "batch_size": 4, "sequence_length": 16} | data
+    run = {
+        "steps": 14,
+        "save_every": 5,
+        "keep": 2,
+        "keep_best": 0,
+        "validation_batches": 1,
+        "out": str(tmp_path / "run"),
+    }
+    with saved_tensors() as saved:
+        daskgpt.fit(
+            config, data, optimizer, cut | dataflow, {**run, "steps": 9, "out": str(tmp_path / "run")}, quiet=True
+        )
+        daskgpt.fit(resume=tmp_path / "run", optimizer={"learning_rate": 2e-3}, run={"steps": 14}, quiet=True)
+    draw, compared = random.Random(kind), []
+    for step in draw.sample(range(14), 10):
+        dials = {"batch_chunk": draw.choice((1, 2)), "sequence_chunk": draw.choice((8, 16)), "threads": 2}
+        replay = Replay("rewind", tmp_path / "run", dials | {"grain": draw.choice(("kernel", "block", "chunk"))})
+        with open_scheduler(draw.choice(("sync", "threads")), 2) as scheduler:
+            tensors = replay.tensors_of(step, scheduler)
+            known = sorted(name for at, name in saved if at == step and name in {*tensors.names, *tensors.aliases})
+            assert len(known) > 60
+            replay.lead(tensors)
+            for name, array in tensors.arrays(draw.sample(known, TENSORS // 10)).items():
+                wanted = saved[step, name]
+                assert (array.shape, array.dtype) == (wanted.shape, wanted.dtype), (step, name)
+                assert array.tobytes() == wanted.tobytes(), (step, name)
+                compared.append(name)
+    assert len(compared) == TENSORS
+
+
+@pytest.fixture(scope="module")
+def honest(small_text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("honest") / "run"
+    fit(small_text, out, save_every=1, keep=99, dataflow={"scheduler": "sync"})
+    return out
+
+
+@pytest.fixture
+def told(capsys):
+    """What `bisect` says of two runs."""
+
+    def call(one, other):
+        capsys.readouterr()
+        code = bisect.main([str(one), str(other), "--threads", "2", "--batch-chunk", "1"])
+        return code, capsys.readouterr().out.splitlines()
+
+    return call
+
+
+FAULTS = {
+    "weight": lambda at, draw: flipped("weight", at, draw),
+    "m": lambda at, draw: flipped("m", at, draw),
+    "v": lambda at, draw: flipped("v", at, draw),
+    "rate": other_rate,
+    "batch": other_batch,
+}
+
+
+@pytest.mark.parametrize("number", range(13))
+def test_faults_while_training_are_located(number, honest, small_text, tmp_path, told):
+    kind, draw = list(FAULTS)[number % len(FAULTS)], Noted(number)
+    at = draw.randrange(1, 11)
+    with FAULTS[kind](at, draw):
+        fit(small_text, tmp_path / "run", save_every=1, keep=99, dataflow={"scheduler": "sync"})
+    code, lines = told(honest, tmp_path / "run")
+    assert code == 1 - same(honest, tmp_path / "run"), lines
+    # A changed rate shows in the weights of the first update, another batch in its first moment.
+    tensor = draw.names[0] if draw.names else {"rate": "weight.ln_f.weight", "batch": "m.ln_f.weight"}[kind]
+    if code:
+        assert lines[1] == "the replays of both runs agree"
+        assert lines[2].startswith("B DIFFER: ")
+        assert lines[3] == f"first step: {at + 1}"
+        assert lines[4].startswith(f"first tensor: {tensor}: ")
+
+
+SETTINGS = [
+    ({"optimizer": {"learning_rate": 2e-3}}, "optimizer.learning_rate", "after the update, weight.ln_f.weight: "),
+    ({"optimizer": {"clip": 1e-3}}, "optimizer.clip", "after the update, m.ln_f.weight: "),
+    ({"optimizer": {"beta2": 0.9}}, "optimizer.beta2", "after the update, v.ln_f.weight: "),
+    ({"optimizer": {"dropout": 0.1}}, "optimizer.dropout", "dropout.forward-wte+wpe.y is missing in A"),
+    ({"config": {"activation": "relu2"}}, "model.activation", "relu2.forward-h.0.mlp.y is missing in A"),
+    ({"run": {"seed": 3}}, "seed", "weight.wte.weight: "),
+]
+
+
+@pytest.mark.parametrize(("changes", "setting", "tensor"), SETTINGS, ids=[setting for _, setting, _ in SETTINGS])
+def test_settings_that_differ_are_named(changes, setting, tensor, honest, small_text, tmp_path, told):
+    config = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, positions=16, **changes.get("config", {}))
+    optimizer = daskgpt.OptimizerConfig(**{"warmup": 3} | changes.get("optimizer", {}))
+    fit(small_text, tmp_path / "run", config=config, optimizer=optimizer, **changes.get("run", {}))
+    code, lines = told(honest, tmp_path / "run")
+    assert code == 1
+    assert lines[1].startswith(f"settings that differ: {setting} ")
+    assert lines[2].startswith("first step: 1")
+    assert lines[3].startswith(f"first tensor: {tensor}")
+
+
+def test_the_first_batch_with_other_text_is_named(honest, small_text, tmp_path, told):
+    text = small_text.read_text()
+    (tmp_path / "text.txt").write_text(text[: len(text) // 2] + text[len(text) // 2 :].replace("quick", "quack"))
+    fit(tmp_path / "text.txt", tmp_path / "run")
+    runs = [Replay("bisect", run, {}) for run in (honest, tmp_path / "run")]
+    with open_scheduler("sync") as scheduler:
+        batches = [[run.tensors_of(step, scheduler).held for step in range(12)] for run in runs]
+    names = [(step, name) for step in range(12) for name in ("tokens", "targets")]
+    step, name = next((s, n) for s, n in names if np.any(batches[0][s][n] != batches[1][s][n]))
+    code, lines = told(honest, tmp_path / "run")
+    assert code == 1
+    assert lines[-2] == f"first step: {step + 1}"
+    assert lines[-1].startswith(f"first tensor: {name}: ")

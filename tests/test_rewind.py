@@ -1,0 +1,185 @@
+"""Tests of replays: tensors that are computed again, the batch behind a loss, and where two runs part."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from audit_faults import flipped, other_batch, other_rate
+from noted import Noted
+from saved_tensors import saved_tensors
+from small_runs import MODEL, OPTIMIZER, fit
+
+import daskgpt
+from daskgpt import bisect, rewind
+from daskgpt.training.checkpoint import checkpoints
+
+WHILE_TRAINING = {"scheduler": "sync", "grain": "kernel", "batch_chunk": 2, "sequence_chunk": 16}
+OTHER = ("--scheduler", "threads", "--threads", "2", "--batch-chunk", "1", "--sequence-chunk", "8")
+CLIPPED = daskgpt.OptimizerConfig(warmup=3, clip=0.5, dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def trained(small_text, tmp_path_factory):
+    """A run, and the tensors that were saved while it trained."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    with saved_tensors() as tensors:
+        fit(small_text, out, dataflow=WHILE_TRAINING, optimizer=CLIPPED, save_every=4, keep=2, keep_best=0)
+    return out, tensors
+
+
+@pytest.fixture
+def told(capsys):
+    """What a command prints, and its exit code."""
+
+    def call(command, *arguments):
+        capsys.readouterr()
+        code = command.main([str(argument) for argument in arguments])
+        return code, capsys.readouterr().out
+
+    return call
+
+
+def rewound(run, step, name, folder, *flags):
+    """A tensor of a step that counts from 0."""
+    path = folder / "tensor.npy"
+    assert rewind.main([str(run), "--step", str(step + 1), "--tensor", name, "--out", str(path), *flags]) == 0
+    return np.load(path)
+
+
+@pytest.mark.parametrize("step", [2, 9, 11])
+def test_tensors_have_the_bits_of_training(step, trained, tmp_path):
+    run, tensors = trained
+    assert [folder.name for folder in checkpoints(run)] == ["step-00000008", "step-00000012"]
+    names = [name for number, name in tensors if number == step]
+    chosen = [name for name in names if re.search(r"h\.0\.attn|losses|wte|ln_f", name) and not name.startswith("adamw")]
+    assert {"attention.forward-h.0.attn", "attention.backward-h.0.attn.qkv", "m.h.0.attn.c_attn.weight"} < set(chosen)
+    assert "linear.backward-h.0.attn.c_attn.weight" in chosen
+    for name in np.random.default_rng(step).permutation(chosen)[:6]:
+        array = rewound(run, step, name, tmp_path, *OTHER)
+        np.testing.assert_array_equal(array.view(np.uint32), tensors[step, name].view(np.uint32), err_msg=name)
+
+
+def test_names_and_statistics(trained, told):
+    run, tensors = trained
+    code, listed = told(rewind, run, "--step", 10)
+    names = [line.partition(" ")[0] for line in listed.splitlines()]
+    assert code == 0
+    assert names[:3] == ["tokens", "targets", "weight.wte.weight"]
+    assert names.index("attention.forward-h.0.attn.y") < names.index("attention.backward-h.0.attn.dqkv")
+    short = ["h.0.attn.y", "gradient.wte.weight", "h.0.ln_1.weight", "m.h.0.ln_1.weight", "targets"]
+    flags = [word for name in short for word in ("--tensor", name)]
+    code, shown = told(rewind, run, "--step", 10, *flags, *OTHER)
+    head, *lines = shown.splitlines()
+    assert code == 0
+    assert head.startswith("step 10: loss ")
+    assert head.endswith(", as written")
+    assert [line.partition(":")[0] for line in lines] == [
+        "attention.forward-h.0.attn.y",
+        "embedding.backward-wte+wpe.dwte",
+        "weight.h.0.ln_1.weight",
+        *short[3:],
+    ]
+    y = tensors[9, "attention.forward-h.0.attn"].astype(np.float64)
+    assert f"float32 (4, 16, 16) min {y.min():.6g} max {y.max():.6g} mean {y.mean():.6g} rms" in lines[0]
+    assert "zeros 0.00% not finite 0 sha256" in lines[0]
+
+
+def test_what_cannot_be_rewound_is_refused(trained, told, small_text, tmp_path):
+    run, _ = trained
+    with pytest.raises(ValueError, match=r"tensor=h\.0\.atn\.y\. The nearest names: h\.0\.attn\.y, "):
+        told(rewind, run, "--step", 10, "--tensor", "h.0.atn.y")
+    with pytest.raises(ValueError, match=r"one of 1 to 13, the last of which is to come; got step=14"):
+        told(rewind, run, "--step", 14, "--tensor", "targets")
+    with pytest.raises(ValueError, match="--out must be given with one --tensor"):
+        told(rewind, run, "--step", 2, "--rows", "--out", tmp_path / "x.npy")
+    assert told(rewind, run, "--step", 13, "--tensor", "wte.weight")[0] == 0  # the state after the last step
+    out, parameters = tmp_path / "own", daskgpt.initial_parameters(MODEL, seed=5)
+    fit(small_text, out, parameters=parameters, save_every=6, keep=1, keep_best=0)
+    with pytest.raises(ValueError, match=r"checkpoints=step-00000012\. .*a program gave its parameters"):
+        told(rewind, out, "--step", 12, "--tensor", "h.0.attn.y")
+
+
+def test_rewind_on_a_cluster(trained, told, cluster):
+    cluster.have(2)
+    run, _ = trained
+    wanted = ("--step", 11, "--tensor", "h.0.mlp.y", "--tensor", "gradient.wte.weight", "--rows")
+    assert told(rewind, run, *wanted, "--scheduler", cluster.address) == told(rewind, run, *wanted)
+
+
+def test_a_spike_has_a_text(tmp_path, told):
+    lines = [f"line {number} of a plain text\n" for number in range(2000)]
+    lines[700] = "zqxj wvkz jqqx zzkw xqjv kzzq vxjw qkxz jzvq wxkq " * 4 + "\n"
+    (tmp_path / "text.txt").write_text("".join(lines))
+    fit(tmp_path / "text.txt", tmp_path / "run", steps=150, save_every=50, keep=99)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    spike = 30 + int(np.argmax(np.diff(losses[30:]))) + 1
+    code, shown = told(rewind, tmp_path / "run", "--step", spike + 1, "--rows")
+    rows = shown.split("--- row ")[1:]
+    means = [float(row.split()[1]) for row in rows]
+    assert code == 0
+    assert means == sorted(means, reverse=True)
+    assert len(means) == 4
+    assert np.mean(means) == pytest.approx(losses[spike], abs=1e-4)
+    assert re.search("zqx|qkx|wvk|xqj|kzz|vxj|jzv|wxk|zkw|jqq", rows[0])
+    assert means[0] > 1.5 * means[1]
+
+
+# Bisecting
+
+
+@pytest.fixture(scope="module")
+def honest(small_text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("honest") / "run"
+    fit(small_text, out, save_every=1, keep=99, dataflow={"scheduler": "sync"})
+    return out
+
+
+def test_equal_runs(honest, trained, told):
+    code, shown = told(bisect, honest, honest)
+    assert (code, shown) == (0, "written: 12 losses and 12 states that both runs have are equal\n")
+    assert told(bisect, honest / "latest", honest / "latest") == (0, "the models are equal\n")
+    code, shown = told(bisect, honest / "step-00000003", honest / "step-00000004")
+    assert code == 1
+    assert "numbers differ, the largest difference is" in shown
+
+
+@pytest.mark.parametrize(
+    ("fault", "tensor"),
+    [
+        (lambda draw: flipped("weight", 6, draw), ""),
+        (lambda draw: flipped("v", 6, draw), ""),
+        (lambda draw: other_rate(6, draw), "weight.ln_f.weight"),
+        (lambda draw: other_batch(6, draw), "m.ln_f.weight"),
+    ],
+)
+def test_faults_while_training_are_located(fault, tensor, honest, small_text, tmp_path, told):
+    draw = Noted(5)
+    with fault(draw):
+        fit(small_text, tmp_path / "run", save_every=1, keep=99, dataflow={"scheduler": "sync"})
+    code, shown = told(bisect, honest, tmp_path / "run", "--threads", 2)
+    assert code == 1
+    assert re.search("the replays of both runs agree\nB DIFFER: .*after step 7\nfirst step: 7\n", shown), shown
+    assert f"\nfirst tensor: {tensor or draw.names[0]}: " in shown
+
+
+def test_settings_and_data_that_differ_are_named(honest, small_text, tmp_path, told):
+    out = tmp_path / "rate"
+    shutil.copytree(honest, out, symlinks=True)
+    for folder in checkpoints(out)[7:]:
+        shutil.rmtree(folder)
+    daskgpt.fit(resume=out, optimizer={"learning_rate": 5e-3}, quiet=True)
+    code, shown = told(bisect, honest, out)
+    assert code == 1
+    assert "settings that differ: optimizer.learning_rate 0.001 and 0.005\nfirst step: 8\n" in shown, shown
+    assert "first tensor: after the update, weight.ln_f.weight: " in shown
+    fit(small_text, tmp_path / "seed", optimizer=OPTIMIZER, seed=1)
+    code, shown = told(bisect, honest, tmp_path / "seed")
+    assert "settings that differ: seed 0 and 1\nfirst step: 1, which begins with other tensors\n" in shown, shown
+    text = tmp_path / "text.txt"
+    text.write_text(small_text.read_text().replace("fox", "fix"))
+    fit(text, tmp_path / "data")
+    code, shown = told(bisect, honest, tmp_path / "data", "--batch-chunk", 4)
+    assert code == 1
+    assert "first step: 1\nfirst tensor: tokens: " in shown, shown
