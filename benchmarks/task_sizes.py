@@ -28,8 +28,8 @@ from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import open_scheduler
 
-CHANNELS = (512, 256, 128, 64, 32, 16)  # of models of two blocks, the largest tasks first
-SIDES = (1024, 512, 256, 128, 64, 32)  # of the matrices of a stencil
+CHANNELS = (1024, 512, 256, 128, 64, 32, 16)  # of models of two blocks, the largest tasks first
+SIDES = (2048, 1024, 512, 256, 128, 64, 32)  # of the matrices of a stencil
 DEPTH, STEPS = 20, 4  # rows of a stencil, and steps
 ENGINES = {
     "threads": {"scheduler": "threads"},
@@ -84,22 +84,26 @@ def of_dask(kind: str, threads: int) -> Iterator[tuple[float, float]]:
 
 
 def half(sizes: Sizes) -> float:
-    """Return the seconds of a task at which half of the time is work, between the two sizes around it; nan without."""
+    """Return the seconds of a task at which half of the time is work, between the two sizes around it; infinity if it
+    is less of all.
+    """
     for (large, more), (small, less) in pairwise(sizes):
         if more >= 0.5 > less:
             way = (more - 0.5) / (more - less)
             return float(large ** (1 - way) * small**way)
-    return float("nan")
+    return float("inf")
 
 
 def table(kinds: Sequence[str] = ()) -> dict[str, Sizes]:
     """Measure and print every runtime, or those that are named; return sizes and shares."""
     cores, measured = usable_cores(), dict[str, Sizes]()
-    print(f"{'runtime':16} {'threads':>7} {'METG(50 %)':>11}   share of work at seconds a task")
+    print(f"{'runtime':19} {'threads':>7} {'METG(50 %)':>11}   share of work at seconds a task")
     for kind in kinds or (*ENGINES, "dask.threaded", "dask.local.get_sync", "distributed"):
         threads = 1 if "sync" in kind else cores
         found = of_engine(ENGINES[kind], threads) if kind in ENGINES else of_dask(kind, threads)
         sizes = measured[kind] = list(found)
         shares = ", ".join(f"{share:.0%} at {seconds * 1e6:,.0f} us" for seconds, share in sizes)
-        print(f"{kind:16} {threads:7} {half(sizes) * 1e6:8,.0f} us   {shares}", flush=True)
+        metg = half(sizes)
+        text = f"{metg * 1e6:,.0f} us" if metg < float("inf") else f"> {sizes[0][0] * 1e6:,.0f} us"
+        print(f"{kind:19} {threads:7} {text:>11}   {shares}", flush=True)
     return measured

@@ -19,7 +19,7 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import convert
-from daskgpt.data.dataset import batch
+from daskgpt.data.dataset import EPOCHS, batch
 from daskgpt.data.tokenizer import encode, get_encoding, learn_encoding
 from daskgpt.formats.layouts import parts_of
 from daskgpt.formats.models import model_path
@@ -27,7 +27,7 @@ from daskgpt.kernels import rotary
 from daskgpt.model.parameters import tensors
 from daskgpt.training.checkpoint import open_model_of
 from daskgpt.training.inference import loss_and_gradients
-from daskgpt.training.start import new_run
+from daskgpt.training.start import WarmStart, open_dataset
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason="PyTorch is not installed (the extra test-peers)")
@@ -198,18 +198,17 @@ def test_tuning_follows_a_loop_of_pytorch(from_gguf, smollm2):
     data = {"data": str(ROOT / "docs/examples/answers.jsonl"), "batch_size": 2, "sequence_length": 64}
     optimizer = {"learning_rate": 1e-4, "schedule": "constant", "warmup": 0, "weight_decay": 0.01, "clip": 1.0}
     run = {"init": "smollm2", "steps": 50, "validate_every": 0, "validation_batches": 1, "sample_tokens": 0}
-    sections = {"model": daskgpt.preset("smollm2-135m"), "data": data, "optimizer": optimizer, "run": run}
-    job, _ = new_run(sections, None)
+    config = daskgpt.preset("smollm2-135m")
+    dataset = open_dataset(daskgpt.DataConfig(**data), config.vocabulary, WarmStart("smollm2"), most=config.vocabulary)
+    examples, settings = dataset.training, daskgpt.OptimizerConfig(**optimizer)
     model = from_gguf(transformers.AutoModelForCausalLM, smollm2, dtype=torch.float32)
     decayed = [values for values in model.parameters() if values.ndim > 1]
     others = [values for values in model.parameters() if values.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    betas = job.optimizer.beta1, job.optimizer.beta2
-    update, expected = torch.optim.AdamW(groups, lr=1e-4, betas=betas, eps=job.optimizer.eps), []
+    betas = settings.beta1, settings.beta2
+    update, expected = torch.optim.AdamW(groups, lr=1e-4, betas=betas, eps=settings.eps), []
     for step in range(50):
-        arrays = batch(
-            job.tokens.training, batch_size=2, sequence_length=64, seed=job.run.seed, step=step, order=job.order
-        )
+        arrays = batch(examples, batch_size=2, sequence_length=64, seed=0, step=step, order=EPOCHS)
         tokens, targets, weights = map(torch.from_numpy, arrays)
         logits = model(tokens.long()).logits
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.long().flatten(), reduction="none")
@@ -219,5 +218,5 @@ def test_tuning_follows_a_loop_of_pytorch(from_gguf, smollm2):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         update.step()
         expected.append(loss.item())
-    model = sections.pop("model")
-    np.testing.assert_allclose(daskgpt.fit(model, **sections, quiet=True).losses, expected, **TOLERANCES["fifty steps"])
+    ours = daskgpt.fit(config, data, optimizer, run=run, quiet=True).losses
+    np.testing.assert_allclose(ours, expected, **TOLERANCES["fifty steps"])
