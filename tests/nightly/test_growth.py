@@ -30,14 +30,14 @@ def test_overlapping_steps_leak_no_tasks_or_memory():
     batches = [random_batch(SMALL, random) for _ in range(window)]
     sizes = []
     with open_scheduler("threads", 2) as scheduler:
-        for _ in range(1000 // window):
-            _, state = run_window(scheduler, step, state, batches, 1000)
+        for _ in range(4000 // window):
+            _, state = run_window(scheduler, step, state, batches, 4000)
             sizes.append((len(step.graph), len(step.window(window)), resident()))
-    assert state.step == 1000
-    early = len(sizes) // 5
+    assert state.step == 4000
+    early = len(sizes) // 4
     assert len({size[:2] for size in sizes}) == 1
-    # The heap may still take a few pages; a single leaked activation a step would be 3 MB.
-    assert sizes[-1][2] - sizes[early][2] < 2_000_000
+    # The heap may still take some megabytes; a single leaked activation a step would be 11 MB.
+    assert sizes[-1][2] - sizes[early][2] < 5_000_000
 
 
 def test_cluster_run_leaks_no_tasks(tmp_path):
