@@ -185,9 +185,13 @@ class TimelineCallback:
         self.timeline = self.recorder.finish()
         config, began = self.config, self.recorder.windows[0].start
         if config.graph:
-            write_workflow(self.timeline, Trial(self.recorder.engine.step).results, began, self._path(config.graph))
+            path = self._path(config.graph)
+            write_workflow(self.timeline, Trial(self.recorder.engine.step).results, began, path)
+            print(f"graph of the last step written to {path}")
         if config.paraver:
-            write_paraver(self.timeline, began, self._path(config.paraver))
+            path = self._path(config.paraver)
+            write_paraver(self.timeline, began, path)
+            print(f"Paraver's trace written to {path}")
         if config.timeline:
             from daskgpt.profiling.pages import write_timeline  # loads Bokeh
 
