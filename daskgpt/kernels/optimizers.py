@@ -41,12 +41,12 @@ def next_moment(moment, value, beta, keep):
 
 
 @helper
-def next_weight(weight, m, v, step):
-    return weight - step.rate * (m * step.m_scale / (math.sqrt(v * step.v_scale) + step.eps) + step.decay * weight)
+def next_weight(weight, m, v, rates):
+    return weight - rates.rate * (m * rates.m_scale / (math.sqrt(v * rates.v_scale) + rates.eps) + rates.decay * weight)
 
 
-class Step(NamedTuple):
-    """Numbers of an AdamW step that all elements of a tensor share, in the order of `step_scalars`."""
+class Rates(NamedTuple):
+    """Numbers of an AdamW update that all elements of a tensor share, in the order of `scalars_of`."""
 
     rate: float
     m_scale: float
@@ -60,11 +60,11 @@ class Step(NamedTuple):
 
 
 @helper
-def step_of(scalars):
+def rates_of(scalars):
     """The fields of a tuple or an array, by their names, for use inside kernels."""
     rate, m_scale, v_scale = scalars[0], scalars[1], scalars[2]
     beta1, keep1, beta2, keep2 = scalars[3], scalars[4], scalars[5], scalars[6]
-    return Step(rate, m_scale, v_scale, beta1, keep1, beta2, keep2, scalars[7], scalars[8])
+    return Rates(rate, m_scale, v_scale, beta1, keep1, beta2, keep2, scalars[7], scalars[8])
 
 
 @helper
@@ -77,21 +77,21 @@ def _factor_of(hyper, numbers):
 def _adamw(weight, gradient, m, v, hyper, beta1, beta2, eps, decay):
     real = weight.dtype.type
     scale = real(_factor_of(hyper, 3))
-    step = Step(
+    rates = Rates(
         real(hyper[0]), real(1.0 / hyper[1]), real(1.0 / hyper[2]), real(beta1), real(1.0 - beta1), real(beta2),
         real(1.0 - beta2), real(eps), real(decay),
     )  # fmt: skip
     for i in range(weight.size):
         g = gradient[i] * scale
-        new_m = next_moment(m[i], g, step.beta1, step.keep1)
-        new_v = next_moment(v[i], g * g, step.beta2, step.keep2)
+        new_m = next_moment(m[i], g, rates.beta1, rates.keep1)
+        new_v = next_moment(v[i], g * g, rates.beta2, rates.keep2)
         m[i] = new_m
         v[i] = new_v
-        weight[i] = next_weight(weight[i], new_m, new_v, step)
+        weight[i] = next_weight(weight[i], new_m, new_v, rates)
 
 
-def step_scalars(hyper: np.ndarray, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
-    """The fields of a `Step`, as kernels take them."""
+def scalars_of(hyper: np.ndarray, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
+    """Return the fields of `Rates`, as kernels take them."""
     check_shape("adamw", "hyper", hyper, (3,))
     rate, correction1, correction2 = hyper.tolist()
     return rate, 1 / correction1, 1 / correction2, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay

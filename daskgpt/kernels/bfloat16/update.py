@@ -22,7 +22,7 @@ from daskgpt.kernels.bfloat16.isa import scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.tiles import STEP
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.optimizers import adamw_inplace, next_moment, next_weight, step_of, step_scalars
+from daskgpt.kernels.optimizers import adamw_inplace, next_moment, next_weight, rates_of, scalars_of
 from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
 from daskgpt.kernels.totals import additions, level, tree_add
 
@@ -96,15 +96,15 @@ def _sum_runs(unit, runs, outputs, channels, row0, rows, plan):
 
 
 @helper
-def _step(weight, gradient, m, v, channels, step):
-    """Make the AdamW step of one row; arguments are addresses of float32 numbers."""
+def _update_row(weight, gradient, m, v, channels, rates):
+    """Update one row by AdamW; arguments are addresses of float32 numbers."""
     for i in range(channels):
         g = read_real(gradient, i)
-        new_m = next_moment(read_real(m, i), g, step.beta1, step.keep1)
-        new_v = next_moment(read_real(v, i), g * g, step.beta2, step.keep2)
+        new_m = next_moment(read_real(m, i), g, rates.beta1, rates.keep1)
+        new_v = next_moment(read_real(v, i), g * g, rates.beta2, rates.keep2)
         write_real(m, i, new_m)
         write_real(v, i, new_v)
-        write_real(weight, i, next_weight(read_real(weight, i), new_m, new_v, step))
+        write_real(weight, i, next_weight(read_real(weight, i), new_m, new_v, rates))
 
 
 @kernel("l2 H1 H1 H1 h1 H1 H1 s1 n n4 n7", cost=5)
@@ -112,7 +112,7 @@ def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, size
     wide_vectors()
     tiles.open_unit(unit)
     (outputs, channels, first, last), plan = sizes, Plan(*places)
-    row_bytes, step = channels * 4, step_of(scalars)
+    row_bytes, rates = channels * 4, rates_of(scalars)
     _pack_x(runs, channels, plan.right)
     for row0 in range(first, last, plan.band_rows):
         rows = min(plan.band_rows, last - row0)
@@ -125,7 +125,7 @@ def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, size
         for row in range(rows):
             offset = place + row * row_bytes
             gradients, m_row, v_row = plan.totals + row * plan.sums_step, address_of(m) + offset, address_of(v) + offset
-            _step(address_of(weight) + offset, gradients, m_row, v_row, channels, step)
+            _update_row(address_of(weight) + offset, gradients, m_row, v_row, channels, rates)
         source = address_of(weight) + place
         tiles.pack_weight_rows(source, row0, rows, outputs, channels, address_of(forward), address_of(backward))
     tiles.close_unit(unit)
@@ -211,7 +211,7 @@ def _in_one_pass(parts, groups, start, state, first, last, options):
     )
     plan = *places, total_step, sums_step, band_rows, band_columns
     arrays = [NOTHING if array is None else words(array) for array in (weight.values, m, v, start)]
-    scalars, sizes = np.array(step_scalars(hyper, **options), FLOAT32), (outputs, channels, first, last)
+    scalars, sizes = np.array(scalars_of(hyper, **options), FLOAT32), (outputs, channels, first, last)
     _update(table, *arrays, packed.forward, packed.backward, scalars, int(unit()), sizes, plan)
 
 
