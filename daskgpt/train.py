@@ -40,7 +40,7 @@ EPILOG = (
 
 def parser() -> Parser:
     """Return the parser of all flags of a run."""
-    flags = Parser(prog="daskgpt.train", description="Train GPT-2 as a Dask dataflow.", epilog=EPILOG)
+    flags = Parser(prog="daskgpt.train", description="Train a language model as a Dask dataflow.", epilog=EPILOG)
     recipes = "speedrun (tiny to 1.88 nats per character of tinyshakespeare), finetune (further training of --init)"
     sizes = ", ".join(PRESETS)
     flags.add_argument("--preset", help=f"size of the model: {sizes} (default: {DEFAULT}); or a recipe: {recipes}")
