@@ -5,8 +5,6 @@ TOLERANCES: dict[str, dict[str, float]] = {
     "numeric derivative": {"rel": 1e-6, "abs": 1e-7},
     # float32 sums in another order: some hundred terms of relative error 6e-8 each, against the largest magnitude.
     "chunkings": {"rtol": 2e-5, "atol": 2e-6},
-    # The same through a whole model and three updates.
-    "chunkings, whole model": {"rtol": 2e-5},
     # One kernel beside its formula: sums of up to a hundred terms of 1e-16 (6e-8) each, values up to 10.
     "kernel float64": {"rtol": 1e-12, "atol": 1e-12},
     "kernel float32": {"rtol": 1e-5, "atol": 1e-5},
@@ -20,6 +18,8 @@ TOLERANCES: dict[str, dict[str, float]] = {
     "golden losses, float64": {"rtol": 1e-9},
     # Ten float32 AdamW steps beside ten float64 ones; the rules of decay differ by 6e-5 at the end.
     "golden losses": {"rtol": 2e-5},
+    # Ten steps from the same start: the losses drift apart by the rounding of operands.
+    "bfloat16 losses": {"rtol": 5e-3},
     # float32 sums of exact products of bfloat16 numbers, in units of the sum of their magnitudes: 6e-8 an addition,
     # which grows like the root of their number (2,500 at most).
     "bfloat16 sums": {"rtol": 0.0, "atol": 1e-6},
