@@ -49,9 +49,8 @@ def _without_command(word: str) -> int:
         return 0
     advice = "See daskgpt --help." if word.startswith("-") else nearest(word, list(COMMANDS))
     require(word in ("--help", "-h"), "daskgpt", "the first word must be a command", {"command": word}, advice)
-    print(
-        "usage: daskgpt COMMAND ...\n\nTrain language models (GPT-2, Llama) as a Dask dataflow of Numba kernels, on CPUs.\n\ncommands:"
-    )
+    print("usage: daskgpt COMMAND ...\n")
+    print("Train language models (GPT-2, Llama) as a Dask dataflow of Numba kernels, on CPUs.\n\ncommands:")
     for name, description in COMMANDS.items():
         print(f"  {name:10} {description}")
     print("\ndaskgpt COMMAND --help lists the flags of a command, daskgpt --version says the version.")

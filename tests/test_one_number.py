@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
@@ -129,3 +130,13 @@ def test_the_independent_program_agrees_with_the_golden_state(golden_model, gold
     compared += [(results.logits[..., : config.vocabulary], golden_state.logits), (results.loss, golden_state.loss)]
     errors = [campaign.relative_error(np.asarray(result), np.asarray(wanted)) for result, wanted in compared]
     assert max(errors) < TOLERANCES["float32 file"]["of largest"]
+
+
+@pytest.mark.parametrize("grain", ["kernel", "segment"])
+def test_untied_head_is_summed_over_several_chunks_of_a_micro_batch(grain):
+    """Its gradient has no part of the embedding's, so that one task adds all chunks of a micro-batch."""
+    model = replace(MODELS["odd"], config=replace(MODELS["odd"].config, head="untied"))
+    expected = bits_after_steps(model, "float32", Dials(model.batch))
+    for chunk, accumulate in (((1, 20), 2), ((1, 5), 2), ((1, 10), 3)):
+        dials = Dials(chunk, "step", grain, "threads", 2, accumulate=accumulate)
+        assert bits_after_steps(model, "float32", dials) == expected

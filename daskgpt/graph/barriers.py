@@ -120,11 +120,12 @@ def _head_waits(graph: Graph, head: str, ahead: int) -> dict[Key, list[Key]]:
     heads = [key for key, call in calls.items() if call.origin.phase == "forward" and isinstance(call, KernelCall)]
     sums = {key: call for key, call in calls.items() if call.origin.phase == "backward" and isinstance(call, RowSum)}
     order = next((call.call.order for call in sums.values()), None)
-    if order is None or any(len(call.pieces) == len(order.pieces) for call in sums.values()):
-        return {}  # all chunks are added at once
+    if order is None:
+        return {}
     piece_of = {chunk: number for number, piece in enumerate(order.pieces) for chunk in piece}
     done: dict[int, list[Key]] = defaultdict(list)
     for key, call in sums.items():
         for piece in call.pieces:
-            done[piece + ahead].append(key)
+            if piece + ahead > call.pieces[-1]:  # otherwise the sum adds the later chunk, too
+                done[piece + ahead].append(key)
     return {key: done[piece] for key in heads if (piece := piece_of[key[1:]]) in done}
