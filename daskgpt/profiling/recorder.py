@@ -151,7 +151,7 @@ class TimelineConfig(Checked):
 
     @property
     def wanted(self) -> bool:
-        """Whether a file is to be written."""
+        """Return whether a file is to be written."""
         return bool(self.timeline or self.graph or self.paraver)
 
 

@@ -137,6 +137,7 @@ def test_killed_client_leaves_nothing_on_the_cluster(cluster, tmp_path):
     with Client(cluster.address) as client:
         wait_until(lambda: not client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)), "tasks")
         wait_until(lambda: not any(client.run(lambda dask_worker: len(dask_worker.data)).values()), "results")
+        assert client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)) == 0
 
 
 @pytest.mark.parametrize("way", ["stops for seconds", "silent"])
