@@ -1,10 +1,9 @@
 """Measure scaling on this machine within some minutes: `benchmarks/scale.sh`, which needs no flags.
 
 Steps of gpt2 (16 x 256 tokens) and of tiny (48 x 64) on 1, 2, 4 ... threads and workers up to all cores: barrier-free,
-in PyTorch where it is installed, fork-join, on workers of one thread each, and with barriers step and phase. Each run
-has a process of its own, on as many cores. What is most telling comes first, and a run that would end too late is left
-out. Beside them, the times that `daskgpt.plan` predicts. `scale.json` has every run, `scale.png` speedups and
-efficiencies.
+in PyTorch where it is installed, fork-join, on workers of one thread each, and as tasks with a barrier after each step.
+Each run has a process of its own, on as many cores. What is most telling comes first, and a run that would end too late is left
+out. Beside them, times that are predicted. `scale.json` has every run, `scale.png` speedups and efficiencies.
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ from compare.processes import TorchSide
 
 import daskgpt
 from daskgpt.profiling import plots
+from daskgpt.profiling.calibrate import Calibration, of_job
 from daskgpt.profiling.measure import BenchConfig, job_of, origin
+from daskgpt.profiling.simulate import forecast
 from daskgpt.profiling.study import flags_of, run_one, thread_counts
-from daskgpt.schedulers.machine import usable_cores
-from daskgpt.training.job import compile_kernels
+from daskgpt.schedulers.machine import on_cores, usable_cores
+from daskgpt.training.job import Job, compile_kernels
 
 BATCHES = {"tiny": (48, 64), "gpt2": (16, 256)}  # sequences and tokens
 SHARES = {"tiny": 0.3, "gpt2": 1.0}  # of the remaining time
@@ -38,11 +39,11 @@ KINDS = {
     "fork-join": {"barrier": "layer", "grain": "kernel", "scheduler": "threads"},
     "workers": {"barrier": "step", "scheduler": "local"},
     "tasks": {"barrier": "step", "scheduler": "threads"},
-    "phases": {"barrier": "phase", "scheduler": "threads"},
     "predicted": {},
 }
-WARMUP, STEPS, START = 3, 2, 8.0  # steps, and seconds of a process before them
-SHORT = 0.5  # seconds of a step below which there are ten times as many
+START = 8.0  # seconds of a process before its steps
+# From which seconds of a step on there are so many steps of warm-up, and so many that are measured.
+STEPS = {0.0: (3, 20), 0.5: (3, 3), 4.0: (1, 1)}
 
 
 @dataclass
@@ -58,18 +59,20 @@ class Scaling:
     end: float
     seconds: dict[str, dict[int, float]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    costs: Calibration | None = None  # of kernels, once they are timed
 
     def measure(self) -> None:
-        """Run everything that there is time for, many threads first."""
-        for kind in KINDS:
-            for threads in sorted(self.counts, reverse=True):
-                self._run(kind, threads)
+        """Run everything that there is time for: the base of speedups, then many threads first."""
+        first, *others, last = KINDS
+        counts = sorted(self.counts, reverse=True)
+        runs = [(first, n) for n in counts] + [(kind, n) for n in counts for kind in others]
+        for kind, threads in [*runs, *((last, n) for n in counts)]:
+            self._run(kind, threads)
 
     def _run(self, kind: str, threads: int) -> None:
-        work = [seconds * n for times in self.seconds.values() for n, seconds in times.items()]
-        one = 1 if kind == "predicted" else threads  # its kernels are timed on one thread, too
-        expected = START + (WARMUP + STEPS) * 1.3 * median(work) / one if work else 0.0
-        why = "" if time.monotonic() + expected < self.end else "no time is left"
+        step = self._expected(threads)
+        seconds = START + 1.2 * step * (2 if kind == "predicted" else sum(self._steps(threads)))
+        why = "" if time.monotonic() + seconds < self.end else "no time is left"
         if kind == "PyTorch" and not importlib.util.find_spec("torch"):
             why = "PyTorch is not installed"
         if not why:
@@ -83,31 +86,38 @@ class Scaling:
                 why = str(error)
         self.left_out.append(f"{self.preset}, {kind}, {threads}: {why}")
 
+    def _expected(self, threads: int) -> float:
+        """Return the seconds of a step by the runs before; a second without one."""
+        work = [seconds * n for times in self.seconds.values() for n, seconds in times.items()]
+        return median(work) / threads if work else 1.0
+
+    def _steps(self, threads: int) -> tuple[int, int]:
+        """Return the steps of warm-up and the measured ones."""
+        expected = self._expected(threads)
+        return next(STEPS[least] for least in sorted(STEPS, reverse=True) if expected >= least)
+
     def _batch(self) -> dict[str, int]:
         return dict(zip(("batch_size", "sequence_length"), BATCHES[self.preset]))
 
     def _ours(self, threads: int, **dials: str) -> float:
-        steps = STEPS * 10 if self.seconds and self._shortest() < SHORT else STEPS
-        flags = {"preset": self.preset, **self._batch(), "threads": threads, "steps": steps, "warmup": WARMUP}
+        warmup, steps = self._steps(threads)
+        flags = {"preset": self.preset, **self._batch(), "threads": threads, "steps": steps, "warmup": warmup}
         row = run_one(flags_of(flags | {"recorded": 1} | dials), threads)
         return float(row["figures"]["step"]["median"]) / 1e3
 
     def _torch(self, threads: int) -> float:
-        job = job_of(daskgpt.preset(self.preset), BenchConfig(**self._batch()), daskgpt.DataflowConfig())
-        steps = STEPS * 10 if self._shortest() < SHORT else STEPS
-        with TorchSide(job, 0, threads, TorchOptions()) as torch:
-            torch.run(1)
+        warmup, steps = self._steps(threads)
+        with on_cores(threads), TorchSide(self._job(), 0, threads, TorchOptions()) as torch:
+            torch.run(warmup)
             return median(torch.run(steps))
 
     def _predicted(self, threads: int) -> float:
-        config, data = daskgpt.preset(self.preset), self._batch()
-        forecast = daskgpt.plan(config, data, dataflow={"barrier": "none"}, threads=threads).forecast
-        if forecast is None:
-            raise RuntimeError("its kernels could not be timed")
-        return float(forecast.seconds)
+        job = self._job(barrier="none", scheduler="threads", threads=threads)
+        self.costs = self.costs or of_job(job, (1, self._batch()["sequence_length"]), None)
+        return forecast(job, costs=self.costs)[0].seconds
 
-    def _shortest(self) -> float:
-        return min(seconds for times in self.seconds.values() for seconds in times.values())
+    def _job(self, **dials: Any) -> Job:
+        return job_of(daskgpt.preset(self.preset), BenchConfig(**self._batch()), daskgpt.DataflowConfig(**dials))
 
 
 def draw(scalings: Sequence[Scaling], where: str) -> Any:

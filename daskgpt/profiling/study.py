@@ -30,7 +30,7 @@ from daskgpt.config.settings import documented, setting
 from daskgpt.model.parameters import parameter_count
 from daskgpt.profiling.measure import BatchConfig, Spread, rounded
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.machine import usable_cores
+from daskgpt.schedulers.machine import on_cores, usable_cores
 
 BARRIERS = {"layer": "layer (fork-join)", "phase": "phase", "step": "step (tasks)", "none": "none (barrier-free)"}
 # Settings of the dataflow that a study varies, and the order of those values that are words.
@@ -208,15 +208,9 @@ def run_one(flags: Sequence[str], threads: int) -> Row:
     Errors   RuntimeError with the last line that the process wrote, if it failed
     """
     command = [sys.executable, "-m", "daskgpt.bench", *flags, "--json"]
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
-    if cores:
-        os.sched_setaffinity(0, sorted(cores)[:threads])  # which the process inherits
-    try:
-        environment = os.environ | dict.fromkeys(ONE_THREAD, "1")
+    environment = os.environ | dict.fromkeys(ONE_THREAD, "1")
+    with on_cores(threads):
         result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    finally:
-        if cores:
-            os.sched_setaffinity(0, cores)
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["nothing was written"])[-1]
         raise RuntimeError(f"the run must end; got exit code {result.returncode}, {last}")
