@@ -41,7 +41,7 @@ KINDS = {
     "tasks": {"barrier": "step", "scheduler": "threads"},
     "predicted": {},
 }
-START = 8.0  # seconds of a process before its steps
+START = 4.0  # seconds of a process before its steps, as long as no run has told
 # From which seconds of a step on there are so many steps of warm-up, and so many that are measured.
 STEPS = {0.0: (3, 20), 0.5: (3, 3), 4.0: (1, 1)}
 
@@ -60,25 +60,29 @@ class Scaling:
     seconds: dict[str, dict[int, float]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     costs: Calibration | None = None  # of kernels, once they are timed
+    start: float = START
 
     def measure(self) -> None:
         """Run everything that there is time for: the base of speedups, then many threads first."""
         first, *others, last = KINDS
         counts = sorted(self.counts, reverse=True)
-        runs = [(first, n) for n in counts] + [(kind, n) for n in counts for kind in others]
+        runs = [(first, n) for n in dict.fromkeys([counts[0], counts[-1], *counts])]
+        runs += [(kind, n) for n in counts for kind in others]
         for kind, threads in [*runs, *((last, n) for n in counts)]:
             self._run(kind, threads)
 
     def _run(self, kind: str, threads: int) -> None:
         step = self._expected(threads)
-        seconds = START + 1.2 * step * (2 if kind == "predicted" else sum(self._steps(threads)))
-        why = "" if time.monotonic() + seconds < self.end else "no time is left"
+        work = 1.2 * step * (2 if kind == "predicted" else sum(self._steps(threads)))
+        begin = time.monotonic()
+        why = "" if begin + self.start + work < self.end else "no time is left"
         if kind == "PyTorch" and not importlib.util.find_spec("torch"):
             why = "PyTorch is not installed"
         if not why:
             try:
                 measure = {"PyTorch": self._torch, "predicted": self._predicted}.get(kind, self._ours)
                 seconds = measure(threads, **KINDS[kind])
+                self.start = max(self.start, time.monotonic() - begin - seconds * sum(self._steps(threads)))
                 self.seconds.setdefault(kind, {})[threads] = seconds
                 print(f"{self.preset:5} {threads:3} threads  {kind:13} {seconds * 1e3:9,.1f} ms a step", flush=True)
                 return
@@ -121,14 +125,16 @@ class Scaling:
 
 
 def draw(scalings: Sequence[Scaling], where: str) -> Any:
-    """Return a figure: for each model, speedups over its fastest run on one thread, and efficiencies."""
+    """Return a figure: for each model, speedups over its fastest run on one thread, and efficiencies.
+
+    Without a run on one thread, the fewest threads there are count as ideal.
+    """
     figure = plots.Figure(figsize=(10, 4 * len(scalings)))
     figure.suptitle(where)
     for row, scaling in zip(figure.subplots(len(scalings), 2, squeeze=False), scalings):
-        ours = [
-            times[1] for kind, times in scaling.seconds.items() if 1 in times and kind not in ("PyTorch", "predicted")
-        ]
-        base = min(ours, default=float("nan"))
+        ours = [times for kind, times in scaling.seconds.items() if kind not in ("PyTorch", "predicted")]
+        fewest = min((n for times in ours for n in times), default=1)
+        base = fewest * min((times[fewest] for times in ours if fewest in times), default=float("nan"))
         for number, (kind, times) in enumerate(scaling.seconds.items()):
             look = {"label": kind, "marker": "o^sDvPX"[number % 7], "linestyle": ":" if kind == "predicted" else "-"}
             counts = sorted(times)
@@ -141,7 +147,8 @@ def draw(scalings: Sequence[Scaling], where: str) -> Any:
             )
             axes.set_xticks(scaling.counts, map(str, scaling.counts), minor=False)
             axes.minorticks_off()
-        row[0].legend(frameon=False)
+        if scaling.seconds:
+            row[0].legend(frameon=False)
     return figure
 
 
