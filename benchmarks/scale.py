@@ -2,8 +2,9 @@
 
 Steps of gpt2 (16 x 256 tokens) and of tiny (48 x 64) on 1, 2, 4 ... threads and workers up to all cores: barrier-free,
 in PyTorch where it is installed, fork-join, on workers of one thread each, and as tasks with a barrier after each step.
-Each run has a process of its own, on as many cores. What is most telling comes first, and a run that would end too late is left
-out. Beside them, times that are predicted. `scale.json` has every run, `scale.png` speedups and efficiencies.
+Each run has a process of its own, on as many cores. What is most telling comes first, and a run that would end too
+late is left out. Beside them, times that are predicted. `scale.json` has every run, `scale.png` speedups and
+efficiencies.
 """
 
 from __future__ import annotations
