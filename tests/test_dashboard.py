@@ -11,7 +11,7 @@ from distributed import Client, LocalCluster
 from distributed.diagnostics import task_stream
 from machines import wait_until
 
-from daskgpt.graph.program import Span
+from daskgpt.graph.program import Span, Spans
 from daskgpt.profiling.dashboard import (
     NOTHING,
     WAITING,
@@ -157,7 +157,7 @@ def test_tasks_of_a_run_and_workers_that_leave(collected):
 
 
 def spans_of(*calls):
-    return [Span((f"{name}_-token", 0), thread, start, stop) for name, thread, start, stop in calls]
+    return Spans(Span((f"{name}_-token", 0), thread, start, stop) for name, thread, start, stop in calls)
 
 
 def test_worker_returns_its_latest_calls(cluster):
@@ -181,6 +181,14 @@ def test_worker_returns_its_latest_calls(cluster):
         assert latest_calls.latest_calls(worker, 0.0, 2)[1], "a call was left out"
         assert len(latest_calls.latest_calls(worker, offset + 2.8, 9)[0]) == 2, "those that have ended since then"
         assert latest_calls.latest_calls(worker, offset + 2.8, 2)[1] is False
+        now.running |= {1: 2.9}
+        calls, _, until = latest_calls.latest_calls(worker, 0.0, 9)
+        assert len(calls) == 1, "calls that ended while the task began that runs now wait for those of this task"
+        assert until == pytest.approx(offset + 2.9, abs=0.01)
+        now += spans_of(("gelu.forward-x", 1, 2.9, 3.0))
+        del now.running[1]
+        names = [call.name for call in latest_calls.latest_calls(worker, until, 9)[0]]
+        assert names == ["add.forward-y", "add.forward-x", "gelu.forward-x"], "which come when it has ended"
         now += spans_of(*[("add.forward-x", 1, 4.0, 4.0)] * KEPT)
         assert latest_calls.latest_calls(worker, 0.0, 9)[1], "a look takes bounded time"
     finally:

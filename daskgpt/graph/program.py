@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -29,6 +29,17 @@ class Span(NamedTuple):
     run: int = 0
 
 
+class Spans(list[Span]):
+    """Calls, task by task as they end.
+
+    running   thread -> when the task that it runs began; its calls follow when it has ended
+    """
+
+    def __init__(self, calls: Iterable[Span] = ()) -> None:
+        super().__init__(calls)
+        self.running: dict[int, float] = {}
+
+
 class Recorder:
     """Collects the calls of programs: of one graph, which a scheduler of this process runs, so that several runs may
     share the process; or of all programs that a cluster has sent to this process.
@@ -38,7 +49,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.spans: list[Span] | None = None
+        self.spans: Spans | None = None
         self.first_run = 0
 
     def __reduce__(self) -> Any:
@@ -149,10 +160,14 @@ class Program:
                 slots[slot] = result.take(number) if isinstance(result, Values) else result[number]
         spans, thread, run = self.recorder.spans, get_ident(), self.recorder.first_run + self.run
         native = self.lowered is not None and self.lowered.items
+        if spans is not None:
+            spans.running[thread] = perf_counter()
         calls = self._lowered(slots, spans is not None) if native else self._called(slots)
         for call, start, end, size in calls:
             if spans is not None:
                 spans.append(Span(call.key, thread, start, end, size, run))
+        if spans is not None:
+            spans.running.pop(thread, None)
         if len(self.outputs) == 1 and not self.packed:
             return slots[self.outputs[0]]
         values = tuple(slots[slot] for slot in self.outputs)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from time import time
 from typing import Any, NamedTuple
 
-from daskgpt.graph.program import Span
+from daskgpt.graph.program import Spans
 from daskgpt.schedulers.links import ranks_of
 from daskgpt.schedulers.protocol import clock_offset
 
@@ -27,28 +26,35 @@ class LatestCall(NamedTuple):
 
 
 def latest_calls(worker: Any, since: float, most: int) -> tuple[list[LatestCall], bool, float]:
-    """Return the last kernel calls of a worker, whether earlier ones were left out, and the time of day.
+    """Return the last kernel calls of a worker, whether earlier ones were left out, and until when they are all.
 
-    Calls of one kernel in one place that follow each other are joined.
+    That is the time of day at which the tasks began that run now: their calls are known when they have ended. Calls of
+    one kernel in one place that follow each other are joined.
 
-    since   the calls have ended after this time of day
+    since   the calls have ended after this time of day, until which all were returned before
     most    how many are returned
     """
     now, offset, calls = time(), clock_offset(), list[LatestCall]()
+    until = min([now, *(start + offset for spans in _newest(worker) for start in list(spans.running.values()))])
     latest: dict[int, int] = {}  # thread -> its earliest call in the list
-    for count, span in enumerate(_newest_first(worker)):
+    for count, span in enumerate(chain.from_iterable(map(reversed, _newest(worker)))):
         name, start, end = span.key[0].partition("_-")[0], span.start + offset, span.end + offset
-        if end <= since or len(calls) == most or count == KEPT:
-            return calls[::-1], end > since, now
+        if count == KEPT:
+            return calls[::-1], end > since, until
+        if not since < end <= until:  # calls of a long task come after later ones of short tasks
+            continue
+        if len(calls) == most:
+            return calls[::-1], True, until
         after = calls[latest[span.thread]] if span.thread in latest else None
         if after and after.name == name and after.start - end < TOGETHER:
             calls[latest[span.thread]] = after._replace(start=start)
         else:
             latest[span.thread] = len(calls)
             calls.append(LatestCall(name, span.thread, start, end))
-    return calls[::-1], False, now
+    return calls[::-1], False, until
 
 
-def _newest_first(worker: Any) -> Iterator[Span]:
+def _newest(worker: Any) -> list[Spans]:
+    """Return the calls of the last windows, those of the last one of a run first."""
     programs = list(ranks_of(worker).programs.values())
-    return chain.from_iterable(reversed(spans) for program in programs for spans in reversed(list(program.recent)))
+    return [spans for program in programs for spans in reversed(list(program.recent))]

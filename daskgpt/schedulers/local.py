@@ -17,7 +17,7 @@ from dask.callbacks import Callback
 
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Key, with_leaves
-from daskgpt.graph.program import Span
+from daskgpt.graph.program import Spans
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.protocol import ProcessSpans, Scheduler, clock_offset
 
@@ -60,7 +60,7 @@ class LocalScheduler(Scheduler):
 
     def __init__(self, get: Callable[..., Any], description: str, threads: int = 1) -> None:
         self.get, self.description, self.threads = get, description, threads
-        self.spans: list[Span] | None = None
+        self.spans: Spans | None = None
 
     def run(self, submission: Submission) -> list[Any]:
         number, self.runs = self.runs, self.runs + submission.runs
@@ -84,12 +84,13 @@ class LocalScheduler(Scheduler):
     @contextmanager
     def record(self) -> Iterator[list[ProcessSpans]]:
         recordings: list[ProcessSpans] = []
-        before, spans = self.spans, list[Span]()
+        before, spans = self.spans, Spans()
         self.spans = spans
         try:
             yield recordings
         finally:
             self.spans = before
+            spans.running.clear()  # of tasks that failed
         recordings.append(ProcessSpans("", self.threads, clock_offset(), spans))
 
 

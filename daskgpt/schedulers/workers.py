@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from distributed import WorkerPlugin
 
-from daskgpt.graph.program import RECORDER, Span
+from daskgpt.graph.program import RECORDER, Span, Spans
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.schedulers.dask_internals import (
     add_metric,
@@ -76,10 +76,10 @@ class PrepareWorker(WorkerPlugin):
 
 def begin_spans() -> None:
     """Record every kernel call of a worker from now on."""
-    RECORDER.spans = []
+    RECORDER.spans = Spans()
 
 
 def take_spans() -> tuple[float, list[Span]]:
     """Stop recording; return a worker's clock offset and the spans that it has recorded."""
-    spans, RECORDER.spans = RECORDER.spans or [], None
+    spans, RECORDER.spans = RECORDER.spans or Spans(), None
     return clock_offset(), spans

@@ -15,7 +15,7 @@ from distributed import get_worker
 from daskgpt.config.errors import require
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.distribute import Rank
-from daskgpt.graph.program import Span
+from daskgpt.graph.program import Span, Spans
 from daskgpt.model.parameters import RandomParameters, tensors
 from daskgpt.model.precision import values_of
 from daskgpt.model.step import Outcome, as_weights, weights_in
@@ -65,7 +65,7 @@ class RankProgram:
         self.busy = Lock()  # held by a window
         self.inherited: dict[int, dict[str, list[np.ndarray]]] = {}  # rows of ranks that have left, by array
         self.first, self.kept = 0, list[Span]()  # step of the first run, and spans for a timeline
-        self.recent = deque[list[Span]](maxlen=2)  # spans of the last two windows, for the dashboard
+        self.recent = deque[Spans](maxlen=2)  # spans of the last two windows, for the dashboard
         rank = Rank(number, self.count, self.link, job.groups, *job.batch_shape, most_threads)
         self.engine = LocalEngine(job, self.scheduler, self.messages.append, rank if self.count > 1 else None)
         self.started = False
