@@ -30,7 +30,8 @@ from daskgpt.schedulers.opening import open_scheduler
 
 CHANNELS = (1024, 512, 256, 128, 64, 32, 16)  # of models of two blocks, the largest tasks first
 SIDES = (2048, 1024, 512, 256, 128, 64, 32)  # of the matrices of a stencil
-DEPTH, STEPS = 20, 4  # rows of a stencil, and steps
+DEPTH, STEPS = 10, 4  # rows of a stencil, and steps
+TOKENS = 128  # of a sequence, which is a chunk
 ENGINES = {
     "threads": {"scheduler": "threads"},
     "sync": {"scheduler": "sync"},
@@ -43,9 +44,9 @@ Sizes = list[tuple[float, float]]  # mean seconds of a task, and the share of th
 def of_engine(dials: dict[str, Any], threads: int) -> Iterator[tuple[float, float]]:
     """Yield size and share of steps of smaller and smaller models."""
     for channels in CHANNELS:
-        config = preset("tiny", blocks=2, heads=4, channels=channels, positions=32)
-        options = BenchConfig(batch_size=2 * threads, sequence_length=32)
-        dataflow = DataflowConfig(**dials, threads=threads, grain="kernel", batch_chunk=1, sequence_chunk=32)
+        config = preset("tiny", blocks=2, heads=4, channels=channels, positions=TOKENS)
+        options = BenchConfig(batch_size=2 * threads, sequence_length=TOKENS)
+        dataflow = DataflowConfig(**dials, threads=threads, grain="kernel", batch_chunk=1, sequence_chunk=TOKENS)
         with open_scheduler(dataflow.scheduler, threads) as scheduler:
             steps = TimedEngine(job_of(config, options, dataflow), scheduler, 0)
             steps.run(STEPS)
@@ -59,9 +60,9 @@ def of_dask(kind: str, threads: int) -> Iterator[tuple[float, float]]:
     """Yield size and share of stencils of smaller and smaller products."""
     with open_scheduler("local", threads) if kind == "distributed" else nullcontext() as scheduler:
         for side in SIDES:
-            work = np.ones((side, side), np.float32)
 
-            def product(*neighbors: Any, work: np.ndarray = work) -> float:
+            def product(*neighbors: Any, side: int = side) -> float:
+                work = np.ones((side, side), np.float32)  # here, since a graph that holds it takes long to send
                 return float(matmul(work, work, np.empty_like(work))[0, 0])
 
             product()
