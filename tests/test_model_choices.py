@@ -12,7 +12,6 @@ import pytest
 from conftest import SMALL, random_batch, random_parameters, whole_logits
 from one_number import Dials, Model, bits_after_steps
 from small_runs import same, stopping_at
-from test_model import check_gradient_in_a_random_direction
 from tolerances import TOLERANCES
 
 import daskgpt
@@ -36,6 +35,7 @@ CONFIG = replace(
 EXTENDED = replace(SMALL, activation="custom_layers:SQUARED_RELU")
 LLAMA = replace(CONFIG, norm="rmsnorm", bias="none", head="untied", head_size=12, hidden=40, norm_eps=1e-3)
 CHOICES = {
+    "gpt2": SMALL,
     "grouped queries": replace(SMALL, heads=4, kv_heads=2, channels=16),
     "queries of one head, odd": replace(SMALL, heads=3, kv_heads=1, channels=9),
     "other head size": replace(SMALL, head_size=5),
@@ -55,7 +55,19 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_gradients_agree_with_a_numeric_derivative(name, random):
-    check_gradient_in_a_random_direction(random, CHOICES[name])
+    """In a random direction."""
+    config, parameters = CHOICES[name], random_parameters(CHOICES[name], random, "float64")
+    batch = [da.from_array(array, chunks=(2, 4)) for array in random_batch(config, random)]
+    direction = {name: random.normal(size=value.shape) for name, value in parameters.items()}
+
+    def at(distance):
+        moved = {name: value + distance * direction[name] for name, value in parameters.items()}
+        return loss_and_gradients(config, moved, *batch)
+
+    numeric = (at(1e-6)[0] - at(-1e-6)[0]).compute(scheduler="sync") / 2e-6
+    (gradients,) = dask.compute(at(0.0)[1], scheduler="sync")
+    exact = sum((gradients[name] * direction[name]).sum() for name in parameters)
+    assert exact == pytest.approx(numeric, **TOLERANCES["numeric derivative"])
 
 
 TRAINED = [
@@ -86,6 +98,10 @@ def test_no_dial_changes_a_bit(name, optimizer, precision, cluster):
 def test_the_tensors_of_a_configuration():
     shapes = {name.removeprefix("h.0."): shape for name, shape in parameters.parameter_shapes(LLAMA).items()}
     assert not any(name.endswith("bias") or name.startswith("wpe") for name in shapes)
+    rms = parameters.parameter_shapes(replace(SMALL, norm="rmsnorm"))
+    assert {name for name in parameters.parameter_shapes(SMALL) if name not in rms} == {
+        *("ln_f.bias", *(f"h.{block}.ln_{n}.bias" for block in range(2) for n in (1, 2)))
+    }
     assert shapes["attn.c_attn.weight"] == ((4 + 2 * 2) * 12, 32)
     assert (shapes["attn.c_proj.weight"], shapes["mlp.c_fc.weight"]) == ((32, 48), (80, 32))
     assert shapes["lm_head.weight"] == shapes["wte.weight"] == (257, 32)
@@ -102,6 +118,7 @@ def test_the_tensors_of_a_configuration():
         ({"position": "rotary", "head_size": 5}, "even head_size"),
         ({"rope_low": 4.0}, "rope_high must be above rope_low"),
         ({"bias": "some"}, "bias must be known"),
+        ({"norm": "rmsnrm"}, "rmsnrm"),
         ({"norm_eps": 1e-6}, "layernorm must have norm_eps=1e-05"),
         ({"norm": "rmsnorm", "norm_eps": 0.0}, "above 0"),
     ],
@@ -119,11 +136,19 @@ def test_published_sizes(name, count):
     assert config.heads == 3 * config.key_heads
 
 
-@pytest.mark.parametrize("name", CHOICES)
+# Heads of other sizes, below and above a vector, and rows that are padded.
+DECODED = CHOICES | {
+    "heads of 10": replace(SMALL, heads=3, channels=30, vocabulary=37, padded_vocabulary=40, norm="rmsnorm"),
+    "one head": replace(SMALL, heads=1, channels=48),
+    "heads of 64": replace(SMALL, heads=5, channels=320),
+}
+
+
+@pytest.mark.parametrize("name", DECODED)
 def test_decoding_matches_training(name, random, capsys):
-    config = replace(CHOICES[name], positions=90)
+    config = replace(DECODED[name], positions=90)
     values, tokens = random_parameters(config, random), random.integers(0, config.vocabulary, 80).tolist()
-    outside = "custom_layers" in str(config)
+    outside, by_precision = "custom_layers" in str(config), []
     for precision in ("float32", "bfloat16"):
         weights = Weights(config, values, precision)
         assert bool(weights.others) == outside
@@ -136,8 +161,10 @@ def test_decoding_matches_training(name, random, capsys):
             scores.append(texts.scores([0, 1]))
         expected = np.stack([whole_logits(config, values, part)[-1] for part in (tokens, tokens[:9])])
         np.testing.assert_array_equal(scores[2], scores[5])
+        by_precision.append(scores[2])
         tolerance = TOLERANCES[f"kept, {precision}"]
         np.testing.assert_allclose(scores[2] / abs(expected).max(), expected / abs(expected).max(), **tolerance)
+    assert not np.array_equal(*by_precision)
     if name == "from outside":  # said once for each choice of layers
         assert "every layer runs its own forward kernel" in capsys.readouterr().err
 
