@@ -331,11 +331,6 @@ def test_worker_that_leaves_loses_no_step(within, cluster, small_text, whole, tm
     assert "workers    2 share each batch" in said
 
 
-def test_one_worker_gives_the_bits_of_threads(cluster, small_text, whole, tmp_path):
-    cluster.have(1)
-    assert same(fit(small_text, tmp_path / "run", cluster.address, snapshot_every=3), whole)
-
-
 def test_joining_worker_takes_part_and_changes_no_bit(cluster, small_text, whole, tmp_path, capsys, monkeypatch):
     cluster.have(1)
     monkeypatch.setattr("daskgpt.training.recovery.LOOKING", 0)
