@@ -8,12 +8,18 @@ import numpy as np
 import pytest
 from conftest import GOLDEN, SMALL, random_batch, random_parameters
 from debug_states import TOLERANCE, differences
+from reference_dropout import of_batch
+from reference_gpt2 import expected
 from steps import run_step, state_of, step_of
 from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt.config.run import DataflowConfig, OptimizerConfig
+from daskgpt.kernels.dropout import streams
 from daskgpt.model.precision import FLOAT32, FLOAT64
+from daskgpt.model.step import gradients_of, input_values
+from daskgpt.model.tape import Tape
+from daskgpt.model.transformer import lazy_inputs, mean_loss
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
 
@@ -53,6 +59,28 @@ def test_golden_losses_of_ten_steps(options, precision, losses, tolerance, golde
             outcome, state = run_step(scheduler, step, state, (golden_state.tokens, golden_state.targets), 10)
             told.append(outcome.loss)
     np.testing.assert_allclose(told, EXPECTED[losses], **TOLERANCES[tolerance])
+
+
+@pytest.mark.parametrize("rate", [0, 0.3])
+@pytest.mark.parametrize("chunk", [(4, 12), (1, 4)], ids=str)
+def test_loss_and_gradients_match_an_independent_program(random, chunk, rate):
+    """Of some targets alone, without dropout and with it."""
+    parameters, (tokens, targets) = random_parameters(SMALL, random, "float64"), random_batch(SMALL, random)
+    counted = random.random(tokens.shape) < 0.4
+    counted[2] = False  # a sequence without any
+    masks = of_batch(11, 5, (4, 12), SMALL.blocks, SMALL.channels, SMALL.heads, rate) if rate else None
+    wanted = expected(parameters, tokens, targets, SMALL.heads, SMALL.vocabulary, masks, counted)
+    tape, shares = Tape(), input_values(tokens, targets, counted * (counted.size / counted.sum()))["shares"]
+    lazy = {name: da.from_array(value, chunks=-1) for name, value in parameters.items()}
+    inputs = lazy_inputs(tape, *lazy_batch((tokens, targets), chunk)) | {"shares": da.from_array(shares, chunks=chunk)}
+    inputs |= {"streams": da.from_array(streams(11, 5, 4), chunks=chunk[0])} if rate else {}
+    lazy_loss = mean_loss(tape, SMALL, lazy, inputs, rate)
+    loss, gradients = dask.compute(lazy_loss, gradients_of(tape, lazy, lazy_loss), scheduler="sync")
+    tolerance = TOLERANCES["whole model, float64"]["of largest"]
+    assert abs(loss - wanted.loss) < tolerance * wanted.loss
+    for name, gradient in gradients.items():
+        largest = np.abs(wanted.gradients[name]).max()
+        np.testing.assert_allclose(gradient, wanted.gradients[name], rtol=0, atol=tolerance * largest, err_msg=name)
 
 
 def test_padded_rows_of_the_vocabulary_get_no_probability_and_no_gradient(random):
