@@ -169,45 +169,6 @@ def test_decoding_matches_training(name, random, capsys):
         assert "every layer runs its own forward kernel" in capsys.readouterr().err
 
 
-def loss_of_torch(torch, p, tokens, targets):
-    """The same model, written with PyTorch's operations."""
-    f = torch.nn.functional
-    x, heads, size = p["wte.weight"][tokens], CONFIG.heads, CONFIG.channels // CONFIG.heads
-    angles = torch.arange(tokens.shape[1])[:, None] / 10000 ** (torch.arange(size // 2, dtype=x.dtype) / (size // 2))
-    turn = torch.polar(torch.ones_like(angles), angles)
-    for block in range(CONFIG.blocks):
-        block_p = {name.removeprefix(f"h.{block}.").rpartition(".")[::2]: value for name, value in p.items()}
-        weights = {at: (block_p[at, "weight"], block_p[at, "bias"]) for at, kind in block_p if kind == "bias"}
-        qkv = f.linear(f.layer_norm(x, x.shape[2:], *weights["ln_1"]), *weights["attn.c_attn"])
-        qkv = qkv.unflatten(-1, (-1, size)).transpose(1, 2)
-        q, k, v = qkv.split([heads, CONFIG.kv_heads, CONFIG.kv_heads], 1)
-        pairs = (torch.complex(*part.unflatten(-1, (2, -1)).unbind(-2)) * turn for part in (q, k))
-        q, k = (torch.cat([part.real, part.imag], -1) for part in pairs)
-        y = f.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
-        x = x + f.linear(y, *weights["attn.c_proj"])
-        gate, up = f.linear(f.layer_norm(x, x.shape[2:], *weights["ln_2"]), *weights["mlp.c_fc"]).chunk(2, -1)
-        hidden = f.silu(gate) * up
-        x = x + f.linear(hidden, *weights["mlp.c_proj"])
-    x = f.layer_norm(x, x.shape[2:], p["ln_f.weight"], p["ln_f.bias"])
-    return f.cross_entropy((x @ p["wte.weight"].T).flatten(0, 1), targets.flatten())
-
-
-def test_gradients_are_those_of_pytorch(random):
-    torch = pytest.importorskip("torch")
-    values, batch = random_parameters(CONFIG, random, "float64"), random_batch(CONFIG, random)
-    leaves = {name: torch.tensor(value, requires_grad=True) for name, value in values.items()}
-    expected = loss_of_torch(torch, leaves, *(torch.tensor(array).long() for array in batch))
-    expected.backward()
-    lazy = [da.from_array(array, chunks=(2, 4)) for array in batch]
-    loss, gradients = dask.compute(*loss_and_gradients(CONFIG, values, *lazy), scheduler="sync")
-    assert loss == pytest.approx(expected.item(), rel=1e-12)
-    for name, gradient in gradients.items():
-        largest = leaves[name].grad.abs().max().item()
-        assert (
-            abs(gradient - leaves[name].grad.numpy()).max() < TOLERANCES["whole model, float64"]["of largest"] * largest
-        )
-
-
 def test_train_stop_resume_and_generate(small_text, tmp_path, capsys):
     data = DataConfig(data=str(small_text), batch_size=4, sequence_length=16)
     optimizer = OptimizerConfig(optimizer="custom_layers:MINI", learning_rate=3e-3, schedule="constant")
