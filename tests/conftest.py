@@ -9,7 +9,6 @@ from command_lines import write_text
 from llmc_samples import read_debug_state, read_model
 from machines import Machines
 from small_runs import DISTURBED_STEPS, fit_in_parts
-from tolerances import TOLERANCES
 
 from daskgpt.config.model import ModelConfig
 from daskgpt.kernels.compilation import compile_all
@@ -95,15 +94,6 @@ def random_parameters(
 
 def random_batch(config: ModelConfig, random: np.random.Generator, shape: tuple[int, int] = (4, 12)):
     return tuple(random.integers(0, config.vocabulary, shape).astype(np.int32) for _ in range(2))
-
-
-def assert_agrees(loss, gradients, wanted):
-    """A loss and gradients in float64, beside those of the independent program (`reference_gpt2.expected`)."""
-    tolerance = TOLERANCES["whole model, float64"]["of largest"]
-    assert abs(loss - wanted.loss) < tolerance * wanted.loss
-    for name, gradient in gradients.items():
-        largest = np.abs(wanted.gradients[name]).max()
-        np.testing.assert_allclose(gradient, wanted.gradients[name], rtol=0, atol=tolerance * largest, err_msg=name)
 
 
 def whole_logits(config, parameters, tokens):

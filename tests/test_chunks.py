@@ -23,24 +23,31 @@ from daskgpt.training.job import Job
 TINY = preset("tiny")
 
 
-def chunk_of(shape, threads, config=TINY, work=None, **given):
-    return candidates(config, shape, DataflowConfig(**given), threads, work)[0].chunk
-
-
+MUCH, LITTLE = Work(tokens=0.01, attention=1.0), Work(tokens=1.0, attention=0.01)  # attention
+# A model, sequences and tokens of each, threads, chunks that are given, the work, and the chunk that is chosen.
 CHUNKS = [
-    *(("tiny", (12, 64), *case) for case in ((1, (6, 64)), (2, (6, 64)), (3, (4, 64)), (4, (3, 64)), (8, (1, 64)))),
-    ("tiny", (7, 64), 2, (1, 64)),
+    *(("tiny", (12, 64), n, {}, None, (chunk, 64)) for n, chunk in ((1, 6), (2, 6), (3, 4), (4, 3), (8, 1))),
+    ("tiny", (7, 64), 2, {}, None, (1, 64)),
     # Tokens are cut where sequences are too few.
-    ("gpt2", (1, 1024), 2, (1, 512)),
-    ("gpt2", (4, 1024), 8, (1, 512)),
-    ("gpt2", (1, 1024), 4, (1, 256)),
-    ("gpt2", (4, 64), 8, (1, 32)),
+    ("gpt2", (1, 1024), 2, {}, None, (1, 512)),
+    ("gpt2", (4, 1024), 8, {}, None, (1, 512)),
+    ("gpt2", (1, 1024), 4, {}, None, (1, 256)),
+    ("gpt2", (4, 64), 8, {}, None, (1, 32)),
+    # What is given stays.
+    ("tiny", (12, 64), 4, {"batch_chunk": 6}, None, (6, 32)),
+    ("tiny", (12, 64), 8, {"batch_chunk": 12, "sequence_chunk": 16}, None, (12, 16)),
+    ("tiny", (1, 64), 2, {"sequence_chunk": 64}, None, (1, 64)),
+    # Attention needs whole sequences: chunks of tokens do not share it out.
+    ("tiny", (4, 64), 8, {}, LITTLE, (1, 32)),
+    ("tiny", (4, 64), 2, {}, MUCH, (2, 64)),
+    ("tiny", (3, 64), 2, {}, LITTLE, (3, 32)),
+    ("tiny", (3, 64), 2, {}, Work(tokens=0.5, attention=1.0), (1, 64)),
 ]
 
 
-@pytest.mark.parametrize(("name", "shape", "threads", "chunk"), CHUNKS, ids=str)
-def test_chunks_follow_the_threads(name, shape, threads, chunk):
-    assert chunk_of(shape, threads, preset(name)) == chunk
+@pytest.mark.parametrize(("name", "shape", "threads", "given", "work", "chunk"), CHUNKS, ids=str)
+def test_chunks_follow_threads_and_work(name, shape, threads, given, work, chunk):
+    assert candidates(preset(name), shape, DataflowConfig(**given), threads, work)[0].chunk == chunk
 
 
 def test_expected_seconds_follow_the_formula():
@@ -57,21 +64,6 @@ def test_expected_seconds_follow_the_formula():
     work = Work.expected(TINY, (4, 64))
     assert work.tokens == pytest.approx(4 * parameter_count(TINY, multiplied=True) * 256 / 100e9)
     assert work.attention == pytest.approx(6 * TINY.blocks * TINY.channels * 65 * 6 * 256 / 100e9)
-
-
-def test_given_chunks_stay():
-    assert chunk_of((12, 64), 4, batch_chunk=6) == (6, 32)
-    assert chunk_of((12, 64), 8, batch_chunk=12, sequence_chunk=16) == (12, 16)
-    assert chunk_of((1, 64), 2, sequence_chunk=64) == (1, 64)
-    assert DataflowConfig(batch_chunk="auto", sequence_chunk="auto") == DataflowConfig()
-
-
-def test_slow_attention_is_shared_by_threads():
-    """It needs whole sequences: chunks of tokens do not share it out."""
-    assert chunk_of((4, 64), 8, work=Work(tokens=1.0, attention=0.01)) == (1, 32)
-    assert chunk_of((4, 64), 2, work=Work(tokens=0.01, attention=1.0))[0] < 4
-    assert chunk_of((3, 64), 2, work=Work(tokens=1.0, attention=0.01)) == (3, 32)
-    assert chunk_of((3, 64), 2, work=Work(tokens=0.5, attention=1.0)) == (1, 64)
 
 
 def job(shape=(3, 12), config=SMALL, **dataflow):
@@ -167,6 +159,7 @@ def test_automatic_chunks_change_no_bit(small_text, tmp_path, cluster, capsys):
 
 
 def test_auto_is_accepted_for_numbers(small_text, tmp_path):
+    assert DataflowConfig(batch_chunk="auto", sequence_chunk="auto") == DataflowConfig()
     _, chunk = run(small_text, tmp_path, "auto", "--batch-chunk", "auto", "--sequence-chunk", 32, "--threads", 2)
     assert chunk[1] == 32
     with pytest.raises(SystemExit):

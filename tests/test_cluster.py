@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import SMALL, random_batch
 from distributed import Client
-from machines import KillItself, wait_until
+from machines import KillItself, on_workers, wait_until
 from small_runs import OPTIMIZER, fit_in_parts, same
 from steps import run_step, state_of, step_of
 
@@ -238,13 +238,8 @@ def test_worker_without_numpy_ends_in_one_line(cluster, tmp_path, monkeypatch):
 
 def test_worker_death_in_a_step_changes_no_bit(cluster, small_text, whole, tmp_path, capsys):
     cluster.have(2)
-    plugin = KillItself("rank.window", 2, tmp_path / "killed")
-    with Client(cluster.address) as client:
-        client.register_plugin(plugin)
-        try:
-            fit(small_text, tmp_path / "run", cluster.address, snapshot_every=3)
-        finally:
-            client.unregister_worker_plugin(plugin.name)
+    with on_workers(cluster.address, KillItself("rank.window", 2, tmp_path / "killed")):
+        fit(small_text, tmp_path / "run", cluster.address, snapshot_every=3)
     assert (tmp_path / "killed").exists()
     assert len(cluster.alive()) == 1
     assert same(tmp_path / "run", whole)
@@ -329,11 +324,6 @@ def test_worker_that_leaves_loses_no_step(within, cluster, small_text, whole, tm
     said = capsys.readouterr().out
     assert "lost  " not in said
     assert "workers    2 share each batch" in said
-
-
-def test_one_worker_gives_the_bits_of_threads(cluster, small_text, whole, tmp_path):
-    cluster.have(1)
-    assert same(fit(small_text, tmp_path / "run", cluster.address, snapshot_every=3), whole)
 
 
 def test_joining_worker_takes_part_and_changes_no_bit(cluster, small_text, whole, tmp_path, capsys, monkeypatch):

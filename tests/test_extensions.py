@@ -39,15 +39,6 @@ def test_extended_model_learns(norm, optimizer, rate, small_text):
     assert losses[-1] < losses[0] - 1
 
 
-def test_rmsnorm_is_a_configuration():
-    names = daskgpt.initial_parameters(RMS, 0)
-    assert "ln_f.weight" in names
-    assert not any("ln_" in name and name.endswith("bias") for name in names)
-    assert len(daskgpt.initial_parameters(SMALL, 0)) - len(names) == 2 * SMALL.blocks + 1
-    with pytest.raises(ValueError, match="rmsnrm"):
-        replace(SMALL, norm="rmsnrm")
-
-
 def of_muon(tensor):
     """Numbers of the moments of a tensor: the matrices of the blocks have other ones than the rest."""
     return prod(tensor.shape) * (1 if tensor.block is not None and len(tensor.shape) == 2 else 2)

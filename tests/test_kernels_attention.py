@@ -15,9 +15,10 @@ from daskgpt.kernels import attention
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.dropout import streams
 
-# Around bands of 32 and 64 queries; heads of 6, 16, 8, 80 and 3 numbers.
-SHAPES = [(tokens, *heads) for tokens in (1, 5, 31, 32, 33, 64, 130) for heads in ((6, 1), (48, 3))]
-SHAPES += [(33, 160, 2), (130, 160, 2), (64, 36, 12), (64, 64, 8), (300, 40, 2)]
+# Tokens, heads, heads of keys, and their size: around bands of 32 and 64 queries, and with heads that share keys.
+SHAPES = [(tokens, *heads) for tokens in (1, 5, 31, 32, 33, 64, 130) for heads in ((1, 1, 6), (3, 3, 16))]
+SHAPES += [(33, 2, 2, 80), (130, 2, 2, 80), (64, 12, 12, 3), (64, 8, 8, 8), (300, 2, 2, 20)]
+SHAPES += [(33, 6, 2, 16), (130, 4, 1, 24), (5, 6, 3, 3)]
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Kind:
     seen: Any
     rounds: bool
 
-    def arrays(self, tokens, channels, scale=1.0):
-        qkv, dy = arrays(tokens, (2, tokens, 3 * channels), (2, tokens, channels))
+    def arrays(self, tokens, channels, columns=0, scale=1.0):
+        qkv, dy = arrays(tokens, (2, tokens, columns or 3 * channels), (2, tokens, channels))
         return (qkv * scale).astype(self.dtype), dy.astype(self.dtype)
 
     def assert_near(self, result, expected):
@@ -51,9 +52,10 @@ def kind(request):
             yield Kind(bf16_attention, "float32", exact, True)
 
 
-def run(kernels, qkv, dy, heads, rate=0.0):
+def run(kernels, qkv, dy, heads, rate=0.0, key_heads=0):
     """Output, log-sum-exp and gradient; place 7 of step 4 with seed 3."""
-    keys, options = streams(3, 4, len(qkv)) if rate else None, {"heads": heads, "place": 7, "rate": rate}
+    keys = streams(3, 4, len(qkv)) if rate else None
+    options = {"heads": heads, "key_heads": key_heads, "place": 7, "rate": rate}
     y, logsumexp = kernels.forward(qkv, keys, **options)
     return y, logsumexp, kernels.backward(dy, qkv, y, logsumexp, keys, **options)
 
@@ -61,31 +63,17 @@ def run(kernels, qkv, dy, heads, rate=0.0):
 @pytest.mark.parametrize("rate", [0, 0.3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_matches_an_independent_program(kind, shape, rate):
-    tokens, channels, heads = shape
-    qkv, dy = kind.arrays(tokens, channels)
-    y, logsumexp, gradient = run(kind.kernels, qkv, dy, heads, rate)
-    masks = np.array([[factors(3, 4, s, 7, h, tokens, tokens, rate) for h in range(heads)] for s in range(2)])
-    expected, wanted, kept = reference_gpt2.attention(kind.seen(qkv), heads, masks)
-    kind.assert_near(y, expected)
-    assert logsumexp.dtype == kind.dtype
-    np.testing.assert_allclose(logsumexp, wanted, **TOLERANCES[f"kernel {kind.dtype}"])
-    kind.assert_near(gradient, reference_gpt2.attention_backward(kind.seen(dy), kept))
-
-
-@pytest.mark.parametrize("rate", [0, 0.3])
-@pytest.mark.parametrize(("tokens", "heads", "key_heads", "size"), [(33, 6, 2, 16), (130, 4, 1, 24), (5, 6, 3, 3)])
-def test_heads_that_share_keys_match_repeated_keys(kind, tokens, heads, key_heads, size, rate):
-    columns = (heads + 2 * key_heads) * size
-    qkv, dy = (x.astype(kind.dtype) for x in arrays(tokens, (2, tokens, columns), (2, tokens, heads * size)))
+    """Its keys and values are repeated for the heads that share them, and their gradients added."""
+    tokens, heads, key_heads, size = shape
+    qkv, dy = kind.arrays(tokens, heads * size, (heads + 2 * key_heads) * size)
+    y, logsumexp, gradient = run(kind.kernels, qkv, dy, heads, rate, key_heads)
     of_head = np.repeat(np.arange(key_heads), heads // key_heads)
     parts = np.split(qkv.reshape(2, tokens, -1, size), [heads, heads + key_heads], axis=2)
     repeated = np.concatenate([parts[0], parts[1][:, :, of_head], parts[2][:, :, of_head]], 2).reshape(2, tokens, -1)
-    keys, options = streams(3, 4, 2) if rate else None, {"heads": heads, "key_heads": key_heads, "place": 7}
-    y, logsumexp = kind.kernels.forward(qkv, keys, rate=rate, **options)
-    gradient = kind.kernels.backward(dy, qkv, y, logsumexp, keys, rate=rate, **options)
     masks = np.array([[factors(3, 4, s, 7, h, tokens, tokens, rate) for h in range(heads)] for s in range(2)])
     expected, wanted, kept = reference_gpt2.attention(kind.seen(repeated), heads, masks)
     kind.assert_near(y, expected)
+    assert logsumexp.dtype == kind.dtype
     np.testing.assert_allclose(logsumexp, wanted, **TOLERANCES[f"kernel {kind.dtype}"])
     of_repeated = reference_gpt2.attention_backward(kind.seen(dy), kept).reshape(2, tokens, 3, key_heads, -1, size)
     shared = of_repeated[:, :, 1:].sum(4).reshape(2, tokens, -1)

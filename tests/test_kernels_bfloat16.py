@@ -55,19 +55,13 @@ def test_every_bfloat16_number_survives():
     check_rounding(to_bfloat16)
 
 
-@pytest.mark.parametrize("size", [1, 7, 15, 16, 17, 33, 1000])
-def test_rounds_to_nearest_even(size):
-    x = np.random.default_rng(1).integers(0, 1 << 32, size, dtype=np.uint32).view(np.float32)
-    x = np.where(np.isnan(x), np.float32(1), x)
-    np.testing.assert_array_equal(to_bfloat16(x), round_one_by_one(x))
-
-
-def test_rounding_takes_any_strides_and_read_only_arrays(random):
-    columns = random.normal(size=(3, 4, 10)).astype(np.float32)[:, ::2, 1::3]
+@pytest.mark.parametrize("last", [1, 7, 15, 16, 17, 33, 1000])
+def test_rounding_takes_any_size_and_strides_and_read_only_arrays(last, random):
+    columns = random.normal(size=(3, 4, 3 * last)).astype(np.float32)[:, ::2, 1::3]
     columns.flags.writeable = False
     rounded_bits = to_bfloat16(columns)
     np.testing.assert_array_equal(rounded_bits, round_one_by_one(np.ascontiguousarray(columns)))
-    assert from_bfloat16(rounded_bits[..., ::2]).shape == (3, 2, 2)
+    assert from_bfloat16(rounded_bits[..., ::2]).shape == (3, 2, (last + 1) // 2)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

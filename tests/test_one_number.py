@@ -1,6 +1,5 @@
 """Tests of the one number: no chunk, grain, barrier, scheduler, thread or worker changes a bit of a random model."""
 
-import contextlib
 import json
 from dataclasses import replace
 from itertools import cycle
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from layer_check import OPTIONS, lazy_arguments, random_arguments
 from one_number import MODELS, SEED, VARIANTS, Dials, bits_after_steps, seed
-from product_cases import UNITS, using
+from product_cases import UNITS, multiplying
 from reference_gpt2 import expected
 from tolerances import TOLERANCES
 
@@ -48,16 +47,6 @@ SIZES = {"b": 6, "t": 20, "T": 20, "C": 21, "X": 63, "O": 37, "V": 83, "P": 23}
 
 # bfloat16 with each unit that works here: one number each. Of the larger models one precision is enough in a hurry.
 CASES = [(name, each) for name in MODELS for each in ["float32", *UNITS] if each == "float32" or name not in LARGER]
-
-
-@contextlib.contextmanager
-def multiplying(precision):
-    """The precision's name for a model, where it may be that of a unit."""
-    if precision == "float32":
-        yield precision
-    else:
-        with using(precision):
-            yield "bfloat16"
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)

@@ -4,12 +4,8 @@ import io
 import json
 import math
 
-import dask
-import dask.array as da
 import numpy as np
 import pytest
-from conftest import SMALL, assert_agrees, random_batch, random_parameters
-from reference_gpt2 import expected
 from small_runs import MODEL, config_of, losses_of, metrics_of, same, stopping_at
 
 import daskgpt
@@ -17,9 +13,6 @@ from daskgpt import generate, train
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.data.dataset import batch, load_dataset, validation_batches
 from daskgpt.generation.sanitize import sanitized
-from daskgpt.model.step import gradients_of, input_values
-from daskgpt.model.tape import Tape
-from daskgpt.model.transformer import lazy_inputs, mean_loss
 
 END = 256
 # Of several lengths; the last two are longer than a sequence of 16 tokens and its end, one already by its prompt.
@@ -42,21 +35,6 @@ def fit(pairs, out, *, data=None, optimizer=DROPPING, dataflow=None, on_step=Non
     data = SHAPE | {"data": str(pairs), "groups": 4} | (data or {})
     settings = {"steps": 6, "validation_batches": 2, "validate_every": 4, "save_minutes": 0, "out": str(out)} | run
     return daskgpt.fit(MODEL, data, optimizer, dataflow, settings, on_step=on_step, quiet=True)
-
-
-@pytest.mark.parametrize("chunk", [(4, 12), (1, 4)], ids=str)
-def test_loss_and_gradients_of_counted_targets(random, chunk):
-    parameters, (tokens, targets) = random_parameters(SMALL, random, "float64"), random_batch(SMALL, random)
-    counted = random.random(tokens.shape) < 0.4
-    counted[2] = False  # a sequence without any
-    wanted = expected(parameters, tokens, targets, SMALL.heads, SMALL.vocabulary, counted=counted)
-    tape = Tape()
-    lazy = {name: da.from_array(value, chunks=-1) for name, value in parameters.items()}
-    inputs = lazy_inputs(tape, *(da.from_array(part, chunks=chunk) for part in (tokens, targets)))
-    shares = input_values(tokens, targets, counted * (counted.size / counted.sum()))["shares"]
-    lazy_loss = mean_loss(tape, SMALL, lazy, {**inputs, "shares": da.from_array(shares, chunks=chunk)})
-    loss, gradients = dask.compute(lazy_loss, gradients_of(tape, lazy, lazy_loss), scheduler="sync")
-    assert_agrees(loss, gradients, wanted)
 
 
 def test_examples_and_their_counted_targets(pairs):

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_lines import SMALL
-from distributed import Client
 from full_disk import full_disk
-from machines import KillItself
+from machines import KillItself, on_workers
 from prepared_texts import BYTES, files_of, forget_vocabularies, prepared, text_of, tokens_of, write_corpus
 
 from daskgpt import generate, train
@@ -225,13 +224,8 @@ def test_cluster_gives_the_same_bytes_and_finished_work_is_kept(
 def test_partitions_of_a_lost_worker_are_made_again(cluster, corpus, expected, tmp_path):
     cluster.have(2)
     once = tmp_path / "killed"
-    with Client(cluster.address) as client:
-        plugin = KillItself("tokenize", 2, once)
-        client.register_plugin(plugin)
-        try:
-            found = files_of(prepared(tmp_path, corpus, *BYTES, "--scheduler", cluster.address))
-        finally:
-            client.unregister_worker_plugin(plugin.name)
+    with on_workers(cluster.address, KillItself("tokenize", 2, once)):
+        found = files_of(prepared(tmp_path, corpus, *BYTES, "--scheduler", cluster.address))
     assert found == files_of(expected)
     assert once.exists()
     assert hidden(tmp_path / "out") == {JOURNAL, LOCK}

@@ -1,19 +1,14 @@
 """Tests of the output of a run: in a terminal, in a file, from Python."""
 
-import fcntl
 import io
 import os
-import pty
 import re
-import struct
-import termios
-import threading
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 from command_lines import write_text
-from terminals import left_lines, shown_lines
+from terminals import everything, left_lines, opened, shown_lines
 
 import daskgpt
 from daskgpt.model.parameters import initial_parameters
@@ -32,28 +27,20 @@ def fitted(tmp_path_factory):
 
 def shown_in_terminal(columns, steps):
     """Return the output to a terminal of some width for a run of some steps with a validation every 20."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
-    read = []
-
-    def reader():
-        with suppress(OSError):  # how a terminal ends once nobody writes to it
-            while part := os.read(ours, 65536):
-                read.append(part)
-
-    thread = threading.Thread(target=reader)
-    thread.start()
-    with os.fdopen(theirs, "w") as stream:
-        progress = Progress(steps, stream=stream)
-        progress.begin()
-        for step in range(1, steps + 1):
-            validated = {"validation_loss": 11.25, **({"best": True} if step == 20 else {})} if step % 20 == 0 else {}
-            progress.line.mininterval = 0
-            progress.step({"loss": 10.9, "tokens_per_s": 1_234_567.0, **validated})
-        progress.close()
-    thread.join()
-    os.close(ours)
-    return b"".join(read).decode()
+    ours, theirs = opened(columns)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(everything, ours)
+        with os.fdopen(theirs, "w") as stream:
+            progress = Progress(steps, stream=stream)
+            progress.begin()
+            for step in range(1, steps + 1):
+                validated = {"validation_loss": 11.25} if step % 20 == 0 else {}
+                progress.line.mininterval = 0
+                progress.step(
+                    {"loss": 10.9, "tokens_per_s": 1_234_567.0, **validated, **({"best": True} if step == 20 else {})}
+                )
+            progress.close()
+        return written.result()
 
 
 @pytest.mark.parametrize("columns", [200, 80, 40])

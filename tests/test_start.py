@@ -118,12 +118,16 @@ def test_gpt2_preset_uses_gpt2_encoding(small_text, tmp_path, monkeypatch):
 
 
 WRONG = [
-    ("--scheduler 127.0.0.1:1", "scheduler must answer"),
-    ("--scheduler thread", "Did you mean threads"),
+    ("--preset tyni", "Did you mean tiny"),
+    ("--heads 3", "channels=128, heads=3. Try heads=4"),
+    ("--steps 0", "steps=0"),
+    ("--steps 10 --epochs 1", "steps=10, epochs=1"),
     ("--out TEXT", "must be a folder or new"),
     ("--out TEXT/run", "must be a folder or new"),
     ("--out RUN", "must not hold a run already"),
-    ("--batch-chunk 3", "must divide batch_size"),
+    ("--batch-size 12 --batch-chunk 5", "must divide batch_size; got batch_chunk=5, batch_size=12. Try batch_chunk=6"),
+    ("--accumulate 2 --batch-chunk 8", "batch_chunk=8, batch_size=4"),
+    ("--sequence-chunk 5", "sequence_chunk=5"),
     ("--optimizer adamm", "Did you mean adamw"),
     ("--sequence-length 64 --positions 32", "must not be longer than the model's positions"),
     ("--blocks 4096 --channels 65536 --heads 64", "must fit into"),
@@ -178,6 +182,7 @@ def test_fit_says_what_is_wrong_before_data_are_read(first, small_text):
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [
+        (train, []),
         (prepare, ["missing.txt", "--out", "tokens"]),
         (bench, []),
         (audit, ["missing"]),

@@ -31,19 +31,7 @@ LLAMA = "--position rotary --norm rmsnorm --norm-eps 1e-6 --activation swiglu --
 )
 def test_llama_cpp_scores_and_writes_the_same(encoding, choices, tmp_path):
     run, file = str(tmp_path / "run"), str(tmp_path / "model.gguf")
-    flags = [
-        *choices.split(),
-        "--encoding",
-        encoding,
-        "--blocks",
-        "2",
-        "--channels",
-        "64",
-        "--positions",
-        "256",
-        "--steps",
-        "100",
-    ]
+    flags = f"{choices} --encoding {encoding} --blocks 2 --channels 64 --positions 256 --steps 100".split()
     try:
         assert train.main([*FLAGS.split(), "--sequence-length", "128", *flags, "--out", run]) == 0
     except FileNotFoundError as error:  # GPT-2's vocabulary

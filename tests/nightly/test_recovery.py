@@ -16,7 +16,7 @@ import pytest
 from command_lines import PATIENCE
 from distributed import Client
 from faults import HOST_KINDS, KINDS, disturb
-from machines import KillAsItSends, KillInKernel, KillItself, Machines, wait_until
+from machines import KillAsItSends, KillInKernel, KillItself, Machines, on_workers, wait_until
 from namespaces import Hosts, missing
 from short_lives import short_lives
 from small_runs import DISTURBED_STEPS, FLAGS, fit_in_parts, losses_of, same
@@ -96,12 +96,8 @@ def test_kill_matrix(kind, cluster, small_text, whole, tmp_path, capsys):
         plugin = KillInKernel(kind, 30, once)
     else:
         plugin = KillItself(kind, 1 + (kind == "recovery.copy"), once)
-    with Client(cluster.address) as client:
-        client.register_plugin(plugin)
-        try:
-            train(small_text, tmp_path / "run", cluster.address, save_every=3)
-        finally:
-            client.unregister_worker_plugin(plugin.name)
+    with on_workers(cluster.address, plugin):
+        train(small_text, tmp_path / "run", cluster.address, save_every=3)
     assert once.exists(), "nobody was killed"
     assert len(cluster.alive()) == 2
     assert same(tmp_path / "run", whole)

@@ -7,7 +7,7 @@ from functools import partial
 
 import psutil
 import pytest
-from command_lines import PATIENCE, refused, run
+from command_lines import PATIENCE, refused, run, write_text
 from distributed import Client
 from machines import Machines, wait_until
 from namespaces import Hosts, missing
@@ -145,10 +145,8 @@ def test_workers_that_cannot_reach_each_other(during, small_text, whole, tmp_pat
 
 def test_model_that_does_not_fit_into_a_worker_is_refused(machines, tmp_path):
     client, _ = started(machines, 1)
-    text = tmp_path / "text.txt"
-    text.write_text("abc " * 1000)
     with client:
-        flags = ["--preset", "gpt2", "--blocks", 24, "--encoding", "bytes", "--data", text]
+        flags = ["--preset", "gpt2", "--blocks", 24, "--encoding", "bytes", "--data", write_text(tmp_path)]
         line = refused(run("train", *flags, "--scheduler", machines.address))
     assert "must fit into the 1.0 GB of a worker (1 share the batch); got at least 2." in line
 
@@ -158,8 +156,6 @@ def test_unreachable_worker_is_refused_at_the_start(machines, tmp_path):
     machines.start_worker(contact=flags)
     with Client(machines.address) as client:
         client.wait_for_workers(1)
-    text = tmp_path / "text.txt"
-    text.write_text("abc " * 1000)
-    line = refused(run("train", *FLAGS.split(), "--data", text, "--scheduler", machines.address))
+    line = refused(run("train", *FLAGS.split(), "--data", write_text(tmp_path), "--scheduler", machines.address))
     assert f"got scheduler={machines.address}, worker=tcp://127.0.0.1:9 (Connection refused)" in line
     assert "--contact-address" in line

@@ -84,6 +84,7 @@ FORMULAS: dict[str, tuple[Layer, Callable[..., np.ndarray]]] = {
     "linear": (layers.LINEAR, lambda x, weight, bias: x @ weight.T + bias),
     "unembedding": (layers.UNEMBEDDING, lambda x, wte: x @ wte.T),
     "gelu": (layers.GELU, reference_gpt2.gelu),
+    "swiglu": (layers.SWIGLU, lambda x: x[..., :72] / (1 + np.exp(-x[..., :72])) * x[..., 72:]),
     "relu2": (layers.RELU2, lambda x: np.maximum(x, 0) ** 2),
     "add": (layers.ADD, lambda x, y: x + y),
     "attention": (layers.ATTENTION, lambda qkv: reference_gpt2.attention(qkv, OPTIONS["heads"])[0]),

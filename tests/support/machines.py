@@ -178,6 +178,17 @@ class Machines:
         return (self.folder / "machines.log").read_text()
 
 
+@contextmanager
+def on_workers(address: str, plugin: WorkerPlugin) -> Iterator[None]:
+    """Let the workers of a cluster have a plugin."""
+    with Client(address) as client:
+        client.register_plugin(plugin)
+        try:
+            yield
+        finally:
+            client.unregister_worker_plugin(plugin.name)
+
+
 class Killing(WorkerPlugin):
     """Kills its worker with SIGKILL at the `after`th time that something happens; of all workers only one.
 

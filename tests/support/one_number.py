@@ -38,6 +38,15 @@ class Model:
     dropout: float = 0.0
     clip: float = 0.0
 
+    @property
+    def optimizer_config(self) -> OptimizerConfig:
+        return OptimizerConfig(optimizer=self.optimizer, dropout=self.dropout, clip=self.clip)
+
+    def batches(self, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return tokens and targets of each step."""
+        text = raw_numbers(1, (steps, self.batch[0], self.batch[1] + 1)) % self.config.vocabulary
+        return [(tokens[:, :-1], tokens[:, 1:]) for tokens in text.astype(np.int32)]
+
 
 ODD = ModelConfig(blocks=2, heads=3, channels=21, vocabulary=131, padded_vocabulary=160, positions=20)
 LLAMA = replace(ODD, heads=6, kv_heads=2, head_size=6, hidden=37, norm="rmsnorm", norm_eps=1e-6, position="rotary")
@@ -59,7 +68,6 @@ VARIANTS = {
     "clipped": replace(MODELS["odd in 2 groups"], clip=0.1),
     "clipped momentum": replace(MODELS["odd in 2 groups"], clip=0.1, optimizer="momentum"),
     "clipped muon": replace(MODELS["odd"], clip=0.1, optimizer="muon"),
-    "rmsnorm": replace(MODELS["odd"], config=replace(ODD, norm="rmsnorm")),
 }
 
 
@@ -95,14 +103,14 @@ def start_values(config: ModelConfig) -> dict[str, np.ndarray]:
 
 def outcomes_of_steps(model: Model, precision: str, dials: Dials, steps: int = STEPS) -> tuple[list[Outcome], dict]:
     """Return the outcomes of all steps, and the parameters after the last one."""
-    text = raw_numbers(1, (steps, model.batch[0], model.batch[1] + 1)) % model.config.vocabulary
-    batches = [(tokens[:, :-1], tokens[:, 1:]) for tokens in text.astype(np.int32)]
+    batches = model.batches(steps)
     with open_scheduler(dials.scheduler, dials.threads) as scheduler:
-        optimizer = OptimizerConfig(optimizer=model.optimizer, dropout=model.dropout, clip=model.clip)
         options = {name: getattr(dials, name) for name in ("grain", "barrier", "accumulate")} | {"groups": model.groups}
         options["in_place"] = scheduler.in_place if dials.in_place is None else dials.in_place
         options["threads"] = scheduler.threads
-        step = step_of(model.config, model.batch, dials.chunk, optimizer, precision_of(precision), **options)
+        step = step_of(
+            model.config, model.batch, dials.chunk, model.optimizer_config, precision_of(precision), **options
+        )
         state, told = state_of(step, start_values(model.config)), []
         if dials.barrier == "none" and step.dials.in_place:  # a cluster gets one step after the other, as in training
             for first in range(0, steps, dials.window):
@@ -116,8 +124,12 @@ def outcomes_of_steps(model: Model, precision: str, dials: Dials, steps: int = S
 
 
 def bits_after_steps(model: Model, precision: str, dials: Dials, steps: int = STEPS) -> str:
+    """Return the bits that a model ends with."""
+    return bits_of(*outcomes_of_steps(model, precision, dials, steps))
+
+
+def bits_of(told: list[Outcome], parameters: dict[str, np.ndarray]) -> str:
     """The last loss in hexadecimal and a hash of all losses (and norms, where they are clipped) and parameters."""
-    told, parameters = outcomes_of_steps(model, precision, dials, steps)
     numbers = [outcome.loss.hex() for outcome in told]
     digest = hashlib.sha256(" ".join(numbers + [outcome.norm.hex() for outcome in told if outcome.norm]).encode())
     for name, value in sorted(parameters.items()):

@@ -34,6 +34,16 @@ def using(name: str) -> Iterator[None]:
         unit.cache_clear()
 
 
+@contextmanager
+def multiplying(precision: str) -> Iterator[str]:
+    """The precision's name for a model, where it may be that of a unit."""
+    if precision in UNITS:
+        with using(precision):
+            yield "bfloat16"
+    else:
+        yield precision
+
+
 def round_one_by_one(x: np.ndarray) -> np.ndarray:
     """bfloat16 bits of float32 numbers that are not NaN: the nearer of the two neighbours, at a tie the even one."""
     below = x.view(np.uint32) >> 16
