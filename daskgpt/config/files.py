@@ -158,6 +158,12 @@ def digest_of(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def digest_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal. Errors   OSError if it cannot be read"""
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def open_no_link(path: Path, mode: str) -> BinaryIO:
     """Open a file, unbuffered, unless its name is a symbolic link, which could point to any file of the user.
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
+from daskgpt.config.files import digest_of_file
 from daskgpt.data import tokenizer
 from daskgpt.data.pairs import Examples, read_examples
 from daskgpt.data.source import PAIRS, PREPARED, STANDARD_LIBRARY, TEXT, TOKENS, Source, recognize
@@ -277,8 +278,7 @@ def _mapped(folder: Path, part: Part, where: str) -> MappedTokens:
         rows.append(read_tokens(path))
         same, got = rows[-1].size == shard.tokens, {"path": path, "tokens": rows[-1].size}
         if path.stat().st_mtime_ns > (folder / MANIFEST).stat().st_mtime_ns:
-            with path.open("rb") as file:
-                same = same and hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
+            same = same and digest_of_file(path) == shard.sha256
         require(same, where, "a shard must be unchanged", got, "Prepare it again.")
     return MappedTokens(rows)
 

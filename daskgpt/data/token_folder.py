@@ -12,7 +12,6 @@ A part of a partition that has no text has no file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import digest_of, locked, remove, replacing, sync_folder, written
+from daskgpt.config.files import digest_of, digest_of_file, locked, remove, replacing, sync_folder, written
 from daskgpt.formats.encoding import is_learned, read_vocabulary
 from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, token_header
 
@@ -247,5 +246,4 @@ def _token_file(path: Path, shard: Shard, dtype: np.dtype[Any]) -> Iterator[Bina
         require(shard.tokens <= LARGEST_COUNT, WHERE, rule, got, "Divide the compressed file.")
         file.seek(0)
         file.write(token_header(dtype, shard.tokens))
-    with path.open("rb") as file:
-        shard.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    shard.sha256 = digest_of_file(path)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken
 
-from daskgpt.config.errors import refusal, require, require_package
+from daskgpt.config.errors import require, require_package
 from daskgpt.config.files import replacing
 from daskgpt.config.model import ModelConfig
 from daskgpt.formats.byte_level import (
@@ -31,7 +31,7 @@ from daskgpt.formats.byte_level import (
 from daskgpt.formats.encoding import Encoding, content_of, know
 from daskgpt.formats.gguf_file import READ, GGUFTensor, open_gguf_file
 from daskgpt.formats.layouts import FAMILIES, GPT2, LLAMA, Part, explicit, family_of, open_tensors, paired, parts_of
-from daskgpt.formats.stored_model import FilePath, StoredModel, held, pieces, short
+from daskgpt.formats.stored_model import FilePath, StoredModel, config_from, held, pieces, short
 from daskgpt.model.parameters import Tensor, tensors
 
 WRITE = "write_gguf"
@@ -103,10 +103,7 @@ def _config_of(path: Path, entries: Mapping[str, Any], stored: dict[str, GGUFTen
         made["bias"] = next((bias for bias, name in names.items() if name in stored), "none")
     divisors = stored.pop(DIVISORS).read() if DIVISORS in stored else np.ones(1, np.float32)
     made["rope_factor"] = float(divisors.max(initial=0.0))
-    try:
-        config = ModelConfig(**made).shortest()
-    except (ValueError, TypeError) as error:
-        raise refusal(ValueError, READ, "the file must describe a model", {"path": path}, str(error)) from error
+    config = config_from(made, path, READ, "the file must describe a model")
     if config.rope_factor > 1:
         expected = _divisors_of(config)
         same = divisors.shape == expected.shape and np.allclose(divisors, expected, rtol=1e-4)

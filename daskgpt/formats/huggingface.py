@@ -35,7 +35,7 @@ from daskgpt.formats.layouts import (
     published_shapes,
 )
 from daskgpt.formats.safetensors import ENDING, ENTRY, INDEX_ENDING, StoredTensor, TensorFiles
-from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel, held, read_json, short
+from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel, config_from, held, read_json, short
 from daskgpt.formats.tokenizer_folder import encoding_in
 from daskgpt.model.parameters import tensors
 
@@ -202,11 +202,7 @@ def _config_of(path: Path) -> tuple[str, ModelConfig]:
         choices = {"bias": bias, "head": "tied" if settings.get("tie_word_embeddings", False) else "untied"}
         choices["qk_norm"] = "rmsnorm" if model_type == QWEN3 else "none"
         made = {"norm_eps": LLAMA_EPSILON} | FAMILIES[LLAMA][1] | choices | made
-    try:
-        return family, ModelConfig(**made).shortest()
-    except (ValueError, TypeError) as error:
-        rule = f"{CONFIG} must describe a model"
-        raise refusal(ValueError, READ, rule, {"path": path}, str(error)) from error
+    return family, config_from(made, path, READ, f"{CONFIG} must describe a model")
 
 
 def _json(value: object) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import require
 from daskgpt.config.files import replacing
 from daskgpt.config.model import ModelConfig
 from daskgpt.formats import stored_model
@@ -88,10 +88,7 @@ def open_model(path: FilePath) -> StoredModel:
     rule, rows = "the header must describe a GPT-2", sizes["padded_vocabulary"]
     # ModelConfig reads 0 as "no padding"; in a file, 0 means a layout without the padded size.
     require(rows >= 1, where, rule, {"path": path, "padded_vocabulary": rows}, "Write the file again.")
-    try:
-        config = ModelConfig(**sizes)
-    except ValueError as error:
-        raise refusal(ValueError, where, rule, {"path": path}, str(error)) from error
+    config = stored_model.config_from(sizes, path, where, rule)
     dtype = DTYPES[header[1]]
     mapped_dtype = np.dtype("<f4" if dtype == "F32" else "<u2")
     _check_size(path, where, mapped_dtype.itemsize * value_count(config))

@@ -102,6 +102,17 @@ def require_defaults(
         require(f.name in names or value == wanted, where, rule, {f.name: value}, advice)
 
 
+def config_from(settings: Mapping[str, Any], path: Path, where: str, rule: str) -> ModelConfig:
+    """Return the configuration that the settings in a file describe, see `ModelConfig.shortest`.
+
+    Errors   ValueError with the rule if they describe none
+    """
+    try:
+        return ModelConfig(**settings).shortest()
+    except (ValueError, TypeError) as error:
+        raise refusal(ValueError, where, rule, {"path": path}, str(error)) from error
+
+
 def held(shape: tuple[int, ...], values: np.ndarray, dtype: str = "F32") -> np.ndarray:
     """Return values of a file in the table's shape: rows of padding are added as 0, or left out.
 

@@ -6,14 +6,13 @@ digests of models and moments, and the losses in between. The first entry is the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from daskgpt.config.files import digest_of, replacing, set_aside
 from daskgpt.training.checkpoint import DIGEST
-from daskgpt.training.logs import RecordFile
+from daskgpt.training.logs import RecordFile, json_lines
 
 CHAIN = "chain.jsonl"
 LINK = "chain"  # entry of state.json that makes it a link of the chain
@@ -67,16 +66,11 @@ class Chain:
 
 def read_chain(path: Path) -> list[tuple[bytes, Entry | None]]:
     """Return the lines of a chain, each with its entry; None for a line that is not as it was written."""
-    return [(line, _entry(line)) for line in (path.read_bytes().splitlines(keepends=True) if path.exists() else ())]
 
+    def is_unchanged(entry: Entry) -> bool:
+        return bool(entry.pop(DIGEST) == digest_of(entry)) and is_entry(entry)
 
-def _entry(line: bytes) -> Entry | None:
-    try:
-        entry = json.loads(line)
-        good = line.endswith(b"\n") and entry.pop(DIGEST) == digest_of(entry)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-    return entry if good and is_entry(entry) else None
+    return json_lines(path, is_unchanged) if path.exists() else []
 
 
 def is_entry(entry: Mapping[str, Any]) -> bool:

@@ -14,7 +14,6 @@ checkpoint before it intact.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -34,6 +33,7 @@ from daskgpt.config.files import (
     LACKING,
     appearing,
     digest_of,
+    digest_of_file,
     remove,
     replacing,
     set_aside,
@@ -115,10 +115,7 @@ def write_checkpoint(
             model = pool.submit(write_run_model, folder / MODEL_FILE, checkpoint.model)
             digest = write_tensor_file(folder / name, checkpoint.shapes, read, metadata, where="write_checkpoint")
             digests = {name: digest, MODEL_FILE: model.result()}
-        files = {
-            name: {"bytes": (folder / name).stat().st_size, "sha256": digest_of_file}
-            for name, digest_of_file in digests.items()
-        }
+        files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256} for name, sha256 in digests.items()}
         state = {"version": VERSION, "step": checkpoint.step, **checkpoint.facts, "files": files}
         with replacing(folder / STATE, "write_checkpoint") as file:
             file.write(json.dumps(state | {DIGEST: digest_of(state)}, indent=1).encode() + b"\n")
@@ -242,11 +239,9 @@ def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
 
 def _check_file(path: Path, size: int, sha256: str) -> None:
     try:
-        with open(path, "rb", buffering=0) as file:
-            bytes_here = os.fstat(file.fileno()).st_size
-            if bytes_here != size:
-                raise DamagedCheckpoint(f"{path.name} has {bytes_here:,} bytes instead of {size:,}")
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if (bytes_here := path.stat().st_size) != size:
+            raise DamagedCheckpoint(f"{path.name} has {bytes_here:,} bytes instead of {size:,}")
+        digest = digest_of_file(path)
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name} cannot be read ({error.strerror})") from error
     if digest != sha256:

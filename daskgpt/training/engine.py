@@ -188,7 +188,8 @@ class _OneStep(Engine):
             dataflow = replace(dataflow, batch_chunk=gcd(dataflow.batch_chunk, shape[0]) if dataflow.batch_chunk else 0)
         self.chunks = ChunkChoice(job.config, shape, dataflow, scheduler.threads)
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
-        dials = dials_of(job, self.chunks.first, self.choice.first, scheduler.in_place, parts, scheduler.threads)
+        given = dataflow.barrier, scheduler.in_place, parts, scheduler.threads, job.groups, job.precision
+        dials = Dials(self.chunks.first, self.choice.first, *given)
         self.step = compile_step(job.config, job.batch_shape, job.optimizer, dials, rank)
 
     def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
@@ -307,15 +308,6 @@ class TaskEngine(_OneStep):
             submitted.append(handles)
             self.current = State(self.current.layout, packs, self.made + 1)
         return [Outcome.of(self.step.output(self.scheduler.fetch(handles))) for handles in submitted]
-
-
-def dials_of(job: Job, chunk: tuple[int, int], grain: str, in_place: bool, parts: int, threads: int) -> Dials:
-    """Return the dials of a job's step.
-
-    parts     number of micro-batches
-    threads   number of tasks that can run at once
-    """
-    return Dials(chunk, grain, job.dataflow.barrier, in_place, parts, threads, job.groups, job.precision)
 
 
 def micro_batches_of(job: Job, rank: Rank | None) -> int:

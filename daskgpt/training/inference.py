@@ -15,7 +15,7 @@ from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.dataset import validation_batches
 from daskgpt.data.tokenizer import get_encoding
-from daskgpt.graph.compiled import KernelGraph, Layout, compile_graph
+from daskgpt.graph.compiled import CompiledGraph, KernelGraph, Layout, compile_graph
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import from_numpy, graph_of
 from daskgpt.graph.update_in_place import Rewritten
@@ -55,10 +55,7 @@ class Inference:
             outputs["loss"] = mean_loss(tape, config, weights, inputs)
         if "gradients" in wanted:
             outputs |= gradients_of(tape, weights, outputs["loss"])
-        rewritten = Rewritten(graph_of(outputs.values()))
-        kernels = KernelGraph(tape.token, rewritten, inputs, outputs, state, {}, layout=layout)
-        # A task a chunk: there is work for all threads, and larger tasks only hand on less.
-        self.compiled = compile_graph(kernels, Fusion("chunk").groups(kernels.graph))
+        self.compiled = compile_outputs(tape, inputs, outputs, state, layout)
 
     def __call__(
         self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray | None = None
@@ -74,6 +71,16 @@ class Inference:
         results = scheduler.run(self.compiled.window_submission(values, state.packs))
         fetched = scheduler.fetch(results)
         return [self.compiled.output(outputs) for outputs in self.compiled.split_window(fetched, len(batches))]
+
+
+def compile_outputs(tape: Tape, inputs: Lazy, outputs: Lazy, state: Lazy, layout: Layout) -> CompiledGraph:
+    """Compile what computes some arrays of a step, and updates nothing.
+
+    inputs, state   the leaves of the step, by name
+    """
+    kernels = KernelGraph(tape.token, Rewritten(graph_of(outputs.values())), inputs, outputs, state, {}, layout=layout)
+    # A task a chunk: there is work for all threads, and larger tasks only hand on less.
+    return compile_graph(kernels, Fusion("chunk").groups(kernels.graph))
 
 
 def loss_and_gradients(

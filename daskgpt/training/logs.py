@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import BufferedWriter
 from pathlib import Path
@@ -83,12 +83,22 @@ def metrics_lines(path: Path, steps: int) -> list[tuple[dict[str, Any], bytes]]:
     one step the first counts.
     """
     records: dict[int, tuple[dict[str, Any], bytes]] = {}
+    for line, record in json_lines(path, lambda record: type(record["step"]) is int):
+        if record and 0 <= record["step"] < steps:
+            records.setdefault(record["step"], (record, line))
+    return [records[step] for step in sorted(records)]
+
+
+def json_lines(path: Path, is_valid: Callable[[Any], bool]) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Return the lines of a file, each with its JSON object; None for a line that is incomplete or not valid.
+
+    is_valid   may raise errors for values of another form
+    """
+    lines = list[tuple[bytes, dict[str, Any] | None]]()
     for line in path.read_bytes().splitlines(keepends=True):
         try:
-            record = json.loads(line)
-            step = record["step"]
-        except (ValueError, TypeError, KeyError):
-            continue
-        if line.endswith(b"\n") and type(step) is int and 0 <= step < steps:
-            records.setdefault(step, (record, line))
-    return [records[step] for step in sorted(records)]
+            value = json.loads(line)
+            lines.append((line, value if line.endswith(b"\n") and is_valid(value) else None))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            lines.append((line, None))
+    return lines

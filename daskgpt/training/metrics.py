@@ -20,7 +20,7 @@ from daskgpt.model.step import Outcome
 from daskgpt.schedulers.machine import resident_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import checkpoints
-from daskgpt.training.engine import Engine, State, named_parameters, run_on_packs
+from daskgpt.training.engine import Engine, named_parameters, run_on_packs
 from daskgpt.training.job import Job
 from daskgpt.training.logs import METRICS
 
@@ -109,7 +109,9 @@ class Finite:
 
     def require_weights(self, engine: Engine, step: int) -> None:
         """Check every parameter where the scheduler keeps it. Errors   as of `require`"""
-        if names := not_finite(engine.scheduler, engine.weights()):
+        scheduler, weights = engine.scheduler, engine.weights()
+        calls = [(partial(_not_finite, names), [pack]) for names, pack in zip(weights.layout.packs, weights.packs)]
+        if names := list(chain(*scheduler.fetch(run_on_packs(scheduler, "parameters.finite", calls)))):
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise self._diverged(step, "parameters", f"parameter={names[0]}{others}")
 
@@ -127,13 +129,8 @@ class Finite:
         return refusal(Diverged, "train", f"{rule} must stay finite", got, advice)
 
 
-def not_finite(scheduler: Scheduler, weights: State) -> list[str]:
-    """Return the names of the parameters that hold a NaN or an infinity, found where the scheduler keeps them."""
-    calls = [(partial(_not_finite, names), [pack]) for names, pack in zip(weights.layout.packs, weights.packs)]
-    return list(chain(*scheduler.fetch(run_on_packs(scheduler, "parameters.finite", calls))))
-
-
 def _not_finite(names: Sequence[str], pack: tuple[Any, ...]) -> list[str]:
+    """Return the names of the parameters of a pack that hold a NaN or an infinity."""
     # A NaN is both the least and the largest value; unlike isfinite, this needs no array of the tensor's size.
     values = named_parameters(dict(zip(names, pack)))
     return [name for name, value in values.items() if not np.isfinite([value.min(), value.max()]).all()]

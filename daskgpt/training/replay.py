@@ -27,14 +27,10 @@ from daskgpt.config.files import digest_of
 from daskgpt.config.groups import Groups
 from daskgpt.config.run import DataflowConfig, RunConfig
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.data.dataset import batch
+from daskgpt.data.dataset import BatchLoader
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import read_json
 from daskgpt.graph.calls import Origin
-from daskgpt.graph.compiled import KernelGraph, compile_graph
-from daskgpt.graph.fuse import Fusion
-from daskgpt.graph.nodes import graph_of
-from daskgpt.graph.update_in_place import Rewritten
 from daskgpt.kernels.dropout import streams
 from daskgpt.model.layers import GATHER, SPLIT, Layer
 from daskgpt.model.parameters import RandomParameters, digest, tensors
@@ -48,6 +44,7 @@ from daskgpt.training.autotune import ChunkChoice
 from daskgpt.training.chain import CHAIN, LINK, Entry, is_entry, read_chain
 from daskgpt.training.checkpoint import STATE, DamagedCheckpoint, checked_state, checkpoints, read_checkpoint
 from daskgpt.training.engine import State
+from daskgpt.training.inference import compile_outputs
 from daskgpt.training.job import Job, require_memory
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.metrics import Diverged
@@ -380,10 +377,8 @@ class StepTensors:
         step    counted from 0
         """
         self.where, self.job, self.scheduler, self.step = where, job, scheduler, step
-        sequences, length = job.batch_shape
-        sizes = {"batch_size": sequences, "sequence_length": length, "vocabulary": job.tokens.vocabulary}
-        data = batch(job.tokens.training, seed=job.run.seed, step=step, order=job.order, **sizes)
-        random = streams(job.run.seed, step, sequences) if job.optimizer.dropout else None
+        data = BatchLoader(job.tokens, *job.batch_shape, job.run.seed, job.order).make(step=step)
+        random = streams(job.run.seed, step, job.data.sequences) if job.optimizer.dropout else None
         self.inputs = input_values(*data, streams=random)
         self.held: dict[str, np.ndarray] = {"tokens": data[0], "targets": data[1]}
         threads, micro_shape = scheduler.threads, job.micro_shape
@@ -430,10 +425,7 @@ class StepTensors:
         outputs = {full: self.tape.named[full] for full in full_names.values() if full in self.tape.named}
         arrays = dict(self.held)
         if outputs:
-            rewritten, layout = Rewritten(graph_of(outputs.values())), self.state.layout
-            graph = self.tape.token, rewritten, self.leaves, outputs, self.weights
-            kernels = KernelGraph(*graph, {}, layout=layout)
-            compiled = compile_graph(kernels, Fusion("chunk").groups(kernels.graph))
+            compiled = compile_outputs(self.tape, self.leaves, outputs, self.weights, self.state.layout)
             results = self.scheduler.run(compiled.submission(self.inputs, self.state.packs))
             arrays |= compiled.output(self.scheduler.fetch(results))
         return {name: arrays[full] for name, full in full_names.items()}

@@ -275,7 +275,7 @@ class _Trainer:
         self.validated: dict[int, float] = {}
         self.enough, self.began = False, time.perf_counter()
         self.engine = engine_of(job, scheduler, say)
-        self.loader = BatchLoader(job.tokens, job.data.sequences, job.data.sequence_length, job.run.seed, job.order)
+        self.loader = BatchLoader(job.tokens, *job.batch_shape, job.run.seed, job.order)
         self.finite = Finite(job, self.losses)
         self.metrics = StepMetrics(job, scheduler, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
