@@ -83,7 +83,8 @@ class Scaling:
             try:
                 measure = {"PyTorch": self._torch, "predicted": self._predicted}.get(kind, self._ours)
                 seconds = measure(threads, **KINDS[kind])
-                self.start = max(self.start, time.monotonic() - begin - seconds * sum(self._steps(threads)))
+                if kind != "predicted":  # which has no process, and times kernels
+                    self.start = max(self.start, time.monotonic() - begin - seconds * sum(self._steps(threads)))
                 self.seconds.setdefault(kind, {})[threads] = seconds
                 print(f"{self.preset:5} {threads:3} threads  {kind:13} {seconds * 1e3:9,.1f} ms a step", flush=True)
                 return

@@ -60,3 +60,27 @@ def test_glibc_keeps_memory_in_one_heap(monkeypatch):
         monkeypatch.setattr(local.ctypes, "CDLL", lambda path, library=library: library)
         assert local.keep_memory() is kept
         assert told == ([(-8, 1), (-4, 0), (-1, -1)] if name == "glibc" else [])
+
+
+@pytest.mark.parametrize(
+    ("siblings", "order"),
+    [
+        (("0-1", "0-1", "2-3", "2-3"), [0, 2, 1, 3]),
+        (("0,2", "1,3", "0,2", "1,3"), [0, 1, 2, 3]),
+        (("0", "1", "2", "3"), [0, 1, 2, 3]),
+        ((), [0, 1, 2, 3]),
+    ],
+)
+def test_runs_on_few_processors_have_different_cores(siblings, order, tmp_path, monkeypatch):
+    for number, text in enumerate(siblings):
+        folder = tmp_path / f"cpu{number}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(text + "\n")
+    monkeypatch.setattr(machine, "CPUS", tmp_path)
+    chosen = []
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _process: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(machine.os, "sched_setaffinity", lambda _process, cores: chosen.append(cores), raising=False)
+    for count in (1, 2, 4):
+        with machine.on_cores(count):
+            assert list(chosen[-1]) == order[:count]
+        assert chosen[-1] == {0, 1, 2, 3}, "then on all again"

@@ -7,7 +7,8 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -47,18 +48,23 @@ def on_cores(count: int) -> Iterator[None]:
         yield
         return
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before, key=lambda number: (_hardware_thread(number), number))[:count])
+    os.sched_setaffinity(0, _different_cores_first(before)[:count])
     try:
         yield
     finally:
         os.sched_setaffinity(0, before)
 
 
-def _hardware_thread(processor: int) -> int:
-    """Return which hardware thread of its core a processor is; 0 where the system does not say."""
-    siblings = ",".join(_lines(CPUS / f"cpu{processor}" / "topology" / "thread_siblings_list"))  # such as 0,8 or 0-1
-    first = [int(part.split("-")[0]) for part in siblings.split(",") if part]
-    return processor - first[0] if "-" in siblings else first.index(processor) if processor in first else 0
+def _different_cores_first(processors: Iterable[int]) -> list[int]:
+    """Return the first hardware thread of each core, then the others; in order where the system does not say."""
+    before = Counter[tuple[str, ...]]()
+
+    def turn(processor: int) -> int:
+        core = tuple(_lines(CPUS / f"cpu{processor}" / "topology" / "thread_siblings_list"))
+        before[core] += bool(core)
+        return before[core]
+
+    return sorted(sorted(processors), key=turn)
 
 
 def memory_limit() -> tuple[int, str]:
