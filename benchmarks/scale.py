@@ -160,7 +160,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything")
     parser.add_argument("--out", type=Path, default=Path("scale"), help="folder of scale.json and scale.png")
     values, begin = parser.parse_args(arguments), time.monotonic()
-    end, cores = begin + 60 * values.minutes - 15, usable_cores()
+    end, cores = begin + 60 * values.minutes - 30, usable_cores()
     counts = [int(word) for word in values.counts.split(",")] if values.counts else thread_counts(cores)
     compile_kernels()
     scalings = []

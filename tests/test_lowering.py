@@ -69,14 +69,22 @@ def test_values_that_are_alive_together_do_not_overlap(random):
     for buffer in buffers:
         for number in random.integers(0, 40, random.integers(1, 4)):
             users[number].append(buffer)
-    places, size = arranged(users)
+    made, inside = buffers[:20], buffers[20:]
     alive = {b: [n for n, used in enumerate(users) if b in used] for b in buffers}
-    for one, other in combinations(buffers, 2):
-        if alive[one][0] <= alive[other][-1] and alive[other][0] <= alive[one][-1]:
-            first, second = sorted([one, other], key=lambda buffer: places[buffer])
-            assert places[first] + first.nbytes <= places[second] or not first.nbytes
-    assert max(places[buffer] + buffer.nbytes for buffer in buffers) <= size
-    assert size < sum(buffer.nbytes for buffer in buffers)
+    sizes = []
+    for arrays in ([], made):  # without and with the memory of arrays that are made in the run
+        places, size = arranged(users, made, arrays)
+        assert places.keys() == set(inside)
+        for one, other in combinations(inside, 2):
+            if alive[one][0] <= alive[other][-1] and alive[other][0] <= alive[one][-1]:
+                (array, start), (other_array, other_start) = places[one], places[other]
+                apart = start + one.nbytes <= other_start or other_start + other.nbytes <= start
+                assert array is not other_array or apart or not one.nbytes or not other.nbytes
+        for buffer, (array, start) in places.items():
+            assert start + buffer.nbytes <= (array.nbytes if array else size)
+            assert not array or (array in arrays and alive[buffer][-1] < alive[array][0])
+        sizes.append(size)
+    assert sizes[1] < sizes[0] < sum(buffer.nbytes for buffer in inside)
 
 
 def operand(trace, *shape):

@@ -128,10 +128,17 @@ def test_choices_that_do_not_fit_are_refused(settings, keyword):
         replace(SMALL, heads=4, channels=16, **settings)
 
 
-@pytest.mark.parametrize(("name", "count"), [("smollm2-135m", 134_515_008), ("smollm2-360m", 361_821_120)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("smollm2-135m", 134_515_008), ("smollm2-360m", 361_821_120), ("nanochat-d4", 36_703_488)]
+)
 def test_published_sizes(name, count):
     config = daskgpt.preset(name)
     assert parameters.parameter_count(config) == parameters.value_count(config) == count
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-360m"])
+def test_smollm2_has_published_choices(name):
+    config = daskgpt.preset(name)
     assert (config.positions, config.rope_theta, config.head_channels, config.norm_eps) == (8192, 1e5, 64, 1e-5)
     assert config.heads == 3 * config.key_heads
 

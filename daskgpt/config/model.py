@@ -125,6 +125,8 @@ CHOICES = ("norm", "position", "qk_norm", "attention", "activation", "bias", "he
 _PUBLISHED: dict[str, Any] = {"vocabulary": 50257, "padded_vocabulary": 50304, "positions": 1024}
 _SMOLLM2: dict[str, Any] = {"vocabulary": 49152, "positions": 8192, "norm": "rmsnorm", "position": "rotary"}
 _SMOLLM2 |= {"rope_theta": 100_000.0, "activation": "swiglu", "bias": "none"}
+_NANOCHAT: dict[str, Any] = {"vocabulary": 65536, "positions": 2048, "norm": "rmsnorm", "position": "rotary"}
+_NANOCHAT |= {"qk_norm": "rmsnorm", "activation": "relu2", "bias": "none", "head": "untied"}
 PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(blocks=4, heads=4, channels=128, vocabulary=257, positions=64),
     "gpt2": ModelConfig(blocks=12, heads=12, channels=768, **_PUBLISHED),
@@ -133,6 +135,7 @@ PRESETS: dict[str, ModelConfig] = {
     "gpt2-xl": ModelConfig(blocks=48, heads=25, channels=1600, **_PUBLISHED),
     "smollm2-135m": ModelConfig(blocks=30, heads=9, kv_heads=3, channels=576, hidden=1536, **_SMOLLM2),
     "smollm2-360m": ModelConfig(blocks=32, heads=15, kv_heads=5, channels=960, hidden=2560, **_SMOLLM2),
+    "nanochat-d4": ModelConfig(blocks=4, heads=2, channels=256, **_NANOCHAT),
 }
 
 

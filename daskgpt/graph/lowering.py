@@ -9,9 +9,9 @@ a value) stays a Python call between two runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,7 +63,7 @@ class View(NamedTuple):
         if array.shape == self.form.shape:
             return array
         first = self.offset // array.itemsize
-        return array.reshape(-1)[first : first + prod(self.form.shape)].reshape(self.form.shape)
+        return array.reshape(-1)[first : first + math.prod(self.form.shape)].reshape(self.form.shape)
 
 
 @dataclass
@@ -258,7 +258,8 @@ class _Plan:
         self, group: Sequence[_Traced], used: Mapping[Buffer, None], first: Sequence[Buffer], dropped: list[int]
     ) -> NativeRun:
         native = [call for entry in group for call in entry.native or ()]
-        distances, arena = arranged([[b for b in _operands(call) if b not in self.numbers] for call in native])
+        made = [buffer for buffer in first if not buffer.source]
+        inside, arena = arranged(list(map(_operands, native)), self.numbers, made)
         numbers = [self.numbers[buffer] for buffer in used if buffer in self.numbers]
         base_of = {number: base for base, number in enumerate(numbers, ARENA + 1)}
         template, places, rows = [0] * RETURNS, list[tuple[int, int, int]](), list[tuple[int, int, int]]()
@@ -268,8 +269,8 @@ class _Plan:
             places += [(len(template) + n, WORDS, 8 * n) for n in range(RETURNS)]
             for word in call.words:
                 if isinstance(word, Operand):
-                    number = self.numbers.get(word.buffer)
-                    base, start = (ARENA, distances[word.buffer]) if number is None else (base_of[number], 0)
+                    array, start = inside.get(word.buffer, (word.buffer, 0))
+                    base = ARENA if array is None else base_of[self.numbers[array]]
                     places.append((len(template), base, start + word.offset))
                 template.append(0 if isinstance(word, Operand) else word)
         members, count = [], 0
@@ -290,7 +291,7 @@ class _Plan:
                 for buffer in first
                 if buffer.source
             },
-            made={self.numbers[buffer]: Form(buffer.shape, buffer.dtype) for buffer in first if not buffer.source},
+            made={self.numbers[buffer]: Form(buffer.shape, buffer.dtype) for buffer in made},
             results={slot: self._views(self.values[slot]) for slot in kept},
             ended=[slot for entry in group for slot in entry.call.ended],
             dropped=dropped,
@@ -313,25 +314,63 @@ def _buffers(entry: _Traced) -> list[Buffer]:
     return [buffer for call in entry.native or () for buffer in _operands(call)] + results
 
 
-def arranged(users: Sequence[Sequence[Buffer]]) -> tuple[dict[Buffer, int], int]:
-    """Return distances of buffers from the start of an arena, and its bytes: a buffer has its place to itself from its
-    first use to its last one.
+@dataclass
+class _Room:
+    """Memory for buffers: the arena, or an array before it is used itself.
 
-    users   the buffers that each native call uses, in order
+    array  None for the arena
+    until  number of the call from which on the array is used
+    size   in bytes
+    held   start, end and buffer, by start
     """
+
+    array: Buffer | None
+    until: int
+    size: float
+    held: list[tuple[int, int, Buffer]] = field(default_factory=list)
+
+    def take(self, buffer: Buffer) -> int | None:
+        """Return the start of a place that a buffer has from now on; None if there is none."""
+        size, start, place = -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT, 0, 0
+        for begin, end, _ in self.held:
+            if begin - start >= size:
+                break
+            start, place = end, place + 1
+        if start + size > self.size:
+            return None
+        self.held.insert(place, (start, start + size, buffer))
+        return start
+
+
+def arranged(
+    users: Sequence[Sequence[Buffer]], outside: Container[Buffer] = (), made: Sequence[Buffer] = ()
+) -> tuple[dict[Buffer, tuple[Buffer | None, int]], int]:
+    """Return the place of each buffer inside of a run, which it has to itself from its first use to its last one: an
+    array and the distance from its start; and the bytes of the arena, which is None among the arrays.
+
+    A step keeps for the backward pass what it will need, and makes gradients there: the former lies in the memory of
+    the latter until these are written.
+
+    users    the buffers that each native call uses, in order
+    outside  buffers that are arrays of their own
+    made     those of them that the run makes
+    """
+    first = {buffer: number for number, buffers in reversed([*enumerate(users)]) for buffer in buffers}
     last = {buffer: number for number, buffers in enumerate(users) for buffer in buffers}
-    distances, total = dict[Buffer, int](), 0
-    held: list[tuple[int, int, Buffer]] = []  # start, end and buffer, by start
+    rooms = [_Room(array, first[array], array.nbytes) for array in made if array in first]
+    rooms.sort(key=lambda room: room.until)
+    arena = _Room(None, len(users), math.inf)
+    places, total = dict[Buffer, tuple[Buffer | None, int]](), 0
     for number, buffers in enumerate(users):
+        rooms = [room for room in rooms if room.until > number]
         for buffer in buffers:
-            if buffer in distances:
+            if buffer in places or buffer in outside:
                 continue
-            size, start, place = -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT, 0, 0
-            for begin, end, _ in held:
-                if begin - start >= size:
+            for room in [*rooms, arena]:
+                if room.until > last[buffer] and (start := room.take(buffer)) is not None:
+                    places[buffer] = room.array, start
                     break
-                start, place = end, place + 1
-            held.insert(place, (start, start + size, buffer))
-            distances[buffer], total = start, max(total, start + size)
-        held = [entry for entry in held if last[entry[2]] > number]
-    return distances, total
+        for room in [*rooms, arena]:
+            total = max([total, *(end for _, end, _ in room.held if room is arena)])
+            room.held = [entry for entry in room.held if last[entry[2]] > number]
+    return places, total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import pickle
@@ -101,6 +102,7 @@ def end_programs(run: str, dask_worker: Any) -> None:
     for name in ended:
         programs.pop(name).link.close()
     if ended:
+        gc.collect()
         return_memory()
 
 
