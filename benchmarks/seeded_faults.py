@@ -56,7 +56,7 @@ NEAR = {
     "graph": "grain chunks groups clipping one_number distribute timeline",
     "kernels": "kernels_layers kernels_optimizers kernels_attention kernels_sgemm kernels_vectors kernels_blas layers",
     "kernels/bfloat16": "kernels_bfloat16 bfloat16",
-    "kernels/decoding": "generating sampling",
+    "kernels/decoding": "generating sampling model_choices",
     "model": "model layers model_choices extensions dropout schedules one_number",
     "profiling": "study timeline exchange dataflow bench records dashboard plot layers",
     "schedulers": "schedulers cluster distribute bench",

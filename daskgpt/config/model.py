@@ -12,7 +12,8 @@ from daskgpt.config.settings import Checked, documented, setting
 @documented
 @dataclass(frozen=True)
 class ModelConfig(Checked):
-    """Sizes of a decoder-only language model, and the choice of its layers. The defaults are GPT-2's.
+    """Sizes of a decoder-only language model, and the choice of its layers. The defaults are tiny's sizes and
+    GPT-2's choices.
 
     A choice names a row of `daskgpt.model.layers`, or one of another module, which workers import too, as
     package.module:ROW.
@@ -128,7 +129,7 @@ _SMOLLM2 |= {"rope_theta": 100_000.0, "activation": "swiglu", "bias": "none"}
 _NANOCHAT: dict[str, Any] = {"vocabulary": 65536, "positions": 2048, "norm": "rmsnorm", "position": "rotary"}
 _NANOCHAT |= {"qk_norm": "rmsnorm", "activation": "relu2", "bias": "none", "head": "untied"}
 PRESETS: dict[str, ModelConfig] = {
-    "tiny": ModelConfig(blocks=4, heads=4, channels=128, vocabulary=257, positions=64),
+    "tiny": ModelConfig(),
     "gpt2": ModelConfig(blocks=12, heads=12, channels=768, **_PUBLISHED),
     "gpt2-medium": ModelConfig(blocks=24, heads=16, channels=1024, **_PUBLISHED),
     "gpt2-large": ModelConfig(blocks=36, heads=20, channels=1280, **_PUBLISHED),
