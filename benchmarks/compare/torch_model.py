@@ -172,7 +172,7 @@ class Training:
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.model = torch.compile(model) if options.compiled else model
         self.bf16 = options.bf16
-        return str(torch.__version__)  # the type of it would import PyTorch where it is read, whose memory counts there
+        return str(torch.__version__)  # an object of PyTorch would import it in the process that reads it
 
     def run(self, batches: list[Any]) -> tuple[list[float], list[float]]:
         """Return seconds and loss of a step on each batch."""

@@ -124,10 +124,10 @@ CHOICES = ("norm", "position", "qk_norm", "attention", "activation", "bias", "he
 
 
 _PUBLISHED: dict[str, Any] = {"vocabulary": 50257, "padded_vocabulary": 50304, "positions": 1024}
-_SMOLLM2: dict[str, Any] = {"vocabulary": 49152, "positions": 8192, "norm": "rmsnorm", "position": "rotary"}
-_SMOLLM2 |= {"rope_theta": 100_000.0, "activation": "swiglu", "bias": "none"}
-_NANOCHAT: dict[str, Any] = {"vocabulary": 65536, "positions": 2048, "norm": "rmsnorm", "position": "rotary"}
-_NANOCHAT |= {"qk_norm": "rmsnorm", "activation": "relu2", "bias": "none", "head": "untied"}
+_LLAMA: dict[str, Any] = {"norm": "rmsnorm", "position": "rotary", "bias": "none"}
+_SMOLLM2 = _LLAMA | {"vocabulary": 49152, "positions": 8192, "rope_theta": 100_000.0, "activation": "swiglu"}
+_NANOCHAT = _LLAMA | {"vocabulary": 65536, "positions": 2048, "activation": "relu2", "head": "untied"}
+_NANOCHAT |= {"qk_norm": "rmsnorm"}
 PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(),
     "gpt2": ModelConfig(blocks=12, heads=12, channels=768, **_PUBLISHED),

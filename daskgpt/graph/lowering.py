@@ -321,24 +321,31 @@ class _Room:
     array  None for the arena
     until  number of the call from which on the array is used
     size   in bytes
-    held   start, end and buffer, by start
+    held   start and end of each place, and number of the last call that uses it, by start
+    most   bytes that were held at one time, from the start on
     """
 
     array: Buffer | None
     until: int
     size: float
-    held: list[tuple[int, int, Buffer]] = field(default_factory=list)
+    held: list[tuple[int, int, int]] = field(default_factory=list)
+    most: int = 0
 
-    def take(self, buffer: Buffer) -> int | None:
-        """Return the start of a place that a buffer has from now on; None if there is none."""
-        size, start, place = -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT, 0, 0
+    def take(self, nbytes: int, first: int, last: int) -> int | None:
+        """Return the start of a place for so many bytes from one call to another; None if there is none.
+
+        Calls are asked for in order: a place that ended before the first one is free.
+        """
+        self.held = [entry for entry in self.held if entry[2] >= first]
+        size, start, place = -(-nbytes // ALIGNMENT) * ALIGNMENT, 0, 0
         for begin, end, _ in self.held:
             if begin - start >= size:
                 break
             start, place = end, place + 1
         if start + size > self.size:
             return None
-        self.held.insert(place, (start, start + size, buffer))
+        self.held.insert(place, (start, start + size, last))
+        self.most = max(self.most, start + size)
         return start
 
 
@@ -355,22 +362,20 @@ def arranged(
     outside  buffers that are arrays of their own
     made     those of them that the run makes
     """
-    first = {buffer: number for number, buffers in reversed([*enumerate(users)]) for buffer in buffers}
-    last = {buffer: number for number, buffers in enumerate(users) for buffer in buffers}
-    rooms = [_Room(array, first[array], array.nbytes) for array in made if array in first]
-    rooms.sort(key=lambda room: room.until)
-    arena = _Room(None, len(users), math.inf)
-    places, total = dict[Buffer, tuple[Buffer | None, int]](), 0
+    first, last = dict[Buffer, int](), dict[Buffer, int]()  # calls, in the order of first uses
     for number, buffers in enumerate(users):
-        rooms = [room for room in rooms if room.until > number]
         for buffer in buffers:
-            if buffer in places or buffer in outside:
-                continue
-            for room in [*rooms, arena]:
-                if room.until > last[buffer] and (start := room.take(buffer)) is not None:
-                    places[buffer] = room.array, start
-                    break
-        for room in [*rooms, arena]:
-            total = max([total, *(end for _, end, _ in room.held if room is arena)])
-            room.held = [entry for entry in room.held if last[entry[2]] > number]
-    return places, total
+            first.setdefault(buffer, number)
+            last[buffer] = number
+    arena = _Room(None, len(users), math.inf)
+    rooms = [_Room(array, first[array], array.nbytes) for array in made if array in first]
+    rooms = [*sorted(rooms, key=lambda room: room.until), arena]  # the tightest first
+    places = dict[Buffer, tuple[Buffer | None, int]]()
+    for buffer, number in first.items():
+        if buffer in outside:
+            continue
+        for room in rooms:
+            if room.until > last[buffer] and (start := room.take(buffer.nbytes, number, last[buffer])) is not None:
+                places[buffer] = room.array, start
+                break
+    return places, arena.most

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import pickle
@@ -102,7 +101,6 @@ def end_programs(run: str, dask_worker: Any) -> None:
     for name in ended:
         programs.pop(name).link.close()
     if ended:
-        gc.collect()
         return_memory()
 
 

@@ -24,7 +24,6 @@ from daskgpt.graph.program import Span
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import FLOAT32, Precision, values_of
 from daskgpt.model.step import Arrays, CompiledStep, Dials, Outcome, as_weights, compile_step, weights_in
-from daskgpt.schedulers.local import return_memory
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice, GrainChoice
@@ -278,8 +277,6 @@ class LocalEngine(_OneStep):
         with self.scheduler.record() as processes:
             outcomes = self._window(batches[:1], steps)
         self.tune([span for process in processes for span in process.spans], steps - self.made)
-        if not self.undecided:
-            return_memory()  # of what was loaded, and of steps with other chunks and grains
         return outcomes
 
     def _window(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
