@@ -54,7 +54,8 @@ def test_measurement_record(capsys, flags):
     assert settings["threads"] == (1 if "sync" in flags else machine.usable_cores())
     assert (settings["batch_size"], settings["sequence_length"], settings["sequence_chunk"]) == (4, 32, 16)
     chunk, grain = (settings["batch_chunk"], 16), settings["grain"]  # what the machine chose
-    step = step_of(config, (4, 32), chunk, job_of().optimizer, grain=grain, in_place=True)
+    dials = {"grain": grain, "in_place": True, "threads": settings["threads"]}
+    step = step_of(config, (4, 32), chunk, job_of().optimizer, **dials)
     assert settings["tasks"] == sum(not is_leaf(node) for node in step.graph.values())
     assert record.versions["numpy"] == np.__version__
 

@@ -108,6 +108,36 @@ def test_coarser_grains_have_fewer_tasks():
     assert len([key for key in tasks_of("chunk", (2, 12)) if key[0].startswith("tokens")]) == 2  # one a chunk
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.1], ids=["free", "clipped"])
+@pytest.mark.parametrize("threads", [1, 2, 5, 16])
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_updates_of_whole_chunks_are_shared_out_evenly(head, threads, clip, random):
+    """As many tasks as threads, of like sizes; with as many chunks as threads nothing else comes after the chunks."""
+    config = replace(SMALL, blocks=8, vocabulary=200, padded_vocabulary=0, head=head)
+    optimizer = OptimizerConfig(clip=clip)
+    dials = {"in_place": True, "threads": threads}
+    step = step_of(config, (4, 12), (2, 12), optimizer, grain="chunk", **dials)
+    sizes = defaultdict(int)
+    for key, node in step.graph.items():
+        for call in calls_of(node):
+            if isinstance(update := getattr(call.function, "__self__", None), update_in_place.RowUpdate):
+                sizes[key] += update.size
+    assert len(sizes) == threads
+    largest = max(prod(tensor.shape) for tensor in tensors(config).values())
+    assert sum(sizes.values()) == sum(prod(tensor.shape) for tensor in tensors(config).values())
+    assert max(sizes.values()) - min(sizes.values()) <= 2 * largest
+    if threads > 1 and not clip:
+        assert step.tasks == 2 + threads
+    parameters, batch, bits = random_parameters(config, random), random_batch(config, random, (4, 12)), set()
+    for one in (step, step_of(config, (4, 12), (4, 12), optimizer, grain="kernel", **dials)):
+        with open_scheduler("threads", threads) as scheduler:
+            state = state_of(one, {name: value.copy() for name, value in parameters.items()})
+            for number in range(2):
+                _, state = run_step(scheduler, one, state, batch, number)
+            bits.add(daskgpt.digest(state.parameters(scheduler)))
+    assert len(bits) == 1
+
+
 def chunk_of_call(call):
     """(b, t) of what a call computes, None for a sum or an update."""
     index = dict(zip(getattr(call.function, "__self__", call.function).axes, call.key[1:]))

@@ -14,6 +14,7 @@ from one_number import MODELS, Dials, bits_after_steps, start_values
 from steps import run_step, state_of, step_of
 
 from daskgpt.config.run import OptimizerConfig
+from daskgpt.graph.calls import KernelCall
 from daskgpt.graph.lowering import Form, Lowered, NativeRun, arranged, lower
 from daskgpt.graph.program import Call, calls_of
 from daskgpt.kernels import gelu, linear
@@ -85,6 +86,28 @@ def test_values_that_are_alive_together_do_not_overlap(random):
             assert not array or (array in arrays and alive[buffer][-1] < alive[array][0])
         sizes.append(size)
     assert sizes[1] < sizes[0] < sum(buffer.nbytes for buffer in inside)
+
+
+def test_arrays_of_another_form_are_refused_and_others_are_made_contiguous(random):
+    """In the place of a result of a kernel: one of another shape or type, one without order, one that is read only."""
+    x, lowered = random.standard_normal((2, 6, 8), np.float32), Lowered()
+    kernel_call = KernelCall(gelu.forward, ["btH"], "bt", {}, ["btH"], {}, x.dtype)
+    call = Call(("gelu.forward", 0), kernel_call.run, [0], 1, (0,))
+    lower(lowered, [call], [0], {slot: Form(x.shape, x.dtype) for slot in (0, 1)}, [1])
+    (run,) = lowered.items
+
+    def result(array):
+        slots, arrays = [array, None], [None] * lowered.arrays
+        assert not list(run.run(slots, arrays, False))
+        return slots[1]
+
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    for array in (x, read_only, x.transpose(0, 2, 1).copy().transpose(0, 2, 1)):
+        np.testing.assert_array_equal(result(array), gelu.forward(x))
+    for array, word in ((x[:1], "shape"), (x.astype(np.float64), "float64")):
+        with pytest.raises(ValueError, match=word):
+            result(array)
 
 
 def operand(trace, *shape):

@@ -180,7 +180,7 @@ def test_sweep_runs_side_by_side_in_tasks(small_text):
     with LocalCluster(**OPTIONS | {"n_workers": 1, "threads_per_worker": 2}) as cluster, Client(cluster) as client:
         assert client.gather(client.map(losses, range(4))) == alone
         threads, description = client.submit(where_it_runs).result()
-        assert (threads, description) == (1, "Dask's threaded scheduler, 1 thread (in a task of a Dask worker)")
+        assert (threads, description) == (1, "Dask's synchronous scheduler (in a task of a Dask worker)")
         assert client.submit(own_threads).result() == 1
 
 

@@ -20,6 +20,7 @@ There is no such proof for groups of sums and updates: `fuse` checks for cycles 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from daskgpt.config.errors import refusal
 from daskgpt.graph.calls import READER, ChunkSum, Origin, RowSum, call_of, is_pick, is_sum, origin_of
 from daskgpt.graph.nodes import Graph, Key, dependents_of, is_leaf, task, waiting_for
 from daskgpt.graph.program import Place, program_of
-from daskgpt.graph.update_in_place import RowUpdate
+from daskgpt.graph.update_in_place import RowUpdate, elements_of_task
 
 GRAINS = ("kernel", "segment", "block", "chunk")
 OUTSIDE = "outside"  # of the blocks
@@ -52,7 +53,7 @@ class Fusion:
     apart    whether forward, backward and update stay in separate tasks, since there are barriers within the step
     ranked   whether the graph is that of one of several ranks: the sums of a layer, its updates, and the rows from one
              rank are each a task
-    spread   whether no task updates several layers, so that many threads have enough of them
+    threads  number of tasks that can run at once
     """
 
     grain: str
@@ -60,7 +61,7 @@ class Fusion:
     squares: str = ""
     apart: bool = False
     ranked: bool = False
-    spread: bool = False
+    threads: int = 1
 
     def groups(self, graph: Graph) -> Groups:
         """Return the group of each task of a graph, None for one that stays separate."""
@@ -71,9 +72,11 @@ class Fusion:
         buckets = _buckets(graph) if self.ranked and self.grain == "chunk" and not self.apart else {}
         shared = not single and not self.ranked
         squared = self._squares(graph) if shared else {}
-        # Updates that wait for all gradients can all run after that, so one task per block suffices.
-        units = "block" if self.spread else "chunk" if squared else self.grain
-        updated = self._updates(graph, units) if shared else {}
+        # Where all chunks run at once, nothing is gained by what comes between them and the updates.
+        chunks = {chunk_of(graph, key, whole=True) for key in keys} - {None}
+        together = len(chunks) <= max(self.threads, FEW_THREADS)
+        joined = self.grain == "chunk" and shared and together and not squared and not self.apart
+        updated = self._updates(graph, bool(squared), joined) if shared else {}
 
         def group_of(key: Key) -> Hashable:
             call, origin = graph[key].func, origin_of(graph[key])
@@ -94,15 +97,16 @@ class Fusion:
                     return None if origin.block is None else unit
             phase = origin.phase if self.apart else ""
             if key in squared or key in updated:
-                share = key[1] if call.by_rows else 0  # each share of a large tensor's rows stays a separate task
                 # The sums of several layers would be in the stage of one of them, and wait for those of the others.
                 stage = origin.stage if phase == "backward" else ""
                 if key not in squared:
-                    return phase, "update", updated[key], share, stage
+                    return phase, "update", updated[key], stage
                 unit, earlier = squared[key]
-                return phase, "squares", unit, key[1:] if earlier else share, stage
+                return phase, "squares", unit, key[1:] if earlier else (), stage
             group = chunk_groups[key]
-            return group if group is None else (phase, group)
+            if group is None:
+                return (phase, "update", 0, "") if joined else None
+            return phase, group
 
         return {key: group_of(key) for key in keys}
 
@@ -126,17 +130,23 @@ class Fusion:
 
         return {key: group_of(key) for key in keys}
 
-    def _updates(self, graph: Graph, grain: str) -> dict[Key, Hashable]:
-        """Return the unit of each task that updates a parameter, of its picks, and of the last sum before it.
+    def _updates(self, graph: Graph, squared: bool, joined: bool) -> dict[Key, Hashable]:
+        """Return the unit of each task that updates a parameter, of its picks, and of the sums before it.
 
-        An earlier sum (the unembedding's part of the tied embedding's gradient) stays separate: it is ready long before
-        the rest, and its inputs can be dropped. So does the same sum by rows beside an update that makes its own.
+        squared  whether all updates wait for the squares of all gradients
+        joined   whether an earlier sum (the unembedding's part of the tied embedding's gradient) belongs to it.
+                 Otherwise that stays separate: it is ready long before the rest, and its inputs can be dropped. So does
+                 the same sum by rows beside an update that makes its own
         """
-        sums, units = ChunkSum | RowSum if self.apart else ChunkSum, dict[Key, Hashable]()
-        for key, node in graph.items():
-            if (origin := origin_of(node)) and origin.phase == "update" and origin.parameter:
-                last_sums = [needed for needed in node.dependencies if isinstance(call_of(graph[needed]), sums)]
-                units |= dict.fromkeys([key, *last_sums], unit_of(origin, grain))
+        keys = [key for key, node in graph.items() if (o := origin_of(node)) and o.phase == "update" and o.parameter]
+        units = self._units(graph, [key for key in keys if not is_pick(graph[key])], squared or self.grain == "chunk")
+        units |= {key: units[next(iter(graph[key].dependencies))] for key in keys if is_pick(graph[key])}
+        sums = ChunkSum | RowSum if self.apart or joined else ChunkSum
+        last = list(units)
+        for key in last:
+            before = [needed for needed in graph[key].dependencies if isinstance(call_of(graph[needed]), sums)]
+            units |= dict.fromkeys(before, units[key])
+            last += before if joined else ()
         return units
 
     def _squares(self, graph: Graph) -> dict[Key, tuple[Hashable, bool]]:
@@ -145,11 +155,10 @@ class Fusion:
 
         All updates wait for these sums, so none of them shares a task with an update.
         """
+        keys = [key for key, node in graph.items() if (o := origin_of(node)) and o.layer == self.squares]
         units: dict[Key, tuple[Hashable, bool]] = {}
-        for key, node in graph.items():
-            if not (origin := origin_of(node)) or origin.layer != self.squares:
-                continue
-            unit, sums = unit_of(origin, self.grain), [needed for needed in node.dependencies if is_sum(graph[needed])]
+        for key, unit in self._units(graph, keys, self.grain == "chunk").items():
+            sums = [needed for needed in graph[key].dependencies if is_sum(graph[needed])]
             units |= dict.fromkeys([key, *sums], (unit, False))
             while sums:
                 later = sums.pop()
@@ -157,6 +166,35 @@ class Fusion:
                 units |= dict.fromkeys(earlier, (unit, True))
                 sums += earlier
         return units
+
+    def _units(self, graph: Graph, keys: Sequence[Key], even: bool) -> dict[Key, Hashable]:
+        """Return the unit of tasks that update a tensor or square its gradient: weight and bias of a layer, with a unit
+        for each share of a large tensor's rows.
+
+        even   the unit is the number of one of as many parts as there are threads, or more if they are large, of about
+               the same size: for tasks that all run after the last chunk
+        """
+        if not even:
+            rows = {key: key[1] if graph[key].func.by_rows else 0 for key in keys}
+            return {key: (unit_of(origin_of(graph[key]), "block"), rows[key]) for key in keys}
+        in_blocks = sorted(keys, key=lambda key: -1 if (block := origin_of(graph[key]).block) is None else block)
+        sizes = {key: size_of_task(graph, key) for key in in_blocks}
+        total, before = sum(sizes.values()), 0
+        parts, units = max(self.threads, total // elements_of_task(self.threads)), dict[Key, Hashable]()
+        for key, size in sizes.items():
+            units[key] = parts * (2 * before + size) // (2 * total)
+            before += size
+        return units
+
+
+def size_of_task(graph: Graph, key: Key) -> int:
+    """Return how many numbers a task updates, or squares."""
+    call = call_of(graph[key])
+    if isinstance(call, RowUpdate):
+        return call.size
+    if call.origin.parameter:
+        return math.prod(call.shapes(key)[0])
+    return sum(math.prod(call_of(graph[needed]).shape) for needed in graph[key].dependencies if is_sum(graph[needed]))
 
 
 def unit_of(origin: Origin, grain: str) -> Hashable:

@@ -12,17 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.native import MOST_WORDS, NANOSECONDS, STEP, run_calls
+from daskgpt.kernels.native import ALIGNMENT, DATA, MOST_WORDS, NANOSECONDS, STEP, run_calls
 from daskgpt.kernels.tracing import FLOATS, RETURNS, Buffer, NativeCall, NotNative, Operand, Trace, tracing
 
-ALIGNMENT = 64  # bytes: a cache line
 WORDS, ARENA = 0, 1  # bases of every run, before those of arrays
 UNTIMED = np.empty(0, np.int64)
+LIKE, WRITABLE = attrgetter("shape", "dtype", "flags.c_contiguous"), attrgetter("flags.writeable")
 
 
 class Form(NamedTuple):
@@ -60,10 +62,22 @@ class View(NamedTuple):
 
     def of(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         array = arrays[self.number]
-        if array.shape == self.form.shape:
-            return array
         first = self.offset // array.itemsize
         return array.reshape(-1)[first : first + math.prod(self.form.shape)].reshape(self.form.shape)
+
+
+class Fetched(NamedTuple):
+    """An array that a run reads from a slot.
+
+    number   its number
+    source   slot, and places in nested tuples
+    written  whether the run writes into it
+    """
+
+    number: int
+    source: tuple[int, ...]
+    form: Form
+    written: bool
 
 
 @dataclass
@@ -74,10 +88,10 @@ class NativeRun:
     calls      rows of address, first word, and number of words
     template   and places: as of `kernels.native.run_calls`
     arena      bytes of values that only this run needs
-    fetched    numbers of arrays that lie in slots: slot, and places in nested tuples; with form, and whether the run
-               writes into them
-    made       numbers of arrays that it makes, and their forms
-    results    slot -> views for it
+    numbers    of the arrays that it uses
+    fetched    those that lie in slots
+    made       numbers of those that it makes, and their forms
+    results    slot -> array for it: its number, or a view; or a tuple of them
     ended      slots that no later call reads; dropped: numbers of such arrays
     constants  arrays that kernels read besides
     """
@@ -88,38 +102,32 @@ class NativeRun:
     places: np.ndarray
     arena: int
     numbers: list[int]
-    fetched: dict[int, tuple[tuple[int, ...], Form, bool]]
+    fetched: list[Fetched]
     made: dict[int, Form]
     results: dict[int, Any]
     ended: list[int]
     dropped: list[int]
     constants: list[np.ndarray]
 
+    def __post_init__(self) -> None:
+        self.expected = [(*one.form, True) for one in self.fetched]
+        self.written = [place for place, one in enumerate(self.fetched) if one.written]
+
     def run(self, slots: list[Any], arrays: list[Any], timed: bool) -> Iterator[tuple[Any, float, float, int]]:
         """Run; yield each member with its start, its end and the bytes of its result if they are timed."""
-        for number, ((slot, *path), form, written) in self.fetched.items():
-            value = slots[slot]
-            for place in path:
-                value = value[place]
-            flags = value.flags
-            if value.shape != form.shape or (written and not (flags.c_contiguous and flags.writeable)):
-                rule = f"the array must have shape {form.shape}" + ", be contiguous and writable" * written
-                got = {"shape": value.shape, "contiguous": flags.c_contiguous, "writable": flags.writeable}
-                raise refusal(ValueError, str(self.members[0][0].key[0]), rule, got, "Compile the step again.")
-            arrays[number] = value if flags.c_contiguous else np.ascontiguousarray(value)
+        for one, array in zip(self.fetched, self._arguments(slots)):
+            arrays[one.number] = array
         for number, form in self.made.items():
             arrays[number] = np.empty(*form)
         words = np.empty(len(self.template) + (self.arena + ALIGNMENT) // 8, np.int64)
-        start = _address(words)
-        arena = -(-(start + 8 * len(self.template)) // ALIGNMENT) * ALIGNMENT
-        bases = np.array([start, arena, *(_address(arrays[number]) for number in self.numbers)])
+        bases = np.array([0, 0, *map(id, map(arrays.__getitem__, self.numbers))])
         times = np.empty(len(self.calls) + 1, np.int64) if timed else UNTIMED
-        done = run_calls(self.calls, self.template, self.places, bases, words, times, timed)
+        done = run_calls(self.calls, self.template, self.places, bases, DATA, words, times, timed)
         if done < len(self.calls):
             key = next(call.key for call, first, _ in reversed(self.members) if first <= done)
             raise refusal(MemoryError, str(key[0]), "a kernel must get its memory", {"call": done}, "Free some memory.")
-        for slot, views in self.results.items():
-            slots[slot] = _materialized(views, arrays)
+        for slot, view in self.results.items():
+            slots[slot] = _result(view, arrays)
         for slot in self.ended:
             slots[slot] = None
         for number in self.dropped:
@@ -129,16 +137,26 @@ class NativeRun:
             for (call, first, size), end in zip(self.members, ends):
                 yield call, times[first] * NANOSECONDS, times[end] * NANOSECONDS, size
 
+    def _arguments(self, slots: Any) -> list[np.ndarray]:
+        """Return the arrays that lie in slots, contiguous, after a check of their forms."""
+        arrays = [reduce(getitem, one.source, slots) for one in self.fetched]
+        if [*map(LIKE, arrays)] == self.expected and all(map(WRITABLE, map(arrays.__getitem__, self.written))):
+            return arrays
+        for array, one in zip(arrays, self.fetched):
+            flags = array.flags
+            if form_of(array) != one.form or (one.written and not (flags.c_contiguous and flags.writeable)):
+                rule = f"the array must have shape {one.form.shape} and type {one.form.dtype}"
+                rule += ", be contiguous and writable" * one.written
+                got = {"shape": array.shape, "type": array.dtype}
+                got |= {"contiguous": flags.c_contiguous, "writable": flags.writeable}
+                raise refusal(ValueError, str(self.members[0][0].key[0]), rule, got, "Compile the step again.")
+        return [np.ascontiguousarray(array) for array in arrays]
 
-def _address(array: np.ndarray) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
 
-
-def _materialized(views: Any, arrays: Sequence[np.ndarray]) -> Any:
-    if isinstance(views, View):
-        return views.of(arrays)
-    return views and tuple(_materialized(view, arrays) for view in views)
+def _result(view: Any, arrays: Sequence[np.ndarray]) -> Any:
+    if isinstance(view, int):
+        return arrays[view]
+    return view.of(arrays) if isinstance(view, View) else view and tuple(_result(part, arrays) for part in view)
 
 
 @dataclass
@@ -286,11 +304,11 @@ class _Plan:
             places=np.array(places, np.int64).reshape(-1, 3),
             arena=arena,
             numbers=numbers,
-            fetched={
-                self.numbers[buffer]: (buffer.source, Form(buffer.shape, buffer.dtype), buffer.written)
+            fetched=[
+                Fetched(self.numbers[buffer], buffer.source, Form(buffer.shape, buffer.dtype), buffer.written)
                 for buffer in first
                 if buffer.source
-            },
+            ],
             made={self.numbers[buffer]: Form(buffer.shape, buffer.dtype) for buffer in made},
             results={slot: self._views(self.values[slot]) for slot in kept},
             ended=[slot for entry in group for slot in entry.call.ended],
@@ -301,7 +319,9 @@ class _Plan:
     def _views(self, value: Any) -> Any:
         if value is None or isinstance(value, tuple):
             return value and tuple(map(self._views, value))
-        return View(self.numbers[value.buffer], Form(value.shape, value.dtype), value.offset)
+        number, buffer = self.numbers[value.buffer], value.buffer
+        whole = value.shape == buffer.shape
+        return number if whole else View(number, Form(value.shape, value.dtype), value.offset)
 
 
 def _operands(call: NativeCall) -> list[Buffer]:

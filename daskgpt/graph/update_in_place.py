@@ -140,6 +140,11 @@ class RowUpdate(TaskCall):
         """The rows of the tensor."""
         return slice(self.bands[0][0], self.bands[-1][1])
 
+    @property
+    def size(self) -> int:
+        """Number of elements of the rows."""
+        return math.prod((self.bands[-1][1] - self.bands[0][0], *self.columns))
+
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
         """Return each sum's pieces; the start of the first one, the gradient, or totals; weight, moments, hyper.
 

@@ -8,8 +8,10 @@ beyond those that a function takes are not read.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -20,11 +22,26 @@ from daskgpt.kernels.floating_point import FLUSH, read_state, write_state
 from daskgpt.kernels.simd.lanes import F64, I32, I64, POINTER, address_of, call, instruction, load, whole
 from daskgpt.kernels.tracing import FLOATS
 
+ALIGNMENT = 64  # bytes of a cache line, with which the memory after the words begins
 # Functions take at most so many words; they are passed in multiples of STEP, to have few forms of calls.
 MOST_WORDS, STEP = 160, 16
 # time.perf_counter's clock: CLOCK_MONOTONIC, on macOS CLOCK_UPTIME_RAW.
 _CLOCK = 8 if sys.platform == "darwin" else 1
 NANOSECONDS = 1e-9
+
+
+def _distance_of_data() -> int:
+    """Return how many bytes after its own address an array holds the address of its data.
+
+    Python takes a microsecond to ask an array for it. The place is part of NumPy's binary interface, on which compiled
+    programs rely.
+    """
+    array = np.empty(1)
+    words = (ctypes.c_size_t * 8).from_address(id(array))
+    return 8 * list(words).index(array.ctypes.data)
+
+
+DATA = _distance_of_data()
 
 
 @intrinsic
@@ -60,19 +77,30 @@ def _now(builder):
     return builder.add(builder.mul(seconds, whole(10**9)), rest)
 
 
-@kernel("l2 l1 l2 L1 L1 L1 n")
-def run_calls(calls, template, places, bases, words, times, timed):
+@instruction("n", "n")
+def _word(builder, address):
+    """Return the word at an address."""
+    return load(builder, address, 0, I64)
+
+
+@kernel("l2 l1 l2 L1 n L1 L1 n")
+def run_calls(calls, template, places, bases, data, words, times, timed):
     """Make calls (rows of address, first word, number of words); return the number of those that succeeded.
 
     template   words of all calls, after RETURNS words for what they return
     places     rows of a word, a base and a distance: the word is the address at this distance from the base
-    bases      addresses; the first one becomes that of the words
+    bases      room for the addresses of the words and of the memory after them; then those of arrays as objects, which
+               become those of their data
+    data       DATA
     times      nanoseconds at the start of each call and at the end of the last one, if timed
     """
     previous = read_state()
     write_state(previous | FLUSH)
     start = address_of(words)
     bases[0] = start
+    bases[1] = -(-(start + 8 * template.size) // ALIGNMENT) * ALIGNMENT
+    for i in range(2, bases.size):
+        bases[i] = _word(bases[i] + data)
     for i in range(template.size):
         words[i] = template[i]
     for i in range(places.shape[0]):

@@ -20,7 +20,7 @@ from daskgpt.graph.accumulate import MicroBatches, accumulate
 from daskgpt.graph.barriers import memory_waits, stages_of
 from daskgpt.graph.compiled import CompiledGraph, KernelGraph, compile_graph
 from daskgpt.graph.distribute import Distribution, Rank, RowAccess
-from daskgpt.graph.fuse import FEW_THREADS, Fusion
+from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import array_of, from_numpy, graph_of, keys_of
 from daskgpt.graph.update_in_place import (
     InPlaceRule,
@@ -85,8 +85,7 @@ class Dials:
 
     def fusion(self, ranked: bool) -> Fusion:
         """Return the choice of tasks that become one; ranked: whether several ranks share the batch."""
-        spread = self.threads > FEW_THREADS
-        return Fusion(self.grain, (EMBEDDED,), SQUARES, apart=self.apart, ranked=ranked, spread=spread)
+        return Fusion(self.grain, (EMBEDDED,), SQUARES, apart=self.apart, ranked=ranked, threads=self.threads)
 
 
 @dataclass(frozen=True, kw_only=True)

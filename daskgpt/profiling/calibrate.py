@@ -18,13 +18,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
+import dask.threaded
 import numpy as np
 from dask.local import start_state_from_dask
 from dask.order import order
@@ -40,7 +41,7 @@ from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.program import calls_of
 from daskgpt.profiling.measure import BatchConfig, TimedEngine, in_turns, job_of
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.local import local_scheduler
+from daskgpt.schedulers.local import LocalScheduler, local_scheduler
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import Trial
@@ -291,7 +292,8 @@ def overheads(
     graphs, tasks = list[tuple[float, float]](), list[tuple[float, float, float]]()
     for point in points:
         with ExitStack() as stack:
-            alone, pooled = engines_with(stack, [job(*point)], ("sync", 1), ("threads", 1))
+            alone, pooled = engines_with(stack, [job(*point)], ("sync", 1), ("sync", 1))
+            pooled.engine.scheduler = LocalScheduler(partial(dask.threaded.get, num_workers=1), "a pool of one thread")
             rows = [(*_parts(alone), pooled.run(1)[0] - alone.run(1)[0]) for _ in range(turns)]
         ends, kernels, between, further = np.median(rows, axis=0).tolist()
         graphs.append((len(alone.engine.step.graph), ends))

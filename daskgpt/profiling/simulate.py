@@ -130,7 +130,6 @@ class Process:
 
     wanted   keys whose results are read from outside
     demands  of its tasks
-    pooled   whether threads of a pool run the tasks
     steps    of one run
     """
 
@@ -138,11 +137,10 @@ class Process:
     wanted: Sequence[Key]
     demands: Mapping[Key, Demand]
     threads: int
-    pooled: bool
     steps: int = 1
 
     @classmethod
-    def of_engine(cls, engine: LocalEngine, costs: Calibration, pooled: bool) -> Process:
+    def of_engine(cls, engine: LocalEngine, costs: Calibration) -> Process:
         """Return the process that runs the steps of an engine: one, or several that overlap, as a window."""
         step, demands = engine.step, call_demands(engine.step, costs)
         run = empty_submission(step, [None] * len(step.layout.packs), engine.together())
@@ -152,7 +150,7 @@ class Process:
         new: dict[Key, Key] = {key: (TASKS + number,) for number, key in enumerate(names)}
         graph, wanted = renamed(graph, new), [new[key] for key in run.keys]
         of_tasks = {key: Demand.of([demands[call.key] for call in calls_of(node)]) for key, node in graph.items()}
-        return cls(graph, wanted, of_tasks, engine.scheduler.threads, pooled, run.runs)
+        return cls(graph, wanted, of_tasks, engine.scheduler.threads, run.runs)
 
     @cached_property
     def order(self) -> dict[Key, int]:
@@ -270,7 +268,7 @@ class Simulation:
         while ready and len(state["running"]) < process.threads:
             key = ready.pop()
             state["running"].add(key)
-            lock, besides = self.costs.of_task(process.demands[key].alone, process.pooled)
+            lock, besides = self.costs.of_task(process.demands[key].alone, process.threads > 1)
             self._locked(rank, lock, self._receive, rank, key, more=besides)
 
     def _receive(self, rank: int, key: Key) -> None:
@@ -452,10 +450,9 @@ def forecast(
     Errors     MemoryError if kernels must be timed, and that might take more than half of the free memory
     """
     ranks, notes, here = max(1, min(workers, job.groups)), list[str](), usable_cores()
-    pooled = job.scheduler == "threads" and not workers
-    threads = (job.dataflow.threads or (here if pooled else 1)) if pooled or workers else 1
-    pooled = pooled or threads > 1
-    scheduler = local_scheduler("threads" if pooled else "sync", threads)
+    pool = job.scheduler == "threads" and not workers
+    threads = (job.dataflow.threads or (here if pool else 1)) if pool or workers else 1
+    scheduler = local_scheduler("threads", threads)
     memory = math.inf if bandwidth or threads > here else None  # of a machine that is not this one
     engines = engines_of(job, ranks, scheduler, memory)
     costs = costs or _calibration(job, engines[0].step, notes)
@@ -464,7 +461,7 @@ def forecast(
             demands = call_demands(engine.step, costs)
             times = {key: demand.beside if threads > 1 else demand.alone for key, demand in demands.items()}
             engine.tune([Span(key, 0, 0.0, seconds) for key, seconds in times.items()], job.steps)
-    processes = [Process.of_engine(engine, costs, pooled) for engine in engines]
+    processes = [Process.of_engine(engine, costs) for engine in engines]
     place = Platform(cores or (max(threads, here) if bandwidth or ranks == 1 else here), bandwidth, latency)
     if place.cores > costs.cores:
         notes.append(f"more cores than the {costs.cores} that were measured, each with the memory rate of one of them")

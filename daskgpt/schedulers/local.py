@@ -115,11 +115,14 @@ def own_threads() -> int:
 
 
 def local_scheduler(name: str, threads: int) -> LocalScheduler:
-    if name == "sync":
-        return LocalScheduler(dask.local.get_sync, "Dask's synchronous scheduler")
-    get = partial(dask.threaded.get, num_workers=threads)
+    """Return a scheduler of this process. With one thread, tasks run in the thread that calls it: to hand them to
+    another one would take two switches of threads a task.
+    """
     share = " (in a task of a Dask worker)" if in_task() else ""
-    return LocalScheduler(get, f"Dask's threaded scheduler, {threads} thread{'s' * (threads != 1)}{share}", threads)
+    if name == "sync" or threads == 1:
+        return LocalScheduler(dask.local.get_sync, f"Dask's synchronous scheduler{share}")
+    get = partial(dask.threaded.get, num_workers=threads)
+    return LocalScheduler(get, f"Dask's threaded scheduler, {threads} threads{share}", threads)
 
 
 def at_once(functions: Sequence[Callable[[], Any]]) -> None:

@@ -59,7 +59,7 @@ class RankProgram:
         self.job, self.epoch, self.count = job, epoch, len(addresses)
         self.link = WorkerLink(worker, epoch, number, addresses)
         threads = thread_count(worker)
-        self.scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
+        self.scheduler = local_scheduler("threads", threads)
         self.messages: list[str] = []
         self.last: Window | None = None
         self.busy = Lock()  # held by a window

@@ -88,7 +88,7 @@ def train(
     def program(number: int) -> Trained:
         rank = Rank(number, count, messages.link(number), options["groups"], *shape, threads)
         step = step_of(*arguments, **options, in_place=True, threads=threads, rank=rank)
-        scheduler = local_scheduler("threads" if threads > 1 else "sync", threads)
+        scheduler = local_scheduler("threads", threads)
         values = {name: value.copy() for name, value in initial.items()}  # it is written over
         state, outcomes, rows = state_of(step, values), list[Outcome](), step.sequences
         mine = [(tokens[rows], targets[rows]) for tokens, targets in batches]
