@@ -138,6 +138,19 @@ def test_updates_of_whole_chunks_are_shared_out_evenly(head, threads, clip, rand
     assert len(bits) == 1
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("tokens", [12, 6])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_whole_chunks_on_many_threads_change_no_bit(precision, in_place, tokens, accumulate):
+    """Updates in as many tasks, with what comes between: sums of micro-batches and waits for them stay separate."""
+    for model in (Model(replace(SMALL, vocabulary=200, padded_vocabulary=0), (4, 12)), MODELS["llama"]):
+        (sequences, length), few = model.batch, Dials(model.batch)
+        size = (1, length if tokens == 12 else next(n for n in (2, 3, 5) if length % n == 0))
+        many = Dials(size, "step", "chunk", "threads", 2 * sequences, in_place, accumulate=accumulate)
+        assert bits_after_steps(model, precision, many) == bits_after_steps(model, precision, few)
+
+
 def chunk_of_call(call):
     """(b, t) of what a call computes, None for a sum or an update."""
     index = dict(zip(getattr(call.function, "__self__", call.function).axes, call.key[1:]))

@@ -74,9 +74,10 @@ class Fusion:
         squared = self._squares(graph) if shared else {}
         # Where all chunks run at once, nothing is gained by what comes between them and the updates.
         chunks = {chunk_of(graph, key, whole=True) for key in keys} - {None}
-        together = len(chunks) <= max(self.threads, FEW_THREADS)
-        joined = self.grain == "chunk" and shared and together and not squared and not self.apart
+        at_once = len(chunks) <= max(self.threads, FEW_THREADS) and all(graph[key].func.micro is None for key in keys)
+        joined = self.grain == "chunk" and shared and at_once and not squared and not self.apart
         updated = self._updates(graph, bool(squared), joined) if shared else {}
+        read = {needed for node in graph.values() for needed in node.dependencies}
 
         def group_of(key: Key) -> Hashable:
             call, origin = graph[key].func, origin_of(graph[key])
@@ -105,7 +106,7 @@ class Fusion:
                 return phase, "squares", unit, key[1:] if earlier else (), stage
             group = chunk_groups[key]
             if group is None:
-                return (phase, "update", 0, "") if joined else None
+                return (phase, "update", 0, "") if joined and key not in read else None
             return phase, group
 
         return {key: group_of(key) for key in keys}
