@@ -108,6 +108,10 @@ def test_arrays_of_another_form_are_refused_and_others_are_made_contiguous(rando
     for array, word in ((x[:1], "shape"), (x.astype(np.float64), "float64")):
         with pytest.raises(ValueError, match=word):
             result(array)
+    # An array without axes keeps its shape beside one that is made contiguous.
+    run.fetched.append(run.fetched[0]._replace(source=(1,), form=Form((), x.dtype)))
+    number = np.zeros((), np.float32)
+    assert run._arguments([x.transpose(0, 2, 1).copy().transpose(0, 2, 1), number])[1] is number
 
 
 def operand(trace, *shape):

@@ -72,12 +72,10 @@ class Fusion:
         buckets = _buckets(graph) if self.ranked and self.grain == "chunk" and not self.apart else {}
         shared = not single and not self.ranked
         squared = self._squares(graph) if shared else {}
-        # Where all chunks run at once, nothing is gained by what comes between them and the updates.
-        chunks = {chunk_of(graph, key, whole=True) for key in keys} - {None}
-        at_once = len(chunks) <= max(self.threads, FEW_THREADS) and all(graph[key].func.micro is None for key in keys)
-        joined = self.grain == "chunk" and shared and at_once and not squared and not self.apart
+        # Where all chunks run at once, nothing is gained by tasks between them and the updates.
+        joined = shared and not squared and not self.apart and self._chunks_at_once(graph, keys)
         updated = self._updates(graph, bool(squared), joined) if shared else {}
-        read = {needed for node in graph.values() for needed in node.dependencies}
+        read = {needed for node in graph.values() for needed in node.dependencies} if joined else set()
 
         def group_of(key: Key) -> Hashable:
             call, origin = graph[key].func, origin_of(graph[key])
@@ -110,6 +108,14 @@ class Fusion:
             return phase, group
 
         return {key: group_of(key) for key in keys}
+
+    def _chunks_at_once(self, graph: Graph, keys: Sequence[Key]) -> bool:
+        """Return whether each chunk is one task, and all of them end before any can be of use: no more than there are
+        threads, or two on one thread; micro-batches follow each other.
+        """
+        if self.grain != "chunk" or any(graph[key].func.micro is not None for key in keys):
+            return False
+        return len({chunk_of(graph, key, whole=True) for key in keys} - {None}) <= max(self.threads, FEW_THREADS)
 
     def _chunk_groups(self, graph: Graph, keys: Sequence[Key]) -> Groups:
         """Return the group of each task among those of its chunk, None for a task without a chunk."""

@@ -150,7 +150,8 @@ class NativeRun:
                 got = {"shape": array.shape, "type": array.dtype}
                 got |= {"contiguous": flags.c_contiguous, "writable": flags.writeable}
                 raise refusal(ValueError, str(self.members[0][0].key[0]), rule, got, "Compile the step again.")
-        return [np.ascontiguousarray(array) for array in arrays]
+        # NumPy's function gives an array without axes one, so what is contiguous is left alone.
+        return [array if array.flags.c_contiguous else np.ascontiguousarray(array) for array in arrays]
 
 
 def _result(view: Any, arrays: Sequence[np.ndarray]) -> Any:
