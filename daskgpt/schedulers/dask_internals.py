@@ -205,7 +205,7 @@ def add_page(
     def remove() -> None:
         variables["pages"].remove(path)
         dask_scheduler.http_application.applications.remove(served)
-        served.stop()
+        served.stop(wait=False)  # Bokeh 3.10 refuses to wait in the thread of the event loop
 
     return remove
 
