@@ -11,12 +11,12 @@ from uuid import uuid4
 
 import dask
 import numpy as np
-from distributed import Future, span
+from distributed import Future, span, wait
 
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Key, in_one_layer, pinned, renamed, with_leaves
 from daskgpt.graph.program import in_run
-from daskgpt.schedulers.dask_internals import awaited, holders, ready_soon
+from daskgpt.schedulers.dask_internals import awaited, holders
 from daskgpt.schedulers.failures import (
     LeftOut,
     WorkerMonitor,
@@ -135,8 +135,8 @@ class ClusterScheduler(Scheduler):
     def _wait(self, handles: list[Any], which: str = "ALL_COMPLETED") -> None:
         """Wait for all futures, or for the first one."""
         self.since = time.monotonic()
-        while handles and not ready_soon(self.client, handles, which):
-            self._look()
+        if handles:
+            awaited(self.client, self._look, wait, handles, return_when=which)
 
     def look(self) -> set[str]:
         """Look at the workers; return which of those that are needed are gone or take no tasks.
