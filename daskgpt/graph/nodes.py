@@ -51,11 +51,6 @@ def from_numpy(name: str, value: np.ndarray, chunks: Chunks) -> da.Array:
     return da.Array(HighLevelGraph.from_collections(name, nodes, ()), name, chunks, dtype=value.dtype)
 
 
-def as_it_is(result: Any) -> Any:
-    """Return a result unchanged, in a task that moves it to another worker or key."""
-    return result
-
-
 def graph_of(arrays: Iterable[da.Array]) -> Graph:
     """Return the tasks of the arrays, without fusing or changing any."""
     graph: Graph = HighLevelGraph.merge(*(array.__dask_graph__() for array in arrays)).to_dict()

@@ -150,12 +150,6 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in tensors(config).items()}
 
 
-def block_of(where: str) -> int | None:
-    """Return the number of the transformer block in the published name of a tensor or a place."""
-    first, _, rest = where.partition(".")
-    return int(rest.partition(".")[0]) if first == "h" else None
-
-
 def parameter_count(config: ModelConfig, *, multiplied: bool = False) -> int:
     """Return the number of trained values, without the padding of the vocabulary (124,439,808 for gpt2).
 

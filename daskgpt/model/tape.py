@@ -13,7 +13,6 @@ from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.calls import CallOptions, Origin, apply, parse
 from daskgpt.model import layers
 from daskgpt.model.layers import ADD, PASS, Layer, Row
-from daskgpt.model.parameters import block_of
 from daskgpt.model.precision import FLOAT32, Precision
 
 
@@ -49,7 +48,7 @@ class Tape:
         """Call a layer, record it for `backward`, and return its first output."""
         arrays = dict(zip(layer.forward.arguments.split(), arguments, strict=True))
         results = self._apply(
-            Origin(layer.name, "forward", where, block_of(where)),
+            Origin(layer.name, "forward", where),
             layer.forward,
             arguments,
             options,
@@ -101,7 +100,7 @@ class Tape:
         arrays = {name: self._again(array, after) for name, array in record.arrays.items() if name in given}
         summed = not {"b", "t"} & set(output)
         (dx,) = self._apply(
-            Origin(record.layer.name, "backward", record.where, block_of(record.where), argument),
+            Origin(record.layer.name, "backward", record.where, argument),
             row,
             [(arrays | {"dy": dy})[name] for name in given],
             record.options,
@@ -121,7 +120,7 @@ class Tape:
         row = record.layer.forward
         arguments = [self._again(record.arrays[name], after) for name in row.arguments.split()]
         (self.recomputed[array.name],) = self._apply(
-            Origin(record.layer.name, "backward", record.where, block_of(record.where), again=True),
+            Origin(record.layer.name, "backward", record.where, again=True),
             row,
             arguments,
             record.options,
@@ -131,7 +130,7 @@ class Tape:
         return self.recomputed[array.name]
 
     def _add(self, where: str, argument: str, x: da.Array, y: da.Array) -> da.Array:
-        (total,) = self._apply(Origin(ADD.name, "backward", where, block_of(where), argument), ADD.forward, [x, y], {})
+        (total,) = self._apply(Origin(ADD.name, "backward", where, argument), ADD.forward, [x, y], {})
         return total
 
     def _apply(
