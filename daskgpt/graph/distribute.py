@@ -21,22 +21,21 @@ deadlock: the slowest rank never waits for another.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import pairwise
 from math import prod
 from operator import getitem
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from daskgpt.config.groups import Groups, groups_of_rank
 from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exchange, Origin, RowSum, several, wait
-from daskgpt.graph.messages import Peers, receive, send
 from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
 from daskgpt.graph.sum_order import SumOrder
-from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares
+from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares, squares_in
 from daskgpt.kernels.totals import subtrees, tree_sum
 
 BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together, by two or three ranks; more have more others to tell
@@ -45,16 +44,35 @@ AHEAD = 1  # number of buckets that are sent before waiting for the totals of on
 SENT_IN = {"totals": "backward", "gather": "backward", "squares": "update", "weights": "update"}  # kind -> phase
 
 
+Channel = tuple[str, int]  # kind of the data, and the bucket
+
+
+class Link(Protocol):
+    """A connection that carries messages between ranks, in order for each pair."""
+
+    def send(self, rank: int, channel: Channel, value: Any) -> None:
+        """Begin to send; the arrays must stay unchanged until the other rank has used them and replied."""
+
+    def receive(self, rank: int, channel: Channel) -> Any:
+        """Wait for the next value of a channel and return it."""
+
+
 @dataclass(frozen=True)
-class Rank(Peers):
+class Rank:
     """One of the ranks that share a batch.
 
+    number      among the ranks
+    count       of the ranks
+    link        to the others
     groups      of the batch
     sequences   of the batch
     tokens      of a sequence
     threads     of the rank with most of them: all ranks share a tensor's rows alike
     """
 
+    number: int
+    count: int
+    link: Link = field(repr=False, compare=False)
     groups: int
     sequences: int
     tokens: int
@@ -222,8 +240,8 @@ class Distribution:
             update: sorted(update_call, key=lambda shard: shard.number) for update, update_call in shards_of.items()
         }
 
-    def _owned(self, update: Key) -> list[Shard]:
-        return [shard for shard in self.shards[update] if shard.owner == self.rank.number]
+    def _owned(self, shards: Iterable[Shard]) -> list[Shard]:
+        return [shard for shard in shards if shard.owner == self.rank.number]
 
     def _exchange_totals(self, shards: Sequence[Shard], first: Mapping[Key, Key]) -> None:
         """Sum the own chunks for each shard, and exchange the totals with its owner, bucket by bucket.
@@ -244,7 +262,7 @@ class Distribution:
         pieces, *_ = call.arrange(key_trees(self.graph[self.loss]))
         self._add(loss, RowSum(call, call.bands(), range(len(pieces))), all_keys(pieces), ("sent", 0))
         for number, bucket in enumerate(buckets):
-            done = posted[-1:] + [partial_sums[shard] for shard in bucket if shard.owner == self.rank.number]
+            done = posted[-1:] + [partial_sums[shard] for shard in self._owned(bucket)]
             for other in self.rank.others:
                 shards_of = [shard for shard in bucket if shard.owner == other]
                 theirs = [loss] * (number == 0) + [partial_sums[shard] for shard in shards_of]
@@ -254,7 +272,7 @@ class Distribution:
             key = (f"posted-{number}_-{self.token}",)
             posted.append(self._add(key, Exchange(wait, _origin("posted", "backward", number)), done, ("sent", number)))
         for number, bucket in enumerate(buckets):
-            owned = [shard for shard in bucket if shard.owner == self.rank.number]
+            owned = self._owned(bucket)
             after = [posted[min(number + AHEAD, len(posted) - 1)]]
             if owned or number == 0:
                 messages = [self._receive(other, "totals", number, after) for other in self.rank.others]
@@ -287,7 +305,7 @@ class Distribution:
             sequences = [last - first for first, last in map(self.rank.sequences_of, range(self.rank.count))]
             order = SumOrder.of(sequences, (self.rank.tokens,), 1, Groups(self.rank.groups))
             whole = replace(self.graph[key].func, order=order, origin=_origin("gather", "update", 0))
-            for shard in self._owned(update):
+            for shard in self._owned(self.shards[update]):
                 rows = RowSum(whole, shard.bands, range(len(order.pieces)), started=True)
                 start, row_key = self._whole(before, shard), (f"{key[0]}.rows", shard.number)
                 self.totals[key, shard.number] = _Totals([self._add(row_key, rows, [*pieces, start], READER)])
@@ -342,7 +360,7 @@ class Distribution:
                 readers[reader] = [(reader, shard.number) for shard in self.shards[update]]
                 for shard in self.shards[update]:
                     of_rank[shard.owner].append((reader, shard.number))
-                for shard in self._owned(update):
+                for shard in self._owned(self.shards[update]):
                     rows, row_key = self._whole(self.last[update], shard), (f"{reader[0]}.rows", shard.number)
                     results[reader, shard.number] = self._add(row_key, self.graph[reader].func.on_rows(), [rows])
                     self.totals[self.last[update], shard.number] = _Totals([rows])
@@ -363,7 +381,7 @@ class Distribution:
     def _readers(self, update: Key) -> list[Key]:
         """Return the tasks that read a gradient, except its update. A sum over micro-batches may have more readers."""
         readers = self.dependents[self.last[update]] - {update}
-        by_rows = self.rules.readers_by_rows(self.graph, readers)
+        by_rows = squares_in(self.graph, sorted(readers))
         assert len(by_rows) == len(readers) or isinstance(self.graph[self.last[update]].func, RowSum)
         return by_rows
 
@@ -373,7 +391,7 @@ class Distribution:
         every = [shard for update in self.updates for shard in self.shards[update]]
         buckets = _buckets(every, self.rank.count)
         for number, bucket in enumerate(buckets):
-            owned = [shard for shard in bucket if shard.owner == self.rank.number]
+            owned = self._owned(bucket)
             for shard in owned:
                 weight, _, *moments, hyper = self.graph[shard.update].args
                 key = done[shard.update, shard.number] = (shard.update[0], shard.number)
@@ -423,13 +441,25 @@ class Distribution:
         pick: Callable[..., Any] | None = None,
         size: int = 0,
     ) -> Key:
-        call = send(self.rank.link, rank, (kind, number), _origin(f"send.{kind}", SENT_IN[kind], number), pick, size)
+        """Add a task that sends the results of others to a rank; return its key.
+
+        pick   makes the message from the results; None if they are sent unchanged, in a list
+        size   bytes of the message
+        """
+        link, channel, origin = self.rank.link, (kind, number), _origin(f"send.{kind}", SENT_IN[kind], number)
+
+        def send(*results: Any) -> None:
+            link.send(rank, channel, pick(*results) if pick else list(results))
+
+        call = Exchange(send, origin, size=size, peer=rank, channel=channel)
         return self._add((f"send.{kind}-{number}_-{self.token}", rank), call, values, bucket)
 
     def _receive(self, rank: int, kind: str, number: int, after: Sequence[Key]) -> Key:
+        """Add a task that waits in its thread for a message, after others have run; return its key."""
+        link, channel, origin = self.rank.link, (kind, number), _origin(f"receive.{kind}", "update", number)
         key = (f"receive.{kind}-{number}_-{self.token}", rank)
         if key not in self.new:
-            call = receive(self.rank.link, rank, (kind, number), _origin(f"receive.{kind}", "update", number))
+            call = Exchange(lambda *_: link.receive(rank, channel), origin, MESSAGE, peer=rank, channel=channel)
             self._add(key, call, dict.fromkeys(after), READER)
         return key
 

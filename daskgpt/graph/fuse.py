@@ -33,7 +33,7 @@ from daskgpt.config.errors import refusal
 from daskgpt.graph.calls import READER, ChunkSum, Origin, RowSum, call_of, is_pick, is_sum, origin_of
 from daskgpt.graph.nodes import Graph, Key, dependents_of, is_leaf, task, waiting_for
 from daskgpt.graph.program import Place, program_of
-from daskgpt.graph.update_in_place import RowUpdate, elements_of_task
+from daskgpt.graph.update_in_place import RowUpdate, elements_of_task, squares_in
 
 GRAINS = ("kernel", "segment", "block", "chunk")
 OUTSIDE = "outside"  # of the blocks
@@ -49,7 +49,6 @@ class Fusion:
 
     grain    one of GRAINS, or "step"
     first    places of the model outside the blocks that belong to the first block
-    squares  the layer of tasks that square gradients
     apart    whether forward, backward and update stay in separate tasks, since there are barriers within the step
     ranked   whether the graph is that of one of several ranks: the sums of a layer, its updates, and the rows from one
              rank are each a task
@@ -58,7 +57,6 @@ class Fusion:
 
     grain: str
     first: Collection[str] = ()
-    squares: str = ""
     apart: bool = False
     ranked: bool = False
     threads: int = 1
@@ -162,7 +160,7 @@ class Fusion:
 
         All updates wait for these sums, so none of them shares a task with an update.
         """
-        keys = [key for key, node in graph.items() if (o := origin_of(node)) and o.layer == self.squares]
+        keys = squares_in(graph, graph)
         units: dict[Key, tuple[Hashable, bool]] = {}
         for key, unit in self._units(graph, keys, self.grain == "chunk").items():
             sums = [needed for needed in graph[key].dependencies if is_sum(graph[needed])]

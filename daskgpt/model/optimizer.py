@@ -22,7 +22,6 @@ from daskgpt.model.parameters import Tensor
 from daskgpt.model.tape import Tape
 
 Kernel = Callable[..., Any]
-SQUARES, NORM = "squares", "norm"  # layers of the tasks that compute the norm of all gradients
 
 
 @dataclass(frozen=True)
@@ -227,10 +226,10 @@ def clipped(
     """Return, from all gradients, the input of updates in place of hyper; see `kernels.optimizers.clipped_hyper`."""
     sums: list[da.Array] = []
     for name, tensor in tensors.items():
-        origin = Origin(SQUARES, "update", name)
+        origin = Origin("squares", "update", name)
         signature = f"{'OC'[: len(tensor.shape)]} -> "
         sums += apply(origin.name(tape.token), squares, signature, [gradients[name]], origin=origin)
-    origin = Origin(NORM, "update", "gradients")
+    origin = Origin("norm", "update", "gradients")
     (info,) = apply(
         origin.name(tape.token),
         clipped_hyper,

@@ -32,9 +32,9 @@ from daskgpt.graph.update_in_place import (
 )
 from daskgpt.kernels.arguments import checked_indices
 from daskgpt.kernels.dropout import streams
-from daskgpt.kernels.optimizers import GRAD_INFO, squares
+from daskgpt.kernels.optimizers import GRAD_INFO
 from daskgpt.model.layers import CROSSENTROPY
-from daskgpt.model.optimizer import SQUARES, clipped, clipped_kernel, optimizer_of, update
+from daskgpt.model.optimizer import clipped, clipped_kernel, optimizer_of, update
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, read_rows, write_rows
 from daskgpt.model.tape import Tape
@@ -85,7 +85,7 @@ class Dials:
 
     def fusion(self, ranked: bool) -> Fusion:
         """Return the choice of tasks that become one; ranked: whether several ranks share the batch."""
-        return Fusion(self.grain, (EMBEDDED,), SQUARES, apart=self.apart, ranked=ranked, threads=self.threads)
+        return Fusion(self.grain, (EMBEDDED,), apart=self.apart, ranked=ranked, threads=self.threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,14 +212,9 @@ def compile_step(
     rewritten, distribution = Rewritten(graph), None
     if dials.in_place:
         threads = rank.threads if rank else dials.threads
-        elements = elements_of_task(threads, rank is not None)
-        rules = UpdateRules(
-            {name: _rule(tensor, optimizer, precision) for name, tensor in table.items()},
-            math.prod(shape),
-            elements,
-            pieces_of_task(threads),
-            (squares,),
-        )
+        limits = elements_of_task(threads, rank is not None), pieces_of_task(threads)
+        of_tensors = {name: _rule(tensor, optimizer, precision) for name, tensor in table.items()}
+        rules = UpdateRules(of_tensors, math.prod(shape), *limits)
         if rank is None:
             rewritten = update_in_place(graph, rules, apart=dials.apart)
         else:
