@@ -35,10 +35,10 @@ class Form(NamedTuple):
 
 
 def form_of(value: Any) -> Any:
-    """Return the form of an array, a tuple of those of several; None for anything else."""
+    """Return the form of an array or operand, a tuple of those of several; None for anything else."""
     if isinstance(value, tuple):
         return tuple(map(form_of, value))
-    return Form(value.shape, value.dtype) if isinstance(value, np.ndarray) else None
+    return Form(value.shape, value.dtype) if isinstance(value, np.ndarray | Operand) else None
 
 
 @dataclass
@@ -200,7 +200,7 @@ def _traced(trace: Trace, call: Any, values: dict[int, Any], form: Any) -> _Trac
     if native:
         try:
             result = call.function(*arguments)
-            native = _form(result) == form
+            native = form_of(result) == form
         except NotNative:
             native = False
     if native:
@@ -227,12 +227,6 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _operands_in(value: Any) -> Iterator[Operand]:
     return (part for part in _leaves(value) if part is not None)
-
-
-def _form(result: Any) -> Any:
-    if isinstance(result, tuple):
-        return tuple(map(_form, result))
-    return Form(result.shape, result.dtype) if isinstance(result, Operand) else None
 
 
 @dataclass

@@ -103,9 +103,7 @@ class ClusterScheduler(Scheduler):
         return dask.annotate(span=self.span, **where)
 
     def fetch(self, handles: list[Any]) -> list[Any]:
-        self.since = time.monotonic()
-        with losses_as_errors(self.client):
-            return list(awaited(self.client, self._look, self.client.gather, handles))
+        return list(self._awaited(self.client.gather, handles))
 
     def call_on(self, function: Callable[..., Any], *arguments: Any, workers: Iterable[str] | None = None) -> Any:
         """Call a function in the processes of some workers, or of all, beside their tasks; return results by address.
@@ -120,7 +118,7 @@ class ClusterScheduler(Scheduler):
         """Return the results of tasks that wait for each other: once one fails, do not wait for the others."""
         with losses_as_errors(self.client):
             while left := [handle for handle in handles if handle.status == "pending"]:
-                self._wait(left, "FIRST_COMPLETED")
+                self._awaited(wait, left, return_when="FIRST_COMPLETED")
                 for handle in handles:
                     if handle.status == "error":
                         handle.result()
@@ -129,14 +127,14 @@ class ClusterScheduler(Scheduler):
         return self.fetch(handles)  # a worker may be lost now as well, with its result
 
     def wait_for(self, handles: list[Any]) -> None:
-        with losses_as_errors(self.client):
-            self._wait(handles)
-
-    def _wait(self, handles: list[Any], which: str = "ALL_COMPLETED") -> None:
-        """Wait for all futures, or for the first one."""
-        self.since = time.monotonic()
         if handles:
-            awaited(self.client, self._look, wait, handles, return_when=which)
+            self._awaited(wait, handles)
+
+    def _awaited(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Return the result of a method of Dask's client that waits, and look at the workers meanwhile."""
+        self.since = time.monotonic()
+        with losses_as_errors(self.client):
+            return awaited(self.client, self._look, method, *arguments, **options)
 
     def look(self) -> set[str]:
         """Look at the workers; return which of those that are needed are gone or take no tasks.
@@ -254,7 +252,7 @@ class ClusterScheduler(Scheduler):
         with losses_as_errors(self.client), self._annotated():
             futures = self.client.compute(bag.to_delayed())
         while futures:
-            self._wait(futures, "FIRST_COMPLETED")
+            self._awaited(wait, futures, return_when="FIRST_COMPLETED")
             ready = [future for future in futures if future.status != "pending"]
             futures = [future for future in futures if future not in ready]
             for result in self.fetch(ready):
