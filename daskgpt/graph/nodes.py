@@ -14,7 +14,7 @@ from dask.array.core import slices_from_chunks
 from dask.core import reverse_dict
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import require
 
 Key = tuple[Any, ...]
 Graph = dict[Key, GraphNode]
@@ -94,13 +94,8 @@ def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def key_tree(argument: Any) -> Any:
-    """Return an argument of a task as a key, or nested lists of keys."""
-    if isinstance(argument, TaskRef):
-        return argument.key
-    if isinstance(argument, List):
-        return [key_tree(item) for item in argument.args]
-    rule = "a task takes chunks and lists of them"
-    raise refusal(TypeError, "key_tree", rule, {"argument": repr(argument)}, "Use calls.apply.")
+    """Return an argument of a task, a chunk or lists of them, as a key or nested lists of keys."""
+    return [key_tree(item) for item in argument.args] if isinstance(argument, List) else argument.key
 
 
 def key_trees(node: GraphNode) -> list[Any]:
