@@ -212,8 +212,8 @@ def _traced(trace: Trace, call: Any, values: dict[int, Any], form: Any) -> _Trac
 
 
 def filled(arguments: Any, slots: Any) -> Any:
-    """Return nested lists of slots with their values."""
-    return [slots[item] if isinstance(item, int) else filled(item, slots) for item in arguments]
+    """Return nested lists of slots (or keys) with their values."""
+    return [filled(item, slots) if isinstance(item, list) else slots[item] for item in arguments]
 
 
 def _leaves(value: Any) -> Iterator[Any]:

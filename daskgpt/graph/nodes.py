@@ -88,11 +88,6 @@ def is_leaf(node: GraphNode) -> bool:
     return isinstance(node, DataNode)
 
 
-def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested lists of the function's results for each item."""
-    return [mapped(item, function) for item in tree] if isinstance(tree, list) else function(tree)
-
-
 def key_tree(argument: Any) -> Any:
     """Return an argument of a task, a chunk or lists of them, as a key or nested lists of keys."""
     return [key_tree(item) for item in argument.args] if isinstance(argument, List) else argument.key

@@ -90,16 +90,13 @@ async def identity_at(address: str, seconds: float) -> dict[str, Any]:
 
     Errors   OSError, TimeoutError or another error where none answers
     """
-    return await asyncio.wait_for(_identity(address, seconds), seconds + ANSWER_SECONDS)
-
-
-async def _identity(address: str, seconds: float) -> dict[str, Any]:
-    comm = await connect(address, timeout=seconds, **Security().get_connection_args("client"))
-    try:
-        await comm.write({"op": "identity", "reply": True})
-        return dict(await comm.read())
-    finally:
-        comm.abort()
+    async with asyncio.timeout(seconds + ANSWER_SECONDS):
+        comm = await connect(address, timeout=seconds, **Security().get_connection_args("client"))
+        try:
+            await comm.write({"op": "identity", "reply": True})
+            return dict(await comm.read())
+        finally:
+            comm.abort()
 
 
 # Of the scheduler's process.
