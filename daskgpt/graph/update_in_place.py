@@ -80,14 +80,24 @@ class UpdateRules:
 
     rules     parameter -> the rule of its update
     summed    number of rows over which each gradient is summed, in all chunks together
-    elements  most numbers of a tensor that one task updates
-    pieces    of the batch that one task adds where all of them are larger than the gradient
+    threads   number of tasks that can run at once
+    ranked    whether several ranks share the batch
     """
 
     rules: Mapping[str, InPlaceRule]
     summed: int
-    elements: int
-    pieces: int = 1
+    threads: int
+    ranked: bool
+
+    @property
+    def elements(self) -> int:
+        """Most numbers of a tensor that one task updates."""
+        return elements_of_task(self.threads, self.ranked)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the batch that one task adds where all of them are larger than the gradient."""
+        return max(self.threads // THREADS_OF_PIECE, 1)
 
     def updates(self, graph: Graph) -> list[Key]:
         """Return the tasks that update a parameter, in the order of the model."""
@@ -195,11 +205,6 @@ def elements_of_task(threads: int, ranked: bool = False) -> int:
     a quarter: messages wait for the last of the sums.
     """
     return max(2 * TASK_ELEMENTS // max(threads, 2), LEAST_ELEMENTS // (4 if ranked else 1))
-
-
-def pieces_of_task(threads: int) -> int:
-    """Return how many pieces of the batch one task adds to a large gradient if so many tasks can run at once."""
-    return max(threads // THREADS_OF_PIECE, 1)
 
 
 def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritten:

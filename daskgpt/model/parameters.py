@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -267,8 +267,7 @@ def check_config(where: str, config: Any) -> ModelConfig:
     """
     rule, got = "the configuration must be a ModelConfig", {"config": repr(config)[:40]}
     require(isinstance(config, ModelConfig), where, rule, got, "Give daskgpt.preset(name).", TypeError)
-    checked: ModelConfig = config
-    return checked
+    return cast(ModelConfig, config)
 
 
 def check_dtypes(where: str, arrays: Mapping[str, np.ndarray], dtype: type[np.generic]) -> None:

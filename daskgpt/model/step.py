@@ -22,14 +22,7 @@ from daskgpt.graph.compiled import CompiledGraph, KernelGraph, compile_graph
 from daskgpt.graph.distribute import Distribution, Rank, RowAccess
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import array_of, from_numpy, graph_of, keys_of
-from daskgpt.graph.update_in_place import (
-    InPlaceRule,
-    Rewritten,
-    UpdateRules,
-    elements_of_task,
-    pieces_of_task,
-    update_in_place,
-)
+from daskgpt.graph.update_in_place import InPlaceRule, Rewritten, UpdateRules, update_in_place
 from daskgpt.kernels.arguments import checked_indices
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.optimizers import GRAD_INFO
@@ -211,10 +204,9 @@ def compile_step(
         graph = accumulate(graph, micro_batches, tape.token, over=dials.in_place, ranked=rank is not None)
     rewritten, distribution = Rewritten(graph), None
     if dials.in_place:
-        threads = rank.threads if rank else dials.threads
-        limits = elements_of_task(threads, rank is not None), pieces_of_task(threads)
         of_tensors = {name: _rule(tensor, optimizer, precision) for name, tensor in table.items()}
-        rules = UpdateRules(of_tensors, math.prod(shape), *limits)
+        threads = rank.threads if rank else dials.threads
+        rules = UpdateRules(of_tensors, math.prod(shape), threads, ranked=rank is not None)
         if rank is None:
             rewritten = update_in_place(graph, rules, apart=dials.apart)
         else:

@@ -17,13 +17,7 @@ from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Key, in_one_layer, pinned, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.schedulers.dask_internals import awaited, holders
-from daskgpt.schedulers.failures import (
-    LeftOut,
-    WorkerMonitor,
-    loss,
-    losses_as_errors,
-    unreached_words,
-)
+from daskgpt.schedulers.failures import REACHED, LeftOut, WorkerMonitor, loss, losses_as_errors
 from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.membership import check_versions, members, running
 from daskgpt.schedulers.protocol import ClusterLost, ProcessSpans, Scheduler, WorkerLost
@@ -213,7 +207,7 @@ class ClusterScheduler(Scheduler):
             return True
         for (source, target), why in pairs.items():
             if (source, target) not in self.told:
-                self.monitor.say(f"workers    {unreached_words(source or 'the scheduler', target, why)}")
+                self.monitor.say(f"workers    {source or 'the scheduler'} cannot connect to {target}: {why}. {REACHED}")
         self.told |= pairs.keys()
         # The one in most pairs is to blame; of two, the one that cannot be reached.
         blame = Counter(address for pair in pairs for address in pair if address)
