@@ -63,10 +63,6 @@ async def _begun(client: Any, method: Callable[..., Any], arguments: Sequence[An
         return asyncio.ensure_future(method(*arguments, **options))
 
 
-async def _is_done(running: Any) -> bool:
-    return bool((await asyncio.wait([running], timeout=LOOKING))[0])
-
-
 def awaited(client: Any, look: Callable[[], Any], method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Return the result of a client's method, or of `distributed.wait`, and call `look` while waiting for it: Dask
     itself would wait forever.
@@ -75,7 +71,7 @@ def awaited(client: Any, look: Callable[[], Any], method: Callable[..., Any], *a
     """
     running = client.sync(_begun, client, method, arguments, options)
     try:
-        while not client.sync(_is_done, running):
+        while not client.sync(asyncio.wait, [running], timeout=LOOKING)[0]:
             look()
     except BaseException:
         client.loop.add_callback(running.cancel)
