@@ -60,8 +60,8 @@ class Layer:
 
     name: str
     forward: Row
-    backward: Mapping[str, Row | None]
     outputs: str = "y"
+    backward: Mapping[str, Row | None] = field(default_factory=dict)
     new_axes: Callable[[Sizes, Options], Sizes] = field(default=lambda sizes, options: {})
     cheap: bool = False
     dropped: Layer | None = None
