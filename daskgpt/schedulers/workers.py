@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +20,7 @@ from daskgpt.schedulers.dask_internals import (
     handle_messages,
     send_heartbeat,
 )
-from daskgpt.schedulers.latest_calls import ASKED, latest_calls
+from daskgpt.schedulers.latest_calls import ASKED, LatestCall, latest_calls
 from daskgpt.schedulers.links import end_programs, forget_worker, is_not_reported, leave
 from daskgpt.schedulers.local import keep_memory
 from daskgpt.schedulers.membership import plugin_name
@@ -48,7 +47,11 @@ class PrepareWorker(WorkerPlugin):
         self.users.update((None, worker.id))
         compile_all(np.float32, bfloat16=False)  # what bfloat16 needs is loaded at its first product
         keep_memory()
-        handle_messages(worker, ASKED, partial(latest_calls, worker))
+
+        def latest(since: float, most: int) -> tuple[list[LatestCall], bool, float]:
+            return latest_calls(worker, since, most)
+
+        handle_messages(worker, ASKED, latest)
         add_metric(worker, METRIC, lambda worker: True)
         await send_heartbeat(worker)
 
