@@ -16,7 +16,7 @@ class LoopEngine(LocalEngine):
     def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         outcomes = []
         for inputs in self.inputs(batches, steps):
-            run = self.step.submission(inputs, self.current.packs)
+            run = self.step.submission([inputs], self.current.packs)
             graph, results = with_leaves(run.graph, run.leaves), {}
             for key in in_order(graph):
                 results[key] = graph[key](results)

@@ -23,7 +23,6 @@ def squared_relu_backward(dy, x):
 SQUARED_RELU = Layer(
     "squared_relu",
     Row(squared_relu, "btC -> btC", "x"),
-    outputs="y",
     backward={"x": Row(squared_relu_backward, "btC, btC -> btC", "dy x")},
 )
 
@@ -36,7 +35,6 @@ def unchanged(x):
 NO_POSITIONS = Layer(
     "no_positions",
     Row(unchanged, "btX -> btX", "x"),
-    outputs="y",
     backward={"x": Row(unchanged, "btX -> btX", "dy")},
 )
 SAME_ATTENTION = replace(ATTENTION, name="same_attention")

@@ -113,13 +113,13 @@ def test_waiting_looks_and_ends_with_errors(cluster):
 
     event = Event("awaited", client=client)
     waiting = client.submit(event.wait, pure=False)
-    with pytest.raises(KeyError, match="stop"):
-        internals.awaited(client, stop, client.gather, [waiting])
-    assert not internals.ready_soon(client, [waiting])
+    for method in (client.gather, wait):
+        with pytest.raises(KeyError, match="stop"):
+            internals.awaited(client, stop, method, [waiting])
     event.set()
     assert internals.awaited(client, stop, client.gather, [waiting]) == [True]
-    assert internals.ready_soon(client, [waiting])
-    assert looks == [1]
+    assert internals.awaited(client, stop, wait, [waiting]).done == {waiting}
+    assert looks == [1, 1]
 
 
 def test_holders_are_the_workers_with_a_result(cluster):

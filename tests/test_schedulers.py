@@ -333,9 +333,9 @@ def test_worker_with_other_sources_is_refused(other, there, outcome, monkeypatch
     expected = membership.identity(True)
     assert {"daskgpt", "numpy", "numba", "bfloat16 products"} <= expected.keys()
     assert "bfloat16 products" not in membership.identity(False)
+    plugin = membership.VersionCheck("run", True, ["tcp://a:1"] if there else [])
     if other:
         monkeypatch.setattr(membership, "_sources", lambda: "other")
-    plugin = membership.VersionCheck("name", expected, True, ["tcp://a:1"] if there else [])
     if outcome == "refused":
         with pytest.raises(RuntimeError, match=r"worker=tcp://a:1, daskgpt=.* \(the run: .*\)\."):
             plugin.setup(worker)

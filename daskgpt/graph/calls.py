@@ -44,7 +44,6 @@ class Origin:
     layer      name of the layer's row, or of the optimizer
     phase      one of PHASES
     where      in the model, by GPT-2's published names: `h.0.attn.c_attn`
-    block      number of the transformer block, None outside them
     argument   in backward: the argument whose gradient it is
     parameter  the tensor that an update writes
     again      whether it recomputes a result of forward in backward
@@ -53,10 +52,15 @@ class Origin:
     layer: str
     phase: str
     where: str
-    block: int | None = None
     argument: str = ""
     parameter: str = ""
     again: bool = False
+
+    @property
+    def block(self) -> int | None:
+        """Number of the transformer block, None outside them."""
+        first, _, rest = self.where.partition(".")
+        return int(rest.partition(".")[0]) if first == "h" else None
 
     @property
     def kind(self) -> str:

@@ -185,51 +185,45 @@ class CompiledGraph:
         """Return the name of a task: `linear.forward-h.0.attn.c_attn`."""
         return "-".join(self.titles.get(key[0], (key[0].partition("-")[0],)))
 
-    def submission(self, values: Mapping[str, np.ndarray], packs: Sequence[Any]) -> Submission:
-        """Return one run on this data and state."""
-        leaves = self._data(values) | _state(packs)
-        return Submission(self.graph, leaves, self.output_keys + self.updates, recorder=self.kernels.recorder)
-
-    def split(self, results: list[Any], packs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return handles of the outputs and the packs of the new state from the results of a run."""
-        count = len(self.output_keys)
-        return results[:count], results[count:] if self.kernels.results else list(packs)
-
-    def window_submission(self, values: Sequence[Mapping[str, np.ndarray]], packs: Sequence[Any]) -> Submission:
-        """Return several runs as one graph without a barrier between them, where the state is updated in place.
-
-        A task waits only for what it needs: one that reads a tensor of the state for the update of that tensor in the
-        run before, and an update for the readers of its own run.
-        """
-        leaves = _state(packs)
+    def submission(self, values: Sequence[Mapping[str, np.ndarray]], packs: Sequence[Any]) -> Submission:
+        """Return one run on data and a state, or several on the data of each, as one graph: see `window`."""
+        runs, leaves = len(values), {(STATE, number): pack for number, pack in enumerate(packs)}
         for run, inputs in enumerate(values):
-            leaves |= {_in_run(key, run): value for key, value in self._data(inputs).items()}
-        keys = [_in_run(key, run) for run in range(len(values)) for key in self.output_keys]
-        keys += [_in_run(key, len(values) - 1) for key in self.updates]
-        return Submission(self.window(len(values)), leaves, keys, len(values), self.kernels.recorder)
+            for name, array in self.kernels.inputs.items():
+                leaves |= {_in_run(key, run, runs): part for key, part in pieces(array, inputs[name]).items()}
+        keys = [_in_run(key, run, runs) for run in range(runs) for key in self.output_keys]
+        keys += [_in_run(key, runs - 1, runs) for key in self.updates]
+        return Submission(self.window(runs), leaves, keys, runs, self.kernels.recorder)
 
-    def split_window(self, results: list[Any], runs: int) -> list[list[Any]]:
-        """Return the handles of each run's outputs from the results of several."""
+    def split(self, results: list[Any], packs: Sequence[Any], runs: int = 1) -> tuple[list[list[Any]], list[Any]]:
+        """Return handles of the outputs of each run, and the packs of the new state, from the results of a submission.
+
+        packs   those that were submitted
+        """
         count = len(self.output_keys)
-        return [results[run * count : (run + 1) * count] for run in range(runs)]
+        outputs = [results[run * count : (run + 1) * count] for run in range(runs)]
+        return outputs, results[runs * count :] if self.kernels.results else list(packs)
 
     def window(self, runs: int) -> Graph:
-        """Return the graph of several runs, with edges from each update to the readers of the next run.
+        """Return the graph of several runs, with edges from each update to the readers of the next run, and no barrier
+        between them; the state is updated in place.
 
         Within a run, an update already waits for the readers of the value that it overwrites. Between two runs, a
         reader must see the value that the run before wrote, so it waits for that update. An update of the next run then
         waits for the update before it through its own readers; every tensor has at least one.
         """
+        if runs == 1:
+            return self.graph
         if runs not in self.windows:
             updates = self.needs_of_last_run()
             keys = self.graph.keys() | {key for array in self.kernels.inputs.values() for key in keys_of(array)}
             graph: Graph = {}
             for run in range(runs):
-                copy = renamed(self.graph, {key: _in_run(key, run) for key in keys})
+                copy = renamed(self.graph, {key: _in_run(key, run, runs) for key in keys})
                 copy = {key: in_run(node, run) for key, node in copy.items()}
                 for key in updates if run else ():
-                    earlier = sorted(_in_run(update, run - 1) for update in updates[key])
-                    copy[_in_run(key, run)] = waiting_for(copy[_in_run(key, run)], earlier)
+                    earlier = sorted(_in_run(update, run - 1, runs) for update in updates[key])
+                    copy[_in_run(key, run, runs)] = waiting_for(copy[_in_run(key, run, runs)], earlier)
                 graph |= copy
             self.windows.clear()
             self.windows[runs] = graph
@@ -257,18 +251,10 @@ class CompiledGraph:
                 piece[...] = results[place.key] if place.number is None else results[place.key][place.number]
         return arrays
 
-    def _data(self, values: Mapping[str, np.ndarray]) -> dict[Key, Any]:
-        inputs = self.kernels.inputs
-        return {key: part for name, array in inputs.items() for key, part in pieces(array, values[name]).items()}
 
-
-def _state(packs: Sequence[Any]) -> dict[Key, Any]:
-    return {(STATE, number): pack for number, pack in enumerate(packs)}
-
-
-def _in_run(key: Key, run: int) -> Key:
-    """Return a key of one of several runs in a graph."""
-    return (f"{key[0]}-{run}", *key[1:])
+def _in_run(key: Key, run: int, runs: int) -> Key:
+    """Return a key of one of some runs in a graph; a single one keeps it."""
+    return (f"{key[0]}-{run}", *key[1:]) if runs > 1 else key
 
 
 def _layout(places: Mapping[str, Place]) -> Layout:

@@ -20,23 +20,22 @@ deadlock: the slowest rank never waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import pairwise
 from math import prod
 from operator import getitem
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from daskgpt.config.groups import Groups, groups_of_rank
 from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exchange, Origin, RowSum, several, wait
-from daskgpt.graph.messages import Peers, receive, send
 from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
 from daskgpt.graph.sum_order import SumOrder
-from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares
+from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares, squares_in
 from daskgpt.kernels.totals import subtrees, tree_sum
 
 BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together, by two or three ranks; more have more others to tell
@@ -45,16 +44,35 @@ AHEAD = 1  # number of buckets that are sent before waiting for the totals of on
 SENT_IN = {"totals": "backward", "gather": "backward", "squares": "update", "weights": "update"}  # kind -> phase
 
 
+Channel = tuple[str, int]  # kind of the data, and the bucket
+
+
+class Link(Protocol):
+    """A connection that carries messages between ranks, in order for each pair."""
+
+    def send(self, rank: int, channel: Channel, value: Any) -> None:
+        """Begin to send; the arrays must stay unchanged until the other rank has used them and replied."""
+
+    def receive(self, rank: int, channel: Channel) -> Any:
+        """Wait for the next value of a channel and return it."""
+
+
 @dataclass(frozen=True)
-class Rank(Peers):
+class Rank:
     """One of the ranks that share a batch.
 
+    number      among the ranks
+    count       of the ranks
+    link        to the others
     groups      of the batch
     sequences   of the batch
     tokens      of a sequence
     threads     of the rank with most of them: all ranks share a tensor's rows alike
     """
 
+    number: int
+    count: int
+    link: Link = field(repr=False, compare=False)
     groups: int
     sequences: int
     tokens: int
@@ -116,6 +134,11 @@ class Shard:
     rounded: bool = False
 
     @property
+    def key(self) -> Key:
+        """The task that updates it, or writes what its owner has sent."""
+        return (self.update[0], self.number)
+
+    @property
     def rows(self) -> slice:
         """The rows in the tensor."""
         return slice(self.bands[0][0], self.bands[-1][1])
@@ -140,7 +163,7 @@ class RowAccess:
 
     read: Callable[[Any, slice, bool], Any]
     write: Callable[[Any, slice, Any], None]
-    rounding: Sequence[Callable[..., Any]] | frozenset[Callable[..., Any]] = ()
+    rounding: Collection[Callable[..., Any]]
 
     def read_all(self, shards: Sequence[Shard], *values: Any) -> list[Any]:
         """Return the rows of shards from the weights that they belong to, which come first among the values."""
@@ -166,8 +189,12 @@ class _Totals(NamedTuple):
 class Distribution:
     """The program of a rank, whose updates are in place.
 
-    shards     of the tensor that a task updates
-    gathered   sums that are made from the chunks of all ranks, each with the parameter whose gradient it is
+    last      sum that is the gradient of an update
+    weight    that it updates
+    readers   of this weight, but for the update
+    shards    of the tensor that it updates
+    posted    tasks after which all totals have been sent
+    totals    by sum and number of the shard
     """
 
     def __init__(self, graph: Graph, rules: UpdateRules, rank: Rank, loss: Key, access: RowAccess, token: str) -> None:
@@ -179,13 +206,13 @@ class Distribution:
         """
         self.graph, self.rules, self.rank, self.loss, self.access, self.token = graph, rules, rank, loss, access, token
         self.updates = rules.updates(graph)[::-1]  # the backward pass reaches the first tensors last
-        self.last = {update: only_key(graph[update].args[1]) for update in self.updates}  # the sum that is the gradient
+        self.weight = {update: only_key(graph[update].args[0]) for update in self.updates}
+        self.last = {update: only_key(graph[update].args[1]) for update in self.updates}
         self.dependents = dependents_of(graph)
-        self.new = dict(graph)
-        self.shards = self._shards()
-        self.gathered: list[tuple[ChunkSum, str]] = []
-        self.posted: list[Key] = []  # tasks after which all totals have been sent
-        self.totals: dict[tuple[Key, int], _Totals] = {}  # by sum and number of the shard
+        self.readers = {update: self.dependents[weight] - {update} for update, weight in self.weight.items()}
+        self.new, self.shards = dict(graph), self._shards()
+        self.posted: list[Key] = []
+        self.totals: dict[tuple[Key, int], _Totals] = {}
 
     def rewritten(self) -> Rewritten:
         """Return the graph of this rank."""
@@ -201,29 +228,25 @@ class Distribution:
 
     def _shards(self) -> dict[Key, list[Shard]]:
         """Return the shards of each update: in each bucket the largest goes to the rank that owns the least so far."""
-        held, shards_of = [0] * self.rank.count, dict[Key, list[Shard]]()
-        every = []
+        every: list[Shard] = []
         for update in self.updates:
-            call, update_call = self.graph[self.last[update]].func, self.graph[update].func
-            columns = prod(call.shape[1:])
+            call, parameter = self.graph[self.last[update]].func, self.graph[update].func.origin.parameter
             # If all readers of the weight except its update multiply by it, rounded rows suffice.
-            readers = self.dependents[only_key(self.graph[update].args[0])] - {update}
-            rounded = all(self.graph[key].func.kernel in self.access.rounding for key in readers)
-            for number, bands in enumerate(
-                shares(call, self.rules.rules[update_call.origin.parameter], self.rules.elements)
-            ):
-                every.append(Shard(update, update_call.origin.parameter, number, tuple(bands), 0, columns, rounded))
+            rounded = all(self.graph[key].func.kernel in self.access.rounding for key in self.readers[update])
+            for number, bands in enumerate(shares(call, self.rules.rules[parameter], self.rules.elements)):
+                every.append(Shard(update, parameter, number, tuple(bands), 0, prod(call.shape[1:]), rounded))
+        held, owner_of = [0] * self.rank.count, dict[Shard, int]()
         for bucket in _buckets(every, self.rank.count):
             for shard in sorted(bucket, key=lambda shard: -shard.bytes):
-                owner = held.index(min(held))
-                held[owner] += shard.bytes // 4 + SHARD_COST
-                shards_of.setdefault(shard.update, []).append(replace(shard, owner=owner))
-        return {
-            update: sorted(update_call, key=lambda shard: shard.number) for update, update_call in shards_of.items()
-        }
+                owner_of[shard] = held.index(min(held))
+                held[owner_of[shard]] += shard.bytes // 4 + SHARD_COST
+        shards: dict[Key, list[Shard]] = {update: [] for update in self.updates}
+        for shard in every:
+            shards[shard.update].append(replace(shard, owner=owner_of[shard]))
+        return shards
 
-    def _owned(self, update: Key) -> list[Shard]:
-        return [shard for shard in self.shards[update] if shard.owner == self.rank.number]
+    def _owned(self, shards: Iterable[Shard]) -> list[Shard]:
+        return [shard for shard in shards if shard.owner == self.rank.number]
 
     def _exchange_totals(self, shards: Sequence[Shard], first: Mapping[Key, Key]) -> None:
         """Sum the own chunks for each shard, and exchange the totals with its owner, bucket by bucket.
@@ -244,7 +267,7 @@ class Distribution:
         pieces, *_ = call.arrange(key_trees(self.graph[self.loss]))
         self._add(loss, RowSum(call, call.bands(), range(len(pieces))), all_keys(pieces), ("sent", 0))
         for number, bucket in enumerate(buckets):
-            done = posted[-1:] + [partial_sums[shard] for shard in bucket if shard.owner == self.rank.number]
+            done = posted[-1:] + [partial_sums[shard] for shard in self._owned(bucket)]
             for other in self.rank.others:
                 shards_of = [shard for shard in bucket if shard.owner == other]
                 theirs = [loss] * (number == 0) + [partial_sums[shard] for shard in shards_of]
@@ -254,7 +277,7 @@ class Distribution:
             key = (f"posted-{number}_-{self.token}",)
             posted.append(self._add(key, Exchange(wait, _origin("posted", "backward", number)), done, ("sent", number)))
         for number, bucket in enumerate(buckets):
-            owned = [shard for shard in bucket if shard.owner == self.rank.number]
+            owned = self._owned(bucket)
             after = [posted[min(number + AHEAD, len(posted) - 1)]]
             if owned or number == 0:
                 messages = [self._receive(other, "totals", number, after) for other in self.rank.others]
@@ -287,7 +310,7 @@ class Distribution:
             sequences = [last - first for first, last in map(self.rank.sequences_of, range(self.rank.count))]
             order = SumOrder.of(sequences, (self.rank.tokens,), 1, Groups(self.rank.groups))
             whole = replace(self.graph[key].func, order=order, origin=_origin("gather", "update", 0))
-            for shard in self._owned(update):
+            for shard in self._owned(self.shards[update]):
                 rows = RowSum(whole, shard.bands, range(len(order.pieces)), started=True)
                 start, row_key = self._whole(before, shard), (f"{key[0]}.rows", shard.number)
                 self.totals[key, shard.number] = _Totals([self._add(row_key, rows, [*pieces, start], READER)])
@@ -301,7 +324,6 @@ class Distribution:
         """
         call: ChunkSum = self.graph[key].func
         count, joined = len(call.inputs), (f"{key[0]}.own", 0)
-        self.gathered.append((call, self.shards[update][0].parameter))
         size = sum(4 * prod(sum(call.chunks[axis]) for axis in axes) for axes in call.inputs)
         join = Exchange(partial(inputs_in_one, call), _origin("gather", "backward", 0), MESSAGE, size=size)
         self._add(joined, join, self.graph[key].args[:count], ("sent", 0))
@@ -334,59 +356,52 @@ class Distribution:
 
     def _read_by_rows(self) -> None:
         """Let each owner run other readers of a gradient than its update, by rows, and send the results to all."""
-        readers: dict[Key, list[tuple[Key, int]]] = {}  # -> its arguments and shards
-        results: dict[tuple[Key, int], Key] = {}
-        of_rank: list[list[tuple[Key, int]]] = [[] for _ in range(self.rank.count)]
-        for update in self.updates:
-            for reader in self._readers(update):
-                readers[reader] = [(reader, shard.number) for shard in self.shards[update]]
-                for shard in self.shards[update]:
-                    of_rank[shard.owner].append((reader, shard.number))
-                for shard in self._owned(update):
-                    rows, row_key = self._whole(self.last[update], shard), (f"{reader[0]}.rows", shard.number)
-                    results[reader, shard.number] = self._add(row_key, self.graph[reader].func.on_rows(), [rows])
-                    self.totals[self.last[update], shard.number] = _Totals([rows])
-                del self.new[reader]
-        if not readers:
+        squared = [
+            (reader, shard)
+            for update in self.updates
+            for reader in squares_in(self.graph, sorted(self.dependents[self.last[update]]))
+            for shard in self.shards[update]
+        ]
+        if not squared:
             return
-        mine = [results[place] for place in of_rank[self.rank.number]]
+        by_rank = {rank: [pair for pair in squared if pair[1].owner == rank] for rank in range(self.rank.count)}
+        results: dict[tuple[Key, Shard], Key] = {}
+        for reader, shard in by_rank[self.rank.number]:
+            last, call = self.last[shard.update], self.graph[reader].func.on_rows()
+            rows = self._whole(last, shard)
+            results[reader, shard] = self._add((f"{reader[0]}.rows", shard.number), call, [rows])
+            self.totals[last, shard.number] = _Totals([rows])
+        mine = list(results.values())
         sent = [self._send(other, "squares", 0, mine) for other in self.rank.others]
         for other in self.rank.others:
             message = self._receive(other, "squares", 0, [*sent, *mine, *self.posted])
-            for number, place in enumerate(of_rank[other]):
+            for number, (reader, shard) in enumerate(by_rank[other]):
                 taken = item((number,), _origin("squares", "update", other))
-                results[place] = self._add((f"{place[0][0]}.item", place[1]), taken, [message], READER)
+                results[reader, shard] = self._add((f"{reader[0]}.item", shard.number), taken, [message], READER)
         self.posted += [*sent, *mine]
-        parts = {reader: [results[place] for place in places] for reader, places in readers.items()}
+        parts: dict[Key, list[Key]] = {reader: [] for reader, _ in squared}
+        for pair in squared:
+            parts[pair[0]].append(results[pair])
         read_parts(self.graph, self.new, self.dependents, parts)
-
-    def _readers(self, update: Key) -> list[Key]:
-        """Return the tasks that read a gradient, except its update. A sum over micro-batches may have more readers."""
-        readers = self.dependents[self.last[update]] - {update}
-        by_rows = self.rules.readers_by_rows(self.graph, readers)
-        assert len(by_rows) == len(readers) or isinstance(self.graph[self.last[update]].func, RowSum)
-        return by_rows
+        for reader in parts:
+            del self.new[reader]
 
     def _update(self) -> Rewritten:
         """Update the shards of this rank, send them to the others, and write theirs into the weights."""
-        done, sent = dict[tuple[Key, int], Key](), list[Key]()
+        sent: list[Key] = []
         every = [shard for update in self.updates for shard in self.shards[update]]
-        buckets = _buckets(every, self.rank.count)
+        buckets, done = _buckets(every, self.rank.count), [shard.key for shard in every]
         for number, bucket in enumerate(buckets):
-            owned = [shard for shard in bucket if shard.owner == self.rank.number]
+            owned, to = self._owned(bucket), ("update", number)
             for shard in owned:
                 weight, _, *moments, hyper = self.graph[shard.update].args
-                key = done[shard.update, shard.number] = (shard.update[0], shard.number)
                 totals, call = self.totals[self.last[shard.update], shard.number], self.graph[shard.update].func
-                rule = self.rules.rules[call.origin.parameter]
+                rule = self.rules.rules[shard.parameter]
                 rows = RowUpdate(call, rule, shard.bands, base=shard.rows.start, tree=totals.tree)
-                self._add(key, rows, [weight, *moments, hyper, *totals.keys], ("update", number))
+                self._add(shard.key, rows, [weight, *moments, hyper, *totals.keys], to)
             if owned:
-                given = [only_key(self.graph[shard.update].args[0]) for shard in owned]
-                given += [done[shard.update, shard.number] for shard in owned]
-                pick = partial(self.access.read_all, owned)
-                to = ("update", number)
-                size = sum(shard.sent_bytes for shard in owned)
+                given = [*(self.weight[shard.update] for shard in owned), *(shard.key for shard in owned)]
+                pick, size = partial(self.access.read_all, owned), sum(shard.sent_bytes for shard in owned)
                 sent += [self._send(q, "weights", number, given, to, pick, size) for q in self.rank.others]
         # The loss comes first: if steps overlap, messages on a channel must be received in the order of the steps.
         for number, bucket in enumerate(buckets):
@@ -394,18 +409,13 @@ class Distribution:
                 theirs = [shard for shard in bucket if shard.owner == other]
                 message = self._receive(other, "weights", number, [*sent, *self.posted, self.loss]) if theirs else ()
                 for place, shard in enumerate(theirs):
-                    key = done[shard.update, shard.number] = (shard.update[0], shard.number)
                     origin = self.graph[shard.update].func.origin
                     store = Exchange(partial(self.access.store, shard, place), origin, size=shard.bytes)
-                    self._add(key, store, [message, only_key(self.graph[shard.update].args[0])], "store")
-        after: dict[Key, list[Key]] = {}
+                    self._add(shard.key, store, [message, self.weight[shard.update]], "store")
         for update in self.updates:
-            readers = self.dependents[only_key(self.graph[update].args[0])] - {update}
-            after |= {done[update, shard.number]: sorted(readers) for shard in self.shards[update]}
-            for gone in [update, *self.dependents[update]]:
-                if gone not in done.values():
-                    del self.new[gone]
-        return Rewritten(self.new, list(done.values()), after)
+            for gone in {update, *self.dependents[update]} - {*done}:
+                del self.new[gone]
+        return Rewritten(self.new, done, {shard.key: sorted(self.readers[shard.update]) for shard in every})
 
     def _add(self, key: Key, call: Any, arguments: Iterable[Any], bucket: Hashable = None) -> Key:
         """Add a task; return its key. bucket   as of `TaskCall`"""
@@ -423,13 +433,25 @@ class Distribution:
         pick: Callable[..., Any] | None = None,
         size: int = 0,
     ) -> Key:
-        call = send(self.rank.link, rank, (kind, number), _origin(f"send.{kind}", SENT_IN[kind], number), pick, size)
+        """Add a task that sends the results of others to a rank; return its key.
+
+        pick   makes the message from the results; None if they are sent unchanged, in a list
+        size   bytes of the message
+        """
+        link, channel, origin = self.rank.link, (kind, number), _origin(f"send.{kind}", SENT_IN[kind], number)
+
+        def send(*results: Any) -> None:
+            link.send(rank, channel, pick(*results) if pick else list(results))
+
+        call = Exchange(send, origin, size=size, peer=rank, channel=channel)
         return self._add((f"send.{kind}-{number}_-{self.token}", rank), call, values, bucket)
 
     def _receive(self, rank: int, kind: str, number: int, after: Sequence[Key]) -> Key:
+        """Add a task that waits in its thread for a message, after others have run; return its key."""
+        link, channel, origin = self.rank.link, (kind, number), _origin(f"receive.{kind}", "update", number)
         key = (f"receive.{kind}-{number}_-{self.token}", rank)
         if key not in self.new:
-            call = receive(self.rank.link, rank, (kind, number), _origin(f"receive.{kind}", "update", number))
+            call = Exchange(lambda *_: link.receive(rank, channel), origin, MESSAGE, peer=rank, channel=channel)
             self._add(key, call, dict.fromkeys(after), READER)
         return key
 

@@ -33,7 +33,7 @@ from daskgpt.config.errors import refusal
 from daskgpt.graph.calls import READER, ChunkSum, Origin, RowSum, call_of, is_pick, is_sum, origin_of
 from daskgpt.graph.nodes import Graph, Key, dependents_of, is_leaf, task, waiting_for
 from daskgpt.graph.program import Place, program_of
-from daskgpt.graph.update_in_place import RowUpdate, elements_of_task
+from daskgpt.graph.update_in_place import RowUpdate, elements_of_task, squares_in
 
 GRAINS = ("kernel", "segment", "block", "chunk")
 OUTSIDE = "outside"  # of the blocks
@@ -49,7 +49,6 @@ class Fusion:
 
     grain    one of GRAINS, or "step"
     first    places of the model outside the blocks that belong to the first block
-    squares  the layer of tasks that square gradients
     apart    whether forward, backward and update stay in separate tasks, since there are barriers within the step
     ranked   whether the graph is that of one of several ranks: the sums of a layer, its updates, and the rows from one
              rank are each a task
@@ -58,7 +57,6 @@ class Fusion:
 
     grain: str
     first: Collection[str] = ()
-    squares: str = ""
     apart: bool = False
     ranked: bool = False
     threads: int = 1
@@ -68,43 +66,41 @@ class Fusion:
         keys = [key for key, node in graph.items() if not is_leaf(node)]
         if self.grain == "step":
             return dict.fromkeys(keys, self.grain)
-        chunk_groups, single = self._chunk_groups(graph, keys), self.grain == "kernel"
+        if self.grain == "kernel":
+            return {key: next(iter(graph[key].dependencies)) if is_pick(graph[key]) else key for key in keys}
+        chunk_groups = self._chunk_groups(graph, keys)
         buckets = _buckets(graph) if self.ranked and self.grain == "chunk" and not self.apart else {}
-        shared = not single and not self.ranked
-        squared = self._squares(graph) if shared else {}
+        units = {} if self.ranked else self._squares(graph)
         # Where all chunks run at once, nothing is gained by tasks between them and the updates.
-        joined = shared and not squared and not self.apart and self._chunks_at_once(graph, keys)
-        updated = self._updates(graph, bool(squared), joined) if shared else {}
+        joined = not (self.ranked or units or self.apart) and self._chunks_at_once(graph, keys)
+        if not self.ranked:
+            units = self._updates(graph, bool(units), joined) | units
         read = {needed for node in graph.values() for needed in node.dependencies} if joined else set()
 
         def group_of(key: Key) -> Hashable:
             call, origin = graph[key].func, origin_of(graph[key])
             if isinstance(call, RowSum) and call.whole:
                 # The sums of the tables are large, and are made at very different times.
-                if single or call.micro is None or origin.block is None:
+                if call.micro is None or origin.block is None:
                     return None
                 unit = unit_of(origin, self.grain) if self.ranked or self.grain == "chunk" else origin.where
                 return "micro", call.micro, unit, origin.stage if self.apart else ""
             if self.ranked and not self.apart:
                 if key in buckets:
                     return buckets[key]
-                if not single and call.bucket == "store":
+                if call.bucket == "store":
                     return "store", min(graph[key].dependencies)
-                if not single and isinstance(call, RowSum | RowUpdate):
+                if isinstance(call, RowSum | RowUpdate):
                     # Sums outside of the blocks are made at very different times, as those of the tied table.
                     unit = type(call).__name__, unit_of(origin, self.grain), key[1:]
                     return None if origin.block is None else unit
             phase = origin.phase if self.apart else ""
-            if key in squared or key in updated:
+            if key in units:
                 # The sums of several layers would be in the stage of one of them, and wait for those of the others.
-                stage = origin.stage if phase == "backward" else ""
-                if key not in squared:
-                    return phase, "update", updated[key], stage
-                unit, earlier = squared[key]
-                return phase, "squares", unit, key[1:] if earlier else (), stage
+                return phase, units[key], origin.stage if phase == "backward" else ""
             group = chunk_groups[key]
             if group is None:
-                return (phase, "update", 0, "") if joined and key not in read else None
+                return (phase, ("update", 0), "") if joined and key not in read else None
             return phase, group
 
         return {key: group_of(key) for key in keys}
@@ -119,8 +115,6 @@ class Fusion:
 
     def _chunk_groups(self, graph: Graph, keys: Sequence[Key]) -> Groups:
         """Return the group of each task among those of its chunk, None for a task without a chunk."""
-        if self.grain == "kernel":
-            return {key: next(iter(graph[key].dependencies)) if is_pick(graph[key]) else key for key in keys}
         places = [dict(zip(call_of(node).axes, key[1:])) for key, node in graph.items()]
         whole = self.grain != "segment" and not any(place.get("t") for place in places)
         chunks = {key: chunk_of(graph, key, whole) for key in graph}
@@ -154,23 +148,22 @@ class Fusion:
             before = [needed for needed in graph[key].dependencies if isinstance(call_of(graph[needed]), sums)]
             units |= dict.fromkeys(before, units[key])
             last += before if joined else ()
-        return units
+        return {key: ("update", unit) for key, unit in units.items()}
 
-    def _squares(self, graph: Graph) -> dict[Key, tuple[Hashable, bool]]:
-        """Return for each task that squares a gradient, and for the sums that it reads, the unit of the update, and
-        whether it sums rows of earlier pieces of the batch.
+    def _squares(self, graph: Graph) -> dict[Key, Hashable]:
+        """Return the unit of each task that squares a gradient, and of the sums that it reads; sums of rows of earlier
+        pieces of the batch have units of their own.
 
         All updates wait for these sums, so none of them shares a task with an update.
         """
-        keys = [key for key, node in graph.items() if (o := origin_of(node)) and o.layer == self.squares]
-        units: dict[Key, tuple[Hashable, bool]] = {}
-        for key, unit in self._units(graph, keys, self.grain == "chunk").items():
+        units: dict[Key, Hashable] = {}
+        for key, unit in self._units(graph, squares_in(graph, graph), self.grain == "chunk").items():
             sums = [needed for needed in graph[key].dependencies if is_sum(graph[needed])]
-            units |= dict.fromkeys([key, *sums], (unit, False))
+            units |= dict.fromkeys([key, *sums], ("squares", unit))
             while sums:
                 later = sums.pop()
                 earlier = [d for d in graph[later].dependencies if d[0] == later[0] and is_sum(graph[d])]
-                units |= dict.fromkeys(earlier, (unit, True))
+                units |= {before: ("squares", unit, before[1:]) for before in earlier}
                 sums += earlier
         return units
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import groupby
 from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
@@ -35,10 +37,10 @@ class Form(NamedTuple):
 
 
 def form_of(value: Any) -> Any:
-    """Return the form of an array, a tuple of those of several; None for anything else."""
+    """Return the form of an array or operand, a tuple of those of several; None for anything else."""
     if isinstance(value, tuple):
         return tuple(map(form_of, value))
-    return Form(value.shape, value.dtype) if isinstance(value, np.ndarray) else None
+    return Form(value.shape, value.dtype) if isinstance(value, np.ndarray | Operand) else None
 
 
 @dataclass
@@ -193,27 +195,22 @@ def _outside(trace: Trace, form: Any, source: tuple[int, ...]) -> Any:
 
 
 def _traced(trace: Trace, call: Any, values: dict[int, Any], form: Any) -> _Traced:
-    first, result = len(trace.calls), None
+    first, arguments = len(trace.calls), filled(call.arguments, values)
     owner = getattr(call.function, "__self__", call.function)
-    arguments = filled(call.arguments, values)
-    native = getattr(owner, "traceable", False) and None not in list(_leaves(arguments))
-    if native:
-        try:
+    if getattr(owner, "traceable", False) and None not in list(_leaves(arguments)):
+        with suppress(NotNative):
             result = call.function(*arguments)
-            native = _form(result) == form
-        except NotNative:
-            native = False
-    if native:
-        values[call.slot] = result
-        return _Traced(call, trace.calls[first:], result)
+            if form_of(result) == form:
+                values[call.slot] = result
+                return _Traced(call, trace.calls[first:], result)
     del trace.calls[first:]
     values[call.slot] = _outside(trace, form, (call.slot,))
     return _Traced(call, None)
 
 
 def filled(arguments: Any, slots: Any) -> Any:
-    """Return nested lists of slots with their values."""
-    return [slots[item] if isinstance(item, int) else filled(item, slots) for item in arguments]
+    """Return nested lists of slots (or keys) with their values."""
+    return [filled(item, slots) if isinstance(item, list) else slots[item] for item in arguments]
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -227,12 +224,6 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _operands_in(value: Any) -> Iterator[Operand]:
     return (part for part in _leaves(value) if part is not None)
-
-
-def _form(result: Any) -> Any:
-    if isinstance(result, tuple):
-        return tuple(map(_form, result))
-    return Form(result.shape, result.dtype) if isinstance(result, Operand) else None
 
 
 @dataclass
@@ -249,11 +240,7 @@ class _Plan:
     items: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        groups: list[list[_Traced]] = []
-        for entry in self.traced:
-            if entry.native is None or not groups or groups[-1][0].native is None:
-                groups.append([])
-            groups[-1].append(entry)
+        groups = [list(group) for _, group in groupby(self.traced, key=lambda entry: entry.native is None)]
         users: dict[Buffer, list[int]] = {}  # the groups that use each buffer, in order
         for number, group in enumerate(groups):
             for entry in group:
@@ -266,7 +253,7 @@ class _Plan:
         self.numbers = {buffer: number for number, buffer in enumerate(shared)}
         for number, group in enumerate(groups):
             if group[0].native is None:
-                self.items.append(group[0].call)
+                self.items += [entry.call for entry in group]
                 continue
             used = {buffer: None for entry in group for buffer in _buffers(entry)}
             last = [buffer for buffer in used if buffer in self.numbers and users[buffer][-1] == number]

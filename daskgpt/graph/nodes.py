@@ -14,7 +14,7 @@ from dask.array.core import slices_from_chunks
 from dask.core import reverse_dict
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import require
 
 Key = tuple[Any, ...]
 Graph = dict[Key, GraphNode]
@@ -49,11 +49,6 @@ def from_numpy(name: str, value: np.ndarray, chunks: Chunks) -> da.Array:
     empty = array_of(name, value.shape, chunks, value.dtype)
     nodes = {key: DataNode(key, chunk) for key, chunk in pieces(empty, value).items()}
     return da.Array(HighLevelGraph.from_collections(name, nodes, ()), name, chunks, dtype=value.dtype)
-
-
-def as_it_is(result: Any) -> Any:
-    """Return a result unchanged, in a task that moves it to another worker or key."""
-    return result
 
 
 def graph_of(arrays: Iterable[da.Array]) -> Graph:
@@ -93,19 +88,9 @@ def is_leaf(node: GraphNode) -> bool:
     return isinstance(node, DataNode)
 
 
-def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested lists of the function's results for each item."""
-    return [mapped(item, function) for item in tree] if isinstance(tree, list) else function(tree)
-
-
 def key_tree(argument: Any) -> Any:
-    """Return an argument of a task as a key, or nested lists of keys."""
-    if isinstance(argument, TaskRef):
-        return argument.key
-    if isinstance(argument, List):
-        return [key_tree(item) for item in argument.args]
-    rule = "a task takes chunks and lists of them"
-    raise refusal(TypeError, "key_tree", rule, {"argument": repr(argument)}, "Use calls.apply.")
+    """Return an argument of a task, a chunk or lists of them, as a key or nested lists of keys."""
+    return [key_tree(item) for item in argument.args] if isinstance(argument, List) else argument.key
 
 
 def key_trees(node: GraphNode) -> list[Any]:

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from daskgpt.graph.lowering import Lowered, NativeRun, filled, form_of, lower
-from daskgpt.graph.nodes import Graph, GraphNode, Key, key_trees, mapped, task
+from daskgpt.graph.nodes import Graph, GraphNode, Key, key_trees, task
 from daskgpt.kernels.floating_point import flush_to_zero
 
 
@@ -234,7 +234,7 @@ def program_of(
     kept = {slots[key] for key in outputs}
     calls = []
     for number, key in enumerate(members):
-        function, arguments = graph[key].func, mapped(key_trees(graph[key]), slots.__getitem__)
+        function, arguments = graph[key].func, filled(key_trees(graph[key]), slots)
         if hasattr(function, "arrange"):  # a kernel call: its arguments are taken out of Dask's nested lists beforehand
             function, arguments = function.run, function.arrange(arguments)
         ended = tuple(slot for slot, final in last.items() if final == number and slot not in kept)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -31,6 +31,7 @@ import numpy as np
 
 from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, RowSum, TaskCall, call_of, is_ours
 from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
+from daskgpt.kernels.optimizers import squares
 
 # Most numbers of a tensor that one task updates on one or two threads: some 20 ms of sums and memory traffic. More
 # threads share them, down to the least number: each task packs all chunks' inputs, and takes the interpreter's lock for
@@ -79,25 +80,34 @@ class UpdateRules:
 
     rules     parameter -> the rule of its update
     summed    number of rows over which each gradient is summed, in all chunks together
-    elements  most numbers of a tensor that one task updates
-    pieces    of the batch that one task adds where all of them are larger than the gradient
-    by_rows   kernels that other readers of a gradient may call on some rows at a time
+    threads   number of tasks that can run at once
+    ranked    whether several ranks share the batch
     """
 
     rules: Mapping[str, InPlaceRule]
     summed: int
-    elements: int
-    pieces: int = 1
-    by_rows: Collection[Callable[..., Any]] = ()
+    threads: int
+    ranked: bool
+
+    @property
+    def elements(self) -> int:
+        """Most numbers of a tensor that one task updates."""
+        return elements_of_task(self.threads, self.ranked)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the batch that one task adds where all of them are larger than the gradient."""
+        return max(self.threads // THREADS_OF_PIECE, 1)
 
     def updates(self, graph: Graph) -> list[Key]:
         """Return the tasks that update a parameter, in the order of the model."""
         calls = {key: call for key, node in graph.items() if isinstance(call := call_of(node), KernelCall)}
         return [key for key, call in calls.items() if call.origin and call.origin.parameter]
 
-    def readers_by_rows(self, graph: Graph, readers: Collection[Key]) -> list[Key]:
-        """Return those of some readers of a gradient that may read some rows at a time."""
-        return [key for key in sorted(readers) if graph[key].func.kernel in self.by_rows]
+
+def squares_in(graph: Graph, keys: Iterable[Key]) -> list[Key]:
+    """Return those tasks that square a gradient, which may read some of its rows at a time."""
+    return [key for key in keys if call_of(graph[key]).kernel is squares]
 
 
 class RowUpdate(TaskCall):
@@ -197,11 +207,6 @@ def elements_of_task(threads: int, ranked: bool = False) -> int:
     return max(2 * TASK_ELEMENTS // max(threads, 2), LEAST_ELEMENTS // (4 if ranked else 1))
 
 
-def pieces_of_task(threads: int) -> int:
-    """Return how many pieces of the batch one task adds to a large gradient if so many tasks can run at once."""
-    return max(threads // THREADS_OF_PIECE, 1)
-
-
 def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritten:
     """Rewrite the updates of a graph to work in place.
 
@@ -215,7 +220,7 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
         last, call = only_key(gradient), graph[update].func
         rule = rules.rules[call.origin.parameter]
         others = dependents[last] - {update}
-        of_rows = rules.readers_by_rows(graph, others)
+        of_rows = squares_in(graph, sorted(others))
         # Other tasks read the whole gradient, or it is summed by parts of the batch: it stays unchanged.
         shared = len(of_rows) < len(others) or isinstance(graph[last].func, RowSum)
         of_rows = [] if shared else of_rows

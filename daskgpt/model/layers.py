@@ -60,8 +60,8 @@ class Layer:
 
     name: str
     forward: Row
-    outputs: str
-    backward: Mapping[str, Row | None]
+    outputs: str = "y"
+    backward: Mapping[str, Row | None] = field(default_factory=dict)
     new_axes: Callable[[Sizes, Options], Sizes] = field(default=lambda sizes, options: {})
     cheap: bool = False
     dropped: Layer | None = None
@@ -73,7 +73,6 @@ PASS = None
 EMBEDDING = Layer(
     name="embedding",
     forward=Row(embedding.forward, "bt, VC, t, PC -> btC", "tokens wte positions wpe"),
-    outputs="y",
     backward={
         "wte": Row(embedding.backward_wte, "btC, bt -> VC", "dy tokens"),
         "wpe": Row(embedding.backward_wpe, "btC, t -> PC", "dy positions"),
@@ -83,14 +82,12 @@ EMBEDDING = Layer(
 TOKEN_EMBEDDING = Layer(
     name="embedding",
     forward=Row(embedding.of_tokens, "bt, VC -> btC", "tokens wte"),
-    outputs="y",
     backward={"wte": Row(embedding.backward_wte, "btC, bt -> VC", "dy tokens")},
 )
 
 LAYERNORM = Layer(
     name="layernorm",
     forward=Row(layernorm.forward, "btC, C, C -> btC", "x weight bias"),
-    outputs="y",
     backward={
         "x": Row(layernorm.backward_x, "btC, btC, C -> btC", "dy x weight"),
         "weight": Row(layernorm.backward_weight, "btC, btC -> C", "dy x"),
@@ -102,7 +99,6 @@ LAYERNORM = Layer(
 RMSNORM = Layer(
     name="rmsnorm",
     forward=Row(rmsnorm.forward, "btC, C -> btC", "x weight", "norm_eps"),
-    outputs="y",
     backward={
         "x": Row(rmsnorm.backward_x, "btC, btC, C -> btC", "dy x weight", "norm_eps"),
         "weight": Row(rmsnorm.backward_weight, "btC, btC -> C", "dy x", "norm_eps"),
@@ -113,7 +109,6 @@ RMSNORM = Layer(
 LINEAR = Layer(
     name="linear",
     forward=Row(linear.forward, "btC, OC, O -> btO", "x weight bias"),
-    outputs="y",
     backward={
         "x": Row(linear.backward_x, "btO, OC -> btC", "dy weight"),
         "weight": Row(linear.backward_weight, "btO, btC -> OC", "dy x"),
@@ -125,14 +120,12 @@ LINEAR = Layer(
 UNBIASED = Layer(
     name="linear",
     forward=Row(linear.forward, "btC, OC -> btO", "x weight"),
-    outputs="y",
     backward={name: row for name, row in LINEAR.backward.items() if name != "bias"},
 )
 
 GELU = Layer(
     name="gelu",
     forward=Row(gelu.forward, "btC -> btC", "x"),
-    outputs="y",
     backward={"x": Row(gelu.backward, "btC, btC -> btC", "dy x")},
     cheap=True,
 )
@@ -140,7 +133,6 @@ GELU = Layer(
 RELU2 = Layer(
     name="relu2",
     forward=Row(relu2.forward, "btC -> btC", "x"),
-    outputs="y",
     backward={"x": Row(relu2.backward, "btC, btC -> btC", "dy x")},
     cheap=True,
 )
@@ -148,7 +140,6 @@ RELU2 = Layer(
 SWIGLU = Layer(
     name="swiglu",
     forward=Row(swiglu.forward, "btX -> btC", "x"),
-    outputs="y",
     backward={"x": Row(swiglu.backward, "btC, btX -> btX", "dy x")},
     new_axes=lambda sizes, options: {"C": sizes["X"] // 2},
     cheap=True,
@@ -158,7 +149,6 @@ SWIGLU = Layer(
 ROTARY = Layer(
     name="rotary",
     forward=Row(rotary.forward, "btX, t -> btX", "x positions", "heads key_heads rope"),
-    outputs="y",
     backward={"x": Row(rotary.backward, "btX, t -> btX", "dy positions", "heads key_heads rope")},
     cheap=True,
 )
@@ -166,7 +156,6 @@ ROTARY = Layer(
 QK_NORM = Layer(
     name="qk_norm",
     forward=Row(qk_norm.forward, "btX, D, D -> btX", "x q_norm k_norm", "heads key_heads norm_eps"),
-    outputs="y",
     backward={
         "x": Row(qk_norm.backward_x, "btX, btX, D, D -> btX", "dy x q_norm k_norm", "heads key_heads norm_eps"),
         "q_norm": Row(qk_norm.backward_q_norm, "btX, btX -> D", "dy x", "heads key_heads norm_eps"),
@@ -186,7 +175,6 @@ ADD = Layer(
 DROPOUT = Layer(
     name="dropout",
     forward=Row(dropout.dropped, "btC, b, t -> btC", "x streams positions", "place rate"),
-    outputs="y",
     backward={"x": Row(dropout.dropped, "btC, b, t -> btC", "dy streams positions", "place rate")},
 )
 
@@ -221,14 +209,12 @@ ATTENTION = Layer(
 GATHER = Layer(
     name="gather",
     forward=Row(attention.gather, "btX, t -> bTX", "x positions"),
-    outputs="y",
     backward={"x": Row(attention.split, "bTX, t -> btX", "dy positions")},
 )
 
 SPLIT = Layer(
     name="split",
     forward=Row(attention.split, "bTC, t -> btC", "x positions"),
-    outputs="y",
     backward={"x": Row(attention.gather, "btC, t -> bTC", "dy positions")},
 )
 

@@ -22,7 +22,6 @@ from daskgpt.model.parameters import Tensor
 from daskgpt.model.tape import Tape
 
 Kernel = Callable[..., Any]
-SQUARES, NORM = "squares", "norm"  # layers of the tasks that compute the norm of all gradients
 
 
 @dataclass(frozen=True)
@@ -227,10 +226,10 @@ def clipped(
     """Return, from all gradients, the input of updates in place of hyper; see `kernels.optimizers.clipped_hyper`."""
     sums: list[da.Array] = []
     for name, tensor in tensors.items():
-        origin = Origin(SQUARES, "update", name, tensor.block)
+        origin = Origin("squares", "update", name)
         signature = f"{'OC'[: len(tensor.shape)]} -> "
         sums += apply(origin.name(tape.token), squares, signature, [gradients[name]], origin=origin)
-    origin = Origin(NORM, "update", "gradients")
+    origin = Origin("norm", "update", "gradients")
     (info,) = apply(
         origin.name(tape.token),
         clipped_hyper,
@@ -262,7 +261,7 @@ def update(
         axes, row = "OC"[: len(tensor.shape)], optimizer.of(tensor)
         kinds = ["weight", *row.moments]
         first, *moments = (state[f"{kind}.{name}"] for kind in kinds)
-        origin = Origin(row.name, "update", name, tensor.block, parameter=name)
+        origin = Origin(row.name, "update", name, parameter=name)
         outputs = [axes[:1] if kind in row.per_row else axes for kind in kinds]
         results = apply(
             origin.name(tape.token),

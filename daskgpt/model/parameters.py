@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -150,12 +150,6 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in tensors(config).items()}
 
 
-def block_of(where: str) -> int | None:
-    """Return the number of the transformer block in the published name of a tensor or a place."""
-    first, _, rest = where.partition(".")
-    return int(rest.partition(".")[0]) if first == "h" else None
-
-
 def parameter_count(config: ModelConfig, *, multiplied: bool = False) -> int:
     """Return the number of trained values, without the padding of the vocabulary (124,439,808 for gpt2).
 
@@ -273,8 +267,7 @@ def check_config(where: str, config: Any) -> ModelConfig:
     """
     rule, got = "the configuration must be a ModelConfig", {"config": repr(config)[:40]}
     require(isinstance(config, ModelConfig), where, rule, got, "Give daskgpt.preset(name).", TypeError)
-    checked: ModelConfig = config
-    return checked
+    return cast(ModelConfig, config)
 
 
 def check_dtypes(where: str, arrays: Mapping[str, np.ndarray], dtype: type[np.generic]) -> None:

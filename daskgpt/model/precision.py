@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import require_known
+from daskgpt.graph.calls import is_ours
 from daskgpt.kernels import attention, crossentropy, embedding, linear, optimizers
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm
@@ -21,7 +22,7 @@ from daskgpt.kernels.compilation import all_cached, compile_all
 from daskgpt.model.parameters import Tensor
 
 Kernel = Callable[..., Any]
-TILE_TOKENS = 32  # names of the bfloat16 units
+TILE_TOKENS = 32  # that a product of bfloat16 adds in one step
 PACKED_ROWS = 256  # numbers that are widened at a time: some hundred kilobytes, in the second cache
 LEAST_CHANNELS = 256  # least number of channels for which faster products save more than rounding and packing cost
 
@@ -57,7 +58,7 @@ class Precision:
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """Return the kernel that replaces one of a table; a kernel from outside the package gets only arrays."""
-        if self.packed and not getattr(kernel, "__module__", "").startswith("daskgpt."):
+        if self.packed and not is_ours(kernel):
             return OfArrays(kernel)
         return self.replaced.get(kernel, kernel)
 
@@ -154,13 +155,11 @@ def resolve(wanted: str, channels: int) -> tuple[Precision, str]:
 
     Errors   ValueError or RuntimeError if DASKGPT_MATMUL names a unit that is unknown or missing
     """
-    if wanted in ("float32", "float64"):
-        return precision_of(wanted), f"products in {wanted}"
+    if wanted == "float32":
+        return FLOAT32, "products in float32"
     name = unit().name.lower()
     if wanted == "bfloat16":
         return BFLOAT16, f"operands of products rounded to bfloat16, multiplied by {name}, sums in float32"
-    if wanted != "auto":
-        return precision_of(wanted), wanted
     if not outruns_float32(unit()):
         return FLOAT32, f"auto: products of bfloat16 ({name}) would not be faster on this processor"
     if channels < LEAST_CHANNELS:

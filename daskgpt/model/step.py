@@ -22,19 +22,12 @@ from daskgpt.graph.compiled import CompiledGraph, KernelGraph, compile_graph
 from daskgpt.graph.distribute import Distribution, Rank, RowAccess
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import array_of, from_numpy, graph_of, keys_of
-from daskgpt.graph.update_in_place import (
-    InPlaceRule,
-    Rewritten,
-    UpdateRules,
-    elements_of_task,
-    pieces_of_task,
-    update_in_place,
-)
+from daskgpt.graph.update_in_place import InPlaceRule, Rewritten, UpdateRules, update_in_place
 from daskgpt.kernels.arguments import checked_indices
 from daskgpt.kernels.dropout import streams
-from daskgpt.kernels.optimizers import GRAD_INFO, squares
+from daskgpt.kernels.optimizers import GRAD_INFO
 from daskgpt.model.layers import CROSSENTROPY
-from daskgpt.model.optimizer import SQUARES, clipped, clipped_kernel, optimizer_of, update
+from daskgpt.model.optimizer import clipped, clipped_kernel, optimizer_of, update
 from daskgpt.model.parameters import Tensor, tensors
 from daskgpt.model.precision import FLOAT32, Precision, read_rows, write_rows
 from daskgpt.model.tape import Tape
@@ -85,7 +78,7 @@ class Dials:
 
     def fusion(self, ranked: bool) -> Fusion:
         """Return the choice of tasks that become one; ranked: whether several ranks share the batch."""
-        return Fusion(self.grain, (EMBEDDED,), SQUARES, apart=self.apart, ranked=ranked, threads=self.threads)
+        return Fusion(self.grain, (EMBEDDED,), apart=self.apart, ranked=ranked, threads=self.threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,15 +204,9 @@ def compile_step(
         graph = accumulate(graph, micro_batches, tape.token, over=dials.in_place, ranked=rank is not None)
     rewritten, distribution = Rewritten(graph), None
     if dials.in_place:
+        of_tensors = {name: _rule(tensor, optimizer, precision) for name, tensor in table.items()}
         threads = rank.threads if rank else dials.threads
-        elements = elements_of_task(threads, rank is not None)
-        rules = UpdateRules(
-            {name: _rule(tensor, optimizer, precision) for name, tensor in table.items()},
-            math.prod(shape),
-            elements,
-            pieces_of_task(threads),
-            (squares,),
-        )
+        rules = UpdateRules(of_tensors, math.prod(shape), threads, ranked=rank is not None)
         if rank is None:
             rewritten = update_in_place(graph, rules, apart=dials.apart)
         else:

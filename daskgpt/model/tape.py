@@ -13,18 +13,21 @@ from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.calls import CallOptions, Origin, apply, parse
 from daskgpt.model import layers
 from daskgpt.model.layers import ADD, PASS, Layer, Row
-from daskgpt.model.parameters import block_of
 from daskgpt.model.precision import FLOAT32, Precision
 
 
 @dataclass(frozen=True)
 class Record:
-    """One call of a layer: its place in the model, and its arrays by their names in the table."""
+    """One call of a layer: its place in the model, and its arrays by their names in the table.
+
+    new_axes   sizes of the axes of its output that no argument has
+    """
 
     where: str
     layer: Layer
     arrays: dict[str, da.Array]
     options: dict[str, Any]
+    new_axes: Mapping[str, int]
 
 
 class Tape:
@@ -48,15 +51,10 @@ class Tape:
     def __call__(self, where: str, layer: Layer, *arguments: da.Array, **options: Any) -> da.Array:
         """Call a layer, record it for `backward`, and return its first output."""
         arrays = dict(zip(layer.forward.arguments.split(), arguments, strict=True))
-        results = self._apply(
-            Origin(layer.name, "forward", where, block_of(where)),
-            layer.forward,
-            arguments,
-            options,
-            new_axes=_new_axes(layer, arguments, options),
-        )
+        origin, new_axes = Origin(layer.name, "forward", where), _new_axes(layer, arguments, options)
+        results = self._apply(origin, layer.forward, arguments, options, new_axes=new_axes)
         arrays |= dict(zip(layer.outputs.split(), results, strict=True))
-        self.records.append(Record(where, layer, arrays, options))
+        self.records.append(Record(where, layer, arrays, options, new_axes))
         return results[0]
 
     def over_sequences(
@@ -90,26 +88,26 @@ class Tape:
     def _arrive(
         self, gradients: dict[str, da.Array], record: Record, argument: str, row: Row | None, dy: da.Array
     ) -> None:
-        name = record.arrays[argument].name
-        before = gradients.get(name)
-        if row is PASS:
-            gradients[name] = dy if before is None else self._add(record.where, argument, before, dy)
-            return
-        inputs, (output,) = parse(row.signature)
-        given = row.arguments.split()
-        after = dy, inputs[given.index("dy")]
-        arrays = {name: self._again(array, after) for name, array in record.arrays.items() if name in given}
-        summed = not {"b", "t"} & set(output)
-        (dx,) = self._apply(
-            Origin(record.layer.name, "backward", record.where, block_of(record.where), argument),
-            row,
-            [(arrays | {"dy": dy})[name] for name in given],
-            record.options,
-            new_axes=_sizes(record, argument, row),
-            start=before if summed else None,
-            at_once=self.precision.at_once.get(row.kernel, 1),
-        )
-        gradients[name] = dx if summed or before is None else self._add(record.where, argument, before, dx)
+        array = record.arrays[argument]
+        before, dx, summed = gradients.get(array.name), dy, False
+        if row is not PASS:
+            inputs, (output,) = parse(row.signature)
+            given, sizes = row.arguments.split(), dict(zip(output, array.shape))
+            after = dy, inputs[given.index("dy")]
+            arrays = {name: self._again(own, after) for name, own in record.arrays.items() if name in given}
+            summed = not {"b", "t"} & set(output)
+            (dx,) = self._apply(
+                Origin(record.layer.name, "backward", record.where, argument),
+                row,
+                [(arrays | {"dy": dy})[name] for name in given],
+                record.options,
+                new_axes={axis: sizes[axis] for axis in set(output) - set("".join(inputs)) - set("btT")},
+                start=before if summed else None,
+                at_once=self.precision.at_once.get(row.kernel, 1),
+            )
+        if before is not None and not summed:
+            (dx,) = self._apply(Origin(ADD.name, "backward", record.where, argument), ADD.forward, [before, dx], {})
+        gradients[array.name] = dx
 
     def _again(self, array: da.Array, after: tuple[da.Array, str]) -> da.Array:
         """Return an array; the output of a cheap layer is computed again once the gradient is available."""
@@ -120,19 +118,10 @@ class Tape:
             return array
         row = record.layer.forward
         arguments = [self._again(record.arrays[name], after) for name in row.arguments.split()]
-        (self.recomputed[array.name],) = self._apply(
-            Origin(record.layer.name, "backward", record.where, block_of(record.where), again=True),
-            row,
-            arguments,
-            record.options,
-            new_axes=_new_axes(record.layer, arguments, record.options),
-            after=after,
-        )
-        return self.recomputed[array.name]
-
-    def _add(self, where: str, argument: str, x: da.Array, y: da.Array) -> da.Array:
-        (total,) = self._apply(Origin(ADD.name, "backward", where, block_of(where), argument), ADD.forward, [x, y], {})
-        return total
+        origin = Origin(record.layer.name, "backward", record.where, again=True)
+        (again,) = self._apply(origin, row, arguments, record.options, new_axes=record.new_axes, after=after)
+        self.recomputed[array.name] = again
+        return again
 
     def _apply(
         self, origin: Origin, row: Row, arrays: Sequence[da.Array], options: dict[str, Any], **places: Any
@@ -153,10 +142,3 @@ def _new_axes(layer: Layer, arguments: Sequence[da.Array], options: dict[str, An
     axes = parse(layer.forward.signature)[0]
     sizes = {axis: size for a, letters in zip(arguments, axes) for axis, size in zip(letters, a.shape)}
     return layer.new_axes(sizes, options)
-
-
-def _sizes(record: Record, argument: str, row: Row) -> dict[str, int]:
-    """Return the sizes of the axes of a gradient that its arguments lack, from the array that the gradient is of."""
-    inputs, (output,) = parse(row.signature)
-    sizes = dict(zip(output, record.arrays[argument].shape))
-    return {axis: sizes[axis] for axis in output if axis.isupper() and axis not in "".join(inputs) and axis != "T"}

@@ -152,14 +152,12 @@ def logits(tape: Any, config: ModelConfig, p: Parameters, inputs: Inputs, rows: 
     return Forward(tape, config, p, inputs)("logits", head, x)
 
 
-def lazy_inputs(tape: Tape, tokens: da.Array, targets: da.Array | None = None) -> Inputs:
-    """Return the inputs of a step from dask arrays of tokens."""
+def lazy_inputs(tape: Tape, tokens: da.Array, targets: da.Array) -> Inputs:
+    """Return the inputs of a step from dask arrays of tokens and targets."""
     positions = np.arange(tokens.shape[1], dtype=np.int32)
-    inputs = {"tokens": tokens, "positions": from_numpy(f"positions-{tape.token}", positions, (tokens.chunks[1],))}
-    if targets is None:
-        return inputs
     shares = np.full(tokens.shape, 1 / tokens.size)
-    return inputs | {"targets": targets, "shares": from_numpy(f"shares-{tape.token}", shares, tokens.chunks)}
+    inputs = {"tokens": tokens, "targets": targets, "shares": from_numpy(f"shares-{tape.token}", shares, tokens.chunks)}
+    return inputs | {"positions": from_numpy(f"positions-{tape.token}", positions, (tokens.chunks[1],))}
 
 
 def check_tokens(config: ModelConfig, tokens: da.Array, targets: da.Array) -> None:

@@ -11,19 +11,13 @@ from uuid import uuid4
 
 import dask
 import numpy as np
-from distributed import Future, span
+from distributed import Future, span, wait
 
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Key, in_one_layer, pinned, renamed, with_leaves
 from daskgpt.graph.program import in_run
-from daskgpt.schedulers.dask_internals import awaited, holders, ready_soon
-from daskgpt.schedulers.failures import (
-    LeftOut,
-    WorkerMonitor,
-    loss,
-    losses_as_errors,
-    unreached_words,
-)
+from daskgpt.schedulers.dask_internals import awaited, holders
+from daskgpt.schedulers.failures import REACHED, LeftOut, WorkerMonitor, loss, losses_as_errors
 from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.membership import check_versions, members, running
 from daskgpt.schedulers.protocol import ClusterLost, ProcessSpans, Scheduler, WorkerLost
@@ -103,9 +97,7 @@ class ClusterScheduler(Scheduler):
         return dask.annotate(span=self.span, **where)
 
     def fetch(self, handles: list[Any]) -> list[Any]:
-        self.since = time.monotonic()
-        with losses_as_errors(self.client):
-            return list(awaited(self.client, self._look, self.client.gather, handles))
+        return list(self._awaited(self.client.gather, handles))
 
     def call_on(self, function: Callable[..., Any], *arguments: Any, workers: Iterable[str] | None = None) -> Any:
         """Call a function in the processes of some workers, or of all, beside their tasks; return results by address.
@@ -120,7 +112,7 @@ class ClusterScheduler(Scheduler):
         """Return the results of tasks that wait for each other: once one fails, do not wait for the others."""
         with losses_as_errors(self.client):
             while left := [handle for handle in handles if handle.status == "pending"]:
-                self._wait(left, "FIRST_COMPLETED")
+                self._awaited(wait, left, return_when="FIRST_COMPLETED")
                 for handle in handles:
                     if handle.status == "error":
                         handle.result()
@@ -129,14 +121,14 @@ class ClusterScheduler(Scheduler):
         return self.fetch(handles)  # a worker may be lost now as well, with its result
 
     def wait_for(self, handles: list[Any]) -> None:
-        with losses_as_errors(self.client):
-            self._wait(handles)
+        if handles:
+            self._awaited(wait, handles)
 
-    def _wait(self, handles: list[Any], which: str = "ALL_COMPLETED") -> None:
-        """Wait for all futures, or for the first one."""
+    def _awaited(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Return the result of a method of Dask's client that waits, and look at the workers meanwhile."""
         self.since = time.monotonic()
-        while handles and not ready_soon(self.client, handles, which):
-            self._look()
+        with losses_as_errors(self.client):
+            return awaited(self.client, self._look, method, *arguments, **options)
 
     def look(self) -> set[str]:
         """Look at the workers; return which of those that are needed are gone or take no tasks.
@@ -215,7 +207,7 @@ class ClusterScheduler(Scheduler):
             return True
         for (source, target), why in pairs.items():
             if (source, target) not in self.told:
-                self.monitor.say(f"workers    {unreached_words(source or 'the scheduler', target, why)}")
+                self.monitor.say(f"workers    {source or 'the scheduler'} cannot connect to {target}: {why}. {REACHED}")
         self.told |= pairs.keys()
         # The one in most pairs is to blame; of two, the one that cannot be reached.
         blame = Counter(address for pair in pairs for address in pair if address)
@@ -254,7 +246,7 @@ class ClusterScheduler(Scheduler):
         with losses_as_errors(self.client), self._annotated():
             futures = self.client.compute(bag.to_delayed())
         while futures:
-            self._wait(futures, "FIRST_COMPLETED")
+            self._awaited(wait, futures, return_when="FIRST_COMPLETED")
             ready = [future for future in futures if future.status != "pending"]
             futures = [future for future in futures if future not in ready]
             for result in self.fetch(ready):

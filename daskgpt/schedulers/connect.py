@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -47,7 +48,7 @@ from daskgpt.schedulers.membership import (
     running,
     show_run,
 )
-from daskgpt.schedulers.protocol import TOPIC, scheduler_file
+from daskgpt.schedulers.protocol import TOPIC
 from daskgpt.schedulers.workers import PrepareWorker
 
 CONNECT_TIMEOUT = 10  # seconds
@@ -139,7 +140,7 @@ def address_of_scheduler(address: str, named: str = "") -> str:
 
     Errors   RuntimeError if no scheduler answers
     """
-    address, shown = _address_in(address), f"{address} ({named})" if named else address
+    address, shown = address_in(address), f"{address} ({named})" if named else address
     if address.startswith("inproc:"):
         return address
     rule, got = "a Dask scheduler must answer", f"scheduler={shown}"
@@ -233,13 +234,15 @@ def _is_no_lost_wait(record: logging.LogRecord) -> bool:
     return not (record.exc_info and type(record.exc_info[1]).__name__ == "AllExit")
 
 
-def _address_in(address: str) -> str:
+def address_in(address: str) -> str:
     """Return the address in a scheduler file once it is there, for which Dask itself would wait forever; others as they
     are.
+
+    Errors   RuntimeError if there is none in time
     """
     if not address.startswith("file:"):
         return address
-    path, deadline = scheduler_file(address), time.monotonic() + CONNECT_TIMEOUT
+    path, deadline = Path(address.removeprefix("file:")).expanduser(), time.monotonic() + CONNECT_TIMEOUT
     while True:
         try:
             return str(json.loads(path.read_text(encoding="utf-8"))["address"])

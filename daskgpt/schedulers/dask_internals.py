@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from distributed import wait
-
 # Those with a second name are used elsewhere; ruff lets no other module import from below `distributed`.
 from distributed.client import ClosedClientError as ClosedClientError
 from distributed.comm import connect
@@ -60,49 +58,25 @@ def end_worker(client: Any, address: str) -> None:
     client.sync(client.scheduler.restart_workers, workers=[address], stimulus_id="daskgpt-silent", **how)
 
 
-async def _begun(method: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    return asyncio.ensure_future(method(*arguments, **options))
-
-
-async def _is_done(running: Any) -> bool:
-    return bool((await asyncio.wait([running], timeout=LOOKING))[0])
-
-
-async def _result(running: Any) -> Any:
-    return await running
+async def _begun(client: Any, method: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    with client.as_current():  # `wait` would use the newest client of this process
+        return asyncio.ensure_future(method(*arguments, **options))
 
 
 def awaited(client: Any, look: Callable[[], Any], method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return the result of a client's method, and call `look` while waiting for it: Dask itself would wait forever.
+    """Return the result of a client's method, or of `distributed.wait`, and call `look` while waiting for it: Dask
+    itself would wait forever.
 
     Errors   those of the method, and of `look`, which end the wait
     """
-    running = client.sync(_begun, method, arguments, options)
+    running = client.sync(_begun, client, method, arguments, options)
     try:
-        while not client.sync(_is_done, running):
+        while not client.sync(asyncio.wait, [running], timeout=LOOKING)[0]:
             look()
     except BaseException:
         client.loop.add_callback(running.cancel)
         raise
-    return client.sync(_result, running)
-
-
-def ready_soon(client: Any, futures: list[Any], which: str = "ALL_COMPLETED") -> bool:
-    """Return whether futures are ready within `LOOKING` seconds; `which` means all of them, or the first one.
-
-    A timeout is a value and no error: an error that passes through `Client.sync` forms a cycle with the frames below
-    it, and what they refer to, such as the state of a step, would stay on the workers until garbage is collected.
-    """
-    return bool(client.sync(_ready_soon, client, futures, which))
-
-
-async def _ready_soon(client: Any, futures: list[Any], which: str) -> bool:
-    try:
-        with client.as_current():  # `wait` would use the newest client of this process
-            await wait(futures, timeout=LOOKING, return_when=which)
-    except TimeoutError:
-        return False
-    return True
+    return running.result()
 
 
 async def identity_at(address: str, seconds: float) -> dict[str, Any]:
@@ -112,16 +86,13 @@ async def identity_at(address: str, seconds: float) -> dict[str, Any]:
 
     Errors   OSError, TimeoutError or another error where none answers
     """
-    return await asyncio.wait_for(_identity(address, seconds), seconds + ANSWER_SECONDS)
-
-
-async def _identity(address: str, seconds: float) -> dict[str, Any]:
-    comm = await connect(address, timeout=seconds, **Security().get_connection_args("client"))
-    try:
-        await comm.write({"op": "identity", "reply": True})
-        return dict(await comm.read())
-    finally:
-        comm.abort()
+    async with asyncio.timeout(seconds + ANSWER_SECONDS):
+        comm = await connect(address, timeout=seconds, **Security().get_connection_args("client"))
+        try:
+            await comm.write({"op": "identity", "reply": True})
+            return dict(await comm.read())
+        finally:
+            comm.abort()
 
 
 # Of the scheduler's process.

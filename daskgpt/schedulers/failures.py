@@ -193,11 +193,6 @@ def paused_words(worker: Mapping[str, Any]) -> str:
     return "paused" + f": {held / 1e9:.2f} of {limit / 1e9:.2f} GB, Dask's limit" * bool(limit)
 
 
-def unreached_words(source: str, target: str, why: str) -> str:
-    """Return that one process cannot connect to another, in words, and what to do."""
-    return f"{source} cannot connect to {target}: {why}. {REACHED}"
-
-
 def title(address: str, worker: Mapping[str, Any]) -> str:
     """Return a worker's name and address; by default, the address is its name."""
     return f"worker {address}" if worker["name"] == address else f"worker {worker['name']} ({address})"

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
@@ -150,9 +150,12 @@ class VersionCheck(WorkerPlugin):
     run does not begin.
     """
 
-    def __init__(self, name: str, expected: Mapping[str, str], packed: bool, there: Collection[str]) -> None:
-        """there   addresses of the workers that were there before"""
-        self.name, self.expected, self.packed, self.there = name, expected, packed, there
+    def __init__(self, run: str, packed: bool, there: Iterable[str]) -> None:
+        """packed  whether products run in bfloat16
+        there   addresses of the workers that were there before
+        """
+        self.name, self.packed, self.there = plugin_name(run, "version-check"), packed, tuple(there)
+        self.expected = identity(packed)
 
     def setup(self, worker: Any) -> None:
         """Errors   RuntimeError naming what differs"""
@@ -175,5 +178,4 @@ def check_versions(client: Any, run: str, packed: bool, look: Callable[[], Any])
 
     Errors   RuntimeError naming a worker that is there and what of it differs
     """
-    there = tuple(members(client))
-    register(client, VersionCheck(plugin_name(run, "version-check"), identity(packed), packed, there), look)
+    register(client, VersionCheck(run, packed, members(client)), look)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import dask
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.schedulers.local import in_task, keep_memory, local_scheduler, own_threads
-from daskgpt.schedulers.protocol import Scheduler, scheduler_file
+from daskgpt.schedulers.protocol import Scheduler
 
 LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
 CHOICES = ["sync", "threads", "local", "HOST:PORT", "[IPV6]:PORT", "tls://HOST:PORT", "file:scheduler.json"]
@@ -114,7 +113,9 @@ def resolved_address(address: str) -> str:
     address = chosen_address(address)
     if not address.startswith("file:"):
         return address
-    return str(json.loads(scheduler_file(address).read_text())["address"])
+    from daskgpt.schedulers.connect import address_in
+
+    return address_in(address)
 
 
 def require_scheduler(address: str) -> None:

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter, time
 from typing import Any
 
@@ -128,8 +127,3 @@ class Scheduler(ABC):
 def clock_offset() -> float:
     """Return the offset from this process's perf_counter to the time of day, in seconds."""
     return time() - perf_counter()
-
-
-def scheduler_file(address: str) -> Path:
-    """Return the path in an address `file:PATH`."""
-    return Path(address.removeprefix("file:")).expanduser()

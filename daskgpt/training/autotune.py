@@ -241,7 +241,7 @@ class Message:
 def empty_submission(step: CompiledStep, packs: Sequence[Any], window: int = 1) -> Submission:
     """Return what a scheduler gets for a step, or for several that overlap, whose inputs have a size but no data."""
     values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.kernels.inputs.items()}
-    return step.window_submission([values] * window, packs) if window > 1 else step.submission(values, packs)
+    return step.submission([values] * window, packs)
 
 
 class Trial(LocalScheduler):

@@ -282,11 +282,10 @@ class LocalEngine(_OneStep):
     def _window(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         """Run steps as one graph; return their outcomes."""
         step, packs, inputs = self.step, self.current.packs, self.inputs(batches, steps)
-        alone = len(inputs) == 1
-        submission = step.submission(inputs[0], packs) if alone else step.window_submission(inputs, packs)
-        results = self.scheduler.fetch(self.scheduler.run(submission))
+        results = self.scheduler.fetch(self.scheduler.run(step.submission(inputs, packs)))
         self.current = replace(self.current, step=self.made + len(inputs))
-        return [Outcome.of(step.output(outputs)) for outputs in step.split_window(results, len(inputs))]
+        outputs_of_steps, _ = step.split(results, packs, len(inputs))
+        return [Outcome.of(step.output(outputs)) for outputs in outputs_of_steps]
 
 
 class TaskEngine(_OneStep):
@@ -303,8 +302,8 @@ class TaskEngine(_OneStep):
     def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         submitted = []
         for inputs in self.inputs(batches, steps):
-            results = self.scheduler.run(self.step.submission(inputs, self.current.packs))
-            handles, packs = self.step.split(results, self.current.packs)
+            results = self.scheduler.run(self.step.submission([inputs], self.current.packs))
+            (handles,), packs = self.step.split(results, self.current.packs)
             submitted.append(handles)
             self.current = State(self.current.layout, packs, self.made + 1)
         return [Outcome.of(self.step.output(self.scheduler.fetch(handles))) for handles in submitted]

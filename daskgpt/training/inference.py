@@ -68,9 +68,9 @@ class Inference:
     ) -> list[dict[str, np.ndarray]]:
         """Return the same for several batches, which are one graph and overlap."""
         values = [input_values(*batch) for batch in batches]
-        results = scheduler.run(self.compiled.window_submission(values, state.packs))
-        fetched = scheduler.fetch(results)
-        return [self.compiled.output(outputs) for outputs in self.compiled.split_window(fetched, len(batches))]
+        results = scheduler.run(self.compiled.submission(values, state.packs))
+        fetched, _ = self.compiled.split(scheduler.fetch(results), state.packs, len(batches))
+        return [self.compiled.output(outputs) for outputs in fetched]
 
 
 def compile_outputs(tape: Tape, inputs: Lazy, outputs: Lazy, state: Lazy, layout: Layout) -> CompiledGraph:

@@ -11,8 +11,7 @@ import numpy as np
 from steps import run_step, run_window, state_of, step_of
 
 from daskgpt.data.dataset import Batch
-from daskgpt.graph.distribute import Rank
-from daskgpt.graph.messages import Channel
+from daskgpt.graph.distribute import Channel, Rank
 from daskgpt.model.step import CompiledStep, Outcome
 from daskgpt.schedulers.local import local_scheduler
 

@@ -45,7 +45,7 @@ def run_step(
 ) -> tuple[Outcome, State]:
     """Run one step; return its outcome and the state after it. steps: length of the run; seed: of dropout"""
     inputs = step.inputs(batch, state.step, steps, seed)
-    handles, packs = step.split(scheduler.run(step.submission(inputs, state.packs)), state.packs)
+    (handles,), packs = step.split(scheduler.run(step.submission([inputs], state.packs)), state.packs)
     outcome = Outcome.of(step.output(scheduler.fetch(handles)))
     return outcome, State(state.layout, packs, state.step + 1)
 
@@ -55,6 +55,7 @@ def run_window(
 ) -> tuple[list[Outcome], State]:
     """Run overlapping steps as one graph, in place; return their outcomes and the state after them."""
     inputs = [step.inputs(batch, number, steps) for number, batch in enumerate(batches, state.step)]
-    results = scheduler.fetch(scheduler.run(step.window_submission(inputs, state.packs)))
-    outcomes = [Outcome.of(step.output(outputs)) for outputs in step.split_window(results, len(inputs))]
+    results = scheduler.fetch(scheduler.run(step.submission(inputs, state.packs)))
+    outputs_of_steps, _ = step.split(results, state.packs, len(inputs))
+    outcomes = [Outcome.of(step.output(outputs)) for outputs in outputs_of_steps]
     return outcomes, replace(state, step=state.step + len(inputs))
