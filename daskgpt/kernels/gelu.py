@@ -12,15 +12,15 @@ from daskgpt.kernels.arguments import check_shape, flat
 from daskgpt.kernels.compilation import kernel, wide_vectors
 from daskgpt.kernels.simd.math import sigmoid
 
-_SLOPE = 2 * math.sqrt(2 / math.pi)
-_CUBIC = 0.044715
+SLOPE = 2 * math.sqrt(2 / math.pi)
+CUBIC = 0.044715
 
 
 @kernel("r1 w1")
 def _forward(x, y):
     wide_vectors()
     real = x.dtype.type
-    slope, cubic, one = real(_SLOPE), real(_CUBIC), real(1)
+    slope, cubic, one = real(SLOPE), real(CUBIC), real(1)
     for i in range(x.size):
         v = x[i]
         y[i] = v * sigmoid(slope * v * (one + cubic * v * v))
@@ -30,8 +30,8 @@ def _forward(x, y):
 def _backward(dy, x, dx):
     wide_vectors()
     real = x.dtype.type
-    slope, cubic, one = real(_SLOPE), real(_CUBIC), real(1)
-    three_cubic = real(3 * _CUBIC)
+    slope, cubic, one = real(SLOPE), real(CUBIC), real(1)
+    three_cubic = real(3 * CUBIC)
     for i in range(x.size):
         v = x[i]
         s = sigmoid(slope * v * (one + cubic * v * v))

@@ -235,7 +235,7 @@ def _iteration(blas, x, gram, square, y, a, b, c):
             square[i, j] = fma(c, square[i, j], b * gram[i, j])
         for j in range(x.shape[1]):
             y[i, j] = a * x[i, j]
-    product(blas, 0, 0, square, x, x.dtype.type(1), y)
+    product(blas, 0, square, x, x.dtype.type(1), y)
 
 
 def polynomial(gram: np.ndarray, square: np.ndarray) -> np.ndarray:

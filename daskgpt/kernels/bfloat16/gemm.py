@@ -18,7 +18,7 @@ from daskgpt.kernels.bfloat16.isa import VARIABLE, Unit, scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, aligned, ceiling, check_float32, rounded, words
 from daskgpt.kernels.bfloat16.tiles import DEPTH, PATCH, ROW, STEP
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.float32 import blas
+from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
 from daskgpt.kernels.simd.lanes import address_of
 
 
@@ -232,7 +232,7 @@ def _product(
         check_float32(where, bias=bias)
     y = np.empty((*x.shape[:-1], width), FLOAT32)
     if not packed.in_tiles:
-        blas.matmul(rows(rounded(x)), packed.forward, rows(y), transpose_b=not backward)
+        multiply(gemm_address(FLOAT32), not backward, rows(rounded(x)), packed.forward, 0, rows(y))
         if bias is not None:
             y += bias
         return y
@@ -388,7 +388,8 @@ def backward_weight(
     if unit() is Unit.PORTABLE:
         # The rows of a weight are computed in bands, each of which rounds only its own part of dy.
         part = rounded(rows(dy)[:, first_row:last])
-        return blas.matmul(part, rows(rounded(x)), total, transpose_a=True, accumulate=accumulate)
+        multiply_rows(gemm_address(FLOAT32), part, 0, rows(rounded(x)), accumulate, total)
+        return total
     runs, tokens = runs_of_tokens(dy)
     steps = ceiling(tokens, 32) // 32 * runs
     band_rows, band_columns = _gradient_plan(steps, channels)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from llvmlite import ir
 from numba.core import cgutils
 
+from daskgpt.kernels.compilation import instruction
 from daskgpt.kernels.simd import lanes
 
 # The size of a tile follows from the registers of the processor. With 32 registers of 16 numbers (AVX-512), a tile has
@@ -227,7 +228,7 @@ def _functions(module: ir.Module) -> Iterator[tuple[int, ir.Function]]:
                 yield _number(kind, rows, width), _Tile(kind, rows, width).function(module)
 
 
-@lanes.instruction("", "n")
+@instruction("", "n")
 def code(builder):
     """Return the address of the table of all functions; only callers of this function are compiled with them."""
     functions = dict(_functions(builder.module))
@@ -249,7 +250,7 @@ def _call(
     builder.call(builder.bitcast(address, ir.FunctionType(lanes.VOID, kinds).as_pointer()), arguments)
 
 
-@lanes.instruction("n n n n n n7 n n n n s")
+@instruction("n n n n n n7 n n n n s")
 def multiply(builder, code, kind, rows, width, steps, operands, ahead, ahead_count, ahead_lines, ahead_step, beta):
     """Compute `rows` (1, 2, 4 or 8) x LANES `width` (1, 2, 3) numbers: total = beta * total + left @ right.
 
@@ -260,7 +261,7 @@ def multiply(builder, code, kind, rows, width, steps, operands, ahead, ahead_cou
     _call(builder, code, number, _TILE_KINDS, values)
 
 
-@lanes.instruction("n n4 n n n n s")
+@instruction("n n4 n n n n s")
 def transpose(builder, code, operands, target, target_step, target_rows, target_columns, beta):
     """Compute LANES x LANES numbers: target = the transpose of source + beta * target.
 
@@ -271,13 +272,13 @@ def transpose(builder, code, operands, target, target_step, target_rows, target_
     _call(builder, code, lanes.whole(_TRANSPOSE), _TRANSPOSE_KINDS, values)
 
 
-@lanes.instruction("n n n n n n n")
+@instruction("n n n n n n n")
 def copy_rows(builder, code, width, source, step, rows, columns, target):
     """Copy `rows` rows of LANES `width` numbers to target, one after the other; zeros beyond `columns` of source."""
     _call(builder, code, width, _COPY_KINDS, [source, step, rows, columns, target])
 
 
-@lanes.instruction("n n n n n n n")
+@instruction("n n n n n n n")
 def copy_halves(builder, code, source, step, rows, columns, target, distance):
     """Copy `rows` rows of LANES numbers, half of each to target, half `distance` further; zeros beyond `columns`."""
     values = [source, step, rows, columns, target, distance]
