@@ -270,22 +270,20 @@ def backward(
     return dqkv
 
 
-@helper
-def _copy(x, x_first, y, y_first, tokens):
+@kernel("r3 w3 n")
+def _gather(x, y, first):
     for sequence in range(x.shape[0]):
-        for token in range(tokens):
+        for token in range(x.shape[1]):
             for j in range(x.shape[2]):
-                y[sequence, y_first + token, j] = x[sequence, x_first + token, j]
-
-
-@kernel("r3 n w3 n n")
-def _copy_tokens(x, x_first, y, y_first, tokens):
-    _copy(x, x_first, y, y_first, tokens)
+                y[sequence, first + token, j] = x[sequence, token, j]
 
 
 @kernel("r3 i1 w3")
 def _split(x, positions, y):
-    _copy(x, positions[0], y, 0, positions.size)
+    for sequence in range(y.shape[0]):
+        for token in range(y.shape[1]):
+            for j in range(y.shape[2]):
+                y[sequence, token, j] = x[sequence, positions[0] + token, j]
 
 
 def gather(parts: list[np.ndarray], positions: object) -> np.ndarray:
@@ -299,7 +297,7 @@ def gather(parts: list[np.ndarray], positions: object) -> np.ndarray:
     whole = np.empty((sequences, sum(part.shape[1] for part in parts), channels), parts[0].dtype, like=parts[0])
     first = 0
     for part in parts:
-        _copy_tokens(contiguous(part), 0, whole, first, part.shape[1])
+        _gather(contiguous(part), whole, first)
         first += part.shape[1]
     return whole
 

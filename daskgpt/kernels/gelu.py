@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_shape, flat
+from daskgpt.kernels.arguments import elementwise
 from daskgpt.kernels.compilation import kernel, wide_vectors
 from daskgpt.kernels.simd.math import sigmoid
 
@@ -48,9 +48,7 @@ def forward(x: np.ndarray) -> np.ndarray:
     Cost     1 exp and 1 division an element
     Source   Hendrycks and Gimpel 2016, arXiv:1606.08415
     """
-    y = np.empty(x.shape, x.dtype, like=x)
-    _forward(flat(x), flat(y))
-    return y
+    return elementwise("gelu.forward", _forward, x=x)
 
 
 def backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -63,7 +61,4 @@ def backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     Cost     1 exp and 1 division an element; the exp is computed again, not stored
     Errors   ValueError when the shapes differ
     """
-    check_shape("gelu.backward", "dy", dy, x.shape)
-    dx = np.empty(x.shape, x.dtype, like=x)
-    _backward(flat(dy), flat(x), flat(dx))
-    return dx
+    return elementwise("gelu.backward", _backward, dy=dy, x=x)

@@ -46,7 +46,7 @@ def next_weight(weight, m, v, rates):
 
 
 class Rates(NamedTuple):
-    """Numbers of an AdamW update that all elements of a tensor share, in the order of `scalars_of`."""
+    """Numbers of an AdamW update that all elements of a tensor share."""
 
     rate: float
     m_scale: float
@@ -60,11 +60,12 @@ class Rates(NamedTuple):
 
 
 @helper
-def rates_of(scalars):
-    """The fields of a tuple or an array, by their names, for use inside kernels."""
-    rate, m_scale, v_scale = scalars[0], scalars[1], scalars[2]
-    beta1, keep1, beta2, keep2 = scalars[3], scalars[4], scalars[5], scalars[6]
-    return Rates(rate, m_scale, v_scale, beta1, keep1, beta2, keep2, scalars[7], scalars[8])
+def rates_of(real, hyper, beta1, beta2, eps, decay):
+    """The numbers of an update, of the type `real`, from those of `adamw_inplace`."""
+    return Rates(
+        real(hyper[0]), real(1.0 / hyper[1]), real(1.0 / hyper[2]), real(beta1), real(1.0 - beta1), real(beta2),
+        real(1.0 - beta2), real(eps), real(decay),
+    )  # fmt: skip
 
 
 @helper
@@ -77,10 +78,7 @@ def _factor_of(hyper, numbers):
 def _adamw(weight, gradient, m, v, hyper, beta1, beta2, eps, decay):
     real = weight.dtype.type
     scale = real(_factor_of(hyper, 3))
-    rates = Rates(
-        real(hyper[0]), real(1.0 / hyper[1]), real(1.0 / hyper[2]), real(beta1), real(1.0 - beta1), real(beta2),
-        real(1.0 - beta2), real(eps), real(decay),
-    )  # fmt: skip
+    rates = rates_of(real, hyper, beta1, beta2, eps, decay)
     for i in range(weight.size):
         g = gradient[i] * scale
         new_m = next_moment(m[i], g, rates.beta1, rates.keep1)
@@ -88,13 +86,6 @@ def _adamw(weight, gradient, m, v, hyper, beta1, beta2, eps, decay):
         m[i] = new_m
         v[i] = new_v
         weight[i] = next_weight(weight[i], new_m, new_v, rates)
-
-
-def scalars_of(hyper: np.ndarray, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
-    """Return the fields of `Rates`, as kernels take them."""
-    check_shape("adamw", "hyper", hyper, (3,))
-    rate, correction1, correction2 = hyper.tolist()
-    return rate, 1 / correction1, 1 / correction2, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
 
 
 def adamw_inplace(

@@ -265,12 +265,10 @@ def _transpose_patch(patch, spare, rows, columns, target, target_step):
     """Write rows x columns numbers at target, the transpose of columns x rows in a patch."""
     for corner in range(4):
         row, column = corner // 2 * 16, corner % 2 * 16
-        for i in range(16):
-            tiles.copy_row(patch + (column + i) * ROW + row * 4, spare + i * 64, 16)
+        tiles.copy_rows(patch + column * ROW + row * 4, ROW, spare, 64, 16, 16)
         tiles.transpose_tile(spare)
-        for i in range(min(16, rows - row)):
-            place = target + (row + i) * target_step + column * 4
-            tiles.copy_row(spare + i * 64, place, max(0, min(16, columns - column)))
+        place = target + row * target_step + column * 4
+        tiles.copy_rows(spare, 64, place, target_step, min(16, rows - row), max(0, min(16, columns - column)))
 
 
 @helper
@@ -357,8 +355,7 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
                     for n in range(32 * steps * 32):
                         write_real(sums, n, read_real(sums, n) * kept)
                 target = dq_out + (which + 1) * channels * 4 + j * 32 * row_bytes
-                for row in range(min(32, tokens - j * 32)):
-                    tiles.copy_row(sums + row * steps * ROW, target + row * row_bytes, size)
+                tiles.copy_rows(sums, steps * ROW, target, row_bytes, min(32, tokens - j * 32), size)
         for i in range(patches):
             for c in range(steps):
                 target = dq_out + i * 32 * row_bytes + c * 128

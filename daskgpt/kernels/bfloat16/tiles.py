@@ -193,13 +193,6 @@ def fetch(panel, steps, part, parts):
 
 
 @helper
-def fetch_step(step):
-    """Fetch one step of a panel into the second cache."""
-    for line in range(0, STEP, 64):
-        _prefetch(step + line)
-
-
-@helper
 def touch_patch(unit, patch, step):
     """Read a patch that is about to be written, rows `step` bytes apart.
 
@@ -292,6 +285,13 @@ def copy_row(builder, source, target, count):
 
 
 @helper
+def copy_rows(source, source_step, target, target_step, rows, columns):
+    """Copy rows of float32 numbers, which lie some bytes apart."""
+    for row in range(rows):
+        copy_row(source + row * source_step, target + row * target_step, columns)
+
+
+@helper
 def _pack_tile_of_rows(place, row_bytes, rows, columns, tile):
     for row in range(16):
         round_columns(place, tile + row * 64, columns if row < rows else 0)
@@ -346,7 +346,7 @@ def pack_weight_rows(source, row, rows, outputs, channels, forward, backward):
             place = source + i * row_bytes + column * 4
             across = forward + panel * forward_panel + column // 32 * STEP
             along = backward + column // 32 * backward_panel + panel * STEP
-            fetch_step(along + backward_panel)
+            fetch(along + backward_panel, 1, 0, 1)
             for side in range(2):
                 start, tile = place + side * 16 * row_bytes, across + side * TILE
                 _pack_tile_of_rows(start, row_bytes, rows - i - side * 16, channels - column, tile)

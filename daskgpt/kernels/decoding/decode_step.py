@@ -34,12 +34,8 @@ _WTE, _WPE, _LN_F, _, _LM_HEAD = range(5)
 # Columns of a row: the text, the token's position among its kept tokens, and the token.
 _TEXT, _POSITION, _TOKEN = range(3)
 # Positions in `sizes`.
-SIZES = (
-    *("channels", "heads", "key_heads", "head_size", "hidden", "vocabulary", "capacity", "width"),
-    *("halves", "mean", "activation"),
-)
 _CHANNELS, _HEADS, _KEY_HEADS, _HEAD_SIZE, _HIDDEN, _VOCABULARY, _CAPACITY, _WIDTH = range(8)
-_HALVES, _MEAN, _ACTIVATION = range(8, len(SIZES))
+_HALVES, _MEAN, _ACTIVATION = range(8, 11)
 
 _PART_BYTES = 1 << 16  # of a matrix: a thread takes this much at once
 # What follows a product; the first ones are activations, in the order of their numbers in `sizes`.
@@ -222,7 +218,8 @@ def decode_step(
 ):  # fmt: skip
     """Run one thread's share of a step, from rows of tokens to the logits of the wanted rows.
 
-    sizes     numbers by the names in SIZES: halves for bfloat16, mean for layernorm, activation of those in ACTIVATIONS
+    sizes     channels, heads, heads of keys, channels of a head, hidden channels, vocabulary, capacity, width; 1 for
+              bfloat16, 1 for layernorm, number of the activation in ACTIVATIONS
     rope      numbers of the angles by which queries and keys are turned, see `kernels.rotary`
     epsilon   what the normalizations add
     x         scratch memory for the residual stream, and what follows it, for other steps of a block
