@@ -104,6 +104,7 @@ class Decoder:
         self.tensors = self._addresses(weights.arrays)
         self.counters = np.zeros(2 * stages(config.blocks) * APART, np.int64)
         gated, turned = config.activation == "swiglu", config.position == "rotary"
+        # In the order of `sizes` in `decode_step`.
         hidden, numbers = config.hidden_channels, [config.channels, heads, key_heads, size]
         numbers += [hidden, config.vocabulary, self.capacity, width, weights.halves, config.norm == "layernorm"]
         self.sizes = np.array([*numbers, ACTIVATIONS.index(config.activation)], np.int64)

@@ -22,15 +22,15 @@ from daskgpt.kernels.simd.reductions import dot
 GRAD_INFO = 2  # numbers that `clipped_hyper` appends to those of an optimizer: norm, and factor of gradients
 
 
-def _check_state(where: str, weight: np.ndarray, gradient: np.ndarray, **moments: np.ndarray) -> None:
-    """Raise ValueError unless the gradient is of the weight's shape, and weight and moments can be updated in place."""
+def _check(
+    where: str, hyper: np.ndarray, numbers: int, weight: np.ndarray, gradient: np.ndarray, **moments: np.ndarray
+) -> None:
+    """Raise ValueError unless the gradient is of the weight's shape, weight and moments can be updated in place, and
+    hyper has the optimizer's numbers, alone or with those that `clipped_hyper` appends.
+    """
     check_shape(where, "gradient", gradient, weight.shape)
     for name, array in {"weight": weight, **moments}.items():
         check_output(where, name, array, weight.shape, weight.dtype)
-
-
-def _check_hyper(where: str, hyper: np.ndarray, numbers: int) -> None:
-    """Raise ValueError unless hyper has the optimizer's numbers, alone or with those that `clipped_hyper` appends."""
     check_shape(where, "hyper", hyper, (numbers + (GRAD_INFO if hyper.size > numbers else 0),))
 
 
@@ -113,8 +113,7 @@ def adamw_inplace(
     Source   Loshchilov and Hutter 2019, arXiv:1711.05101
     Errors   ValueError when the shapes differ, or weight, m or v cannot be written
     """
-    _check_state("adamw", weight, gradient, m=m, v=v)
-    _check_hyper("adamw", hyper, 3)
+    _check("adamw", hyper, 3, weight, gradient, m=m, v=v)
     _adamw(flat(weight), flat(gradient), flat(m), flat(v), hyper, beta1, beta2, eps, weight_decay)
     return weight, m, v
 
@@ -144,8 +143,7 @@ def momentum_inplace(
     Source   Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning"
     Errors   ValueError when the shapes differ, or weight or m cannot be written
     """
-    _check_state("momentum", weight, gradient, m=m)
-    _check_hyper("momentum", hyper, 1)
+    _check("momentum", hyper, 1, weight, gradient, m=m)
     _momentum(flat(weight), flat(gradient), flat(m), hyper, beta, weight_decay)
     return weight, m
 
@@ -325,8 +323,7 @@ def muon_inplace(
     """
     rows, columns = len(weight) // maps, weight.shape[1]
     check_shape("muon", "weight", weight, (maps * rows, columns))
-    _check_state("muon", weight, gradient, m=m)
-    _check_hyper("muon", hyper, 3)
+    _check("muon", hyper, 3, weight, gradient, m=m)
     for first in range(0, maps * rows, rows):
         rows_of_map = slice(first, first + rows)
         direction = np.empty((rows, columns), weight.dtype, like=weight)
