@@ -23,7 +23,7 @@ import numpy as np
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.nodes import task
-from daskgpt.kernels.float32.blas import matmul
+from daskgpt.kernels.float32.blas import gemm_address, multiply
 from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import open_scheduler
@@ -63,7 +63,9 @@ def of_dask(kind: str, threads: int) -> Iterator[tuple[float, float]]:
 
             def product(*neighbors: Any, side: int = side) -> float:
                 work = np.ones((side, side), np.float32)  # here, since a graph that holds it takes long to send
-                return float(matmul(work, work, np.empty_like(work))[0, 0])
+                result = np.empty_like(work)
+                multiply(gemm_address(work.dtype), 0, work, work, 0, result)
+                return float(result[0, 0])
 
             product()
             start = perf_counter()

@@ -12,7 +12,6 @@ from daskgpt.kernels.bfloat16 import gemm as bfloat16
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
 from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.dropout import dropped, streams
-from daskgpt.kernels.float32.blas import matmul
 from daskgpt.kernels.optimizers import adamw, adamw_inplace, momentum, muon, muon_inplace
 
 X, DY, WEIGHT = np.ones((2, 5, 8)), np.ones((2, 5, 6)), np.ones(8)
@@ -79,7 +78,6 @@ FITTING = {
     "adamw": (partial(adamw, **ADAMW), X, X, X, X, HYPER),
     "momentum": (partial(momentum, **MOMENTUM), X, X, X, HYPER[:1]),
     "muon": (lambda *arrays: muon(*arrays, HYPER, **MUON), TABLE, TABLE, TABLE),
-    "matmul": (matmul, X[0], TABLE.T.copy(), np.ones((5, 9))),
 }
 FITTING |= {
     "bfloat16": (lambda x, bias: bfloat16.forward(x, bfloat16.pack_weight(NARROW), bias), SMALL_X, BIAS),
@@ -99,9 +97,6 @@ REFUSED = [
     (lambda: adamw_inplace(X, X, read_only(X), X, HYPER, **ADAMW), "m must be a writable"),
     (lambda: adamw_inplace(X, X, X, read_only(X), HYPER, **ADAMW), "v must be a writable"),
     (lambda: muon_inplace(TABLE, TABLE, TABLE.astype("f4"), HYPER, **MUON), "m must be a writable"),
-    (lambda: matmul(TABLE.astype("f4"), TABLE.T, np.empty((9, 9))), "a must have shape (9, 8) and dtype float64"),
-    (lambda: matmul(np.ones((4, 3)).T, np.ones((4, 6)), np.empty((3, 6))), "the rows of a must be contiguous"),
-    (lambda: matmul(TABLE[:, :1], TABLE[:1], read_only(np.ones((9, 8)))), "out must be writable"),
     (lambda: attention.forward(QKV, heads=3), "qkv must have a column per channel"),
     (lambda: attention.forward(QKV, heads=0), "qkv must have a column per channel"),
     (lambda: bf16_attention.forward(QKV[..., 1:], heads=2), "qkv must have a column per channel"),
@@ -115,7 +110,6 @@ REFUSED = [
 ]
 WRONG_TYPES = [
     (lambda: embedding.forward(TOKENS.astype("i8"), TABLE, POSITIONS, TABLE), "got dtypes=int64"),
-    (lambda: matmul(TOKENS[:, :2], TOKENS, np.empty((2, 5), "i4")), "arrays must be float32 or float64"),
     (lambda: to_bfloat16(X), "to_bfloat16: x must be float32"),
     (lambda: from_bfloat16(X.astype("f4")), "from_bfloat16: x must be bfloat16"),
     (lambda: bfloat16.pack_weight(TABLE), "pack_weight: weight must be float32"),

@@ -7,7 +7,7 @@ from product_cases import assert_all_same, at_once
 from tolerances import TOLERANCES
 
 from daskgpt.kernels import crossentropy, embedding, layernorm, linear, rmsnorm
-from daskgpt.kernels.floating_point import restore, set_flush_to_zero
+from daskgpt.kernels.floating_point import flush_to_zero
 from daskgpt.model.layers import CROSSENTROPY
 
 every_layer = pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
@@ -86,11 +86,8 @@ def test_bits_do_not_depend_on_memory_or_thread(layer, dtype):
         assert_all_same(everything(moved), expected)
 
     def flushed():
-        previous = set_flush_to_zero()
-        try:
+        with flush_to_zero():
             return everything(arrays)
-        finally:
-            restore(previous)
 
     alone = flushed()
     for results in at_once(3, flushed):

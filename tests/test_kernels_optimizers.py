@@ -4,11 +4,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from product_cases import UNITS, assert_all_same, using
+from product_cases import UNITS, assert_all_same, call, using
 from tolerances import TOLERANCES
 
 from daskgpt.kernels.bfloat16 import layers as bf16
-from daskgpt.kernels.float32.blas import matmul
 from daskgpt.kernels.optimizers import (
     A,
     adamw,
@@ -125,10 +124,11 @@ def test_singular_values_go_through_the_polynomial(dtype, shape, random):
 @pytest.mark.parametrize("shape", [*SHAPES, (128, 128), (130, 515)])
 def test_symmetric_product_from_its_half(shape, random):
     x = (random.normal(size=shape) / np.sqrt(np.prod(shape))).astype(np.float32)
-    gram, square = (np.empty((len(x), len(x)), np.float32) for _ in range(2))
-    matmul(x, x, gram, transpose_b=True)
-    matmul(gram, gram, square)
-    expected = matmul(polynomial(gram, square), x, np.float32(A) * x, accumulate=True)
+    n, k = x.shape
+    gram, square = (np.empty((n, n), np.float32) for _ in range(2))
+    call(x, x, gram, n, n, k, (False, True))
+    call(gram, gram, square, n, n, n)
+    expected = call(polynomial(gram, square), x, np.float32(A) * x, n, k, n, beta=1.0)
     np.testing.assert_array_equal(iteration(x), expected)
 
 

@@ -1,14 +1,11 @@
 """Tests of the float32 product of our own: beside float64, row by row the same bits, edges, threads."""
 
-import ctypes
 import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-from daskgpt.kernels.float32 import gemm
-from daskgpt.kernels.float32.blas import matmul
+from product_cases import call
 
 ODD = [1, 7, 17, 33, 65, 100, 129]
 TRANSPOSES = list(itertools.product((False, True), repeat=2))
@@ -22,16 +19,6 @@ def as_stored(matrix: np.ndarray, transposed: bool, gap: int) -> np.ndarray:
     stored = np.full((rows.shape[0], rows.shape[1] + gap), np.nan, np.float32)
     stored[:, : rows.shape[1]] = rows
     return stored
-
-
-def call(a, b, c, m, n, k, transposes=(False, False), beta=0.0):
-    """The product through its address; the arrays' own row lengths."""
-    whole, real, place = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-    kinds = [*[whole] * 5, place, whole, place, whole, real, place, whole]
-    function = ctypes.CFUNCTYPE(None, *kinds)(gemm.address())
-    operands = a.ctypes.data, a.strides[0] // 4, b.ctypes.data, b.strides[0] // 4
-    function(*transposes, m, n, k, *operands, beta, c.ctypes.data, c.strides[0] // 4)
-    return c
 
 
 def random_operands(m: int, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,6 +106,6 @@ def test_scratch_memory_is_used_again():
 
     resident = []  # pages of this process that are in memory
     for _ in range(51):
-        matmul(a, b, c, transpose_a=True)
+        call(a, b, c, 8, 384, 768, (True, False))
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]))
     assert resident[-1] - resident[0] < 5000  # of 4 KB: a third of what 50 products would have added

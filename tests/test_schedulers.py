@@ -440,7 +440,7 @@ def test_waiting_for_a_worker_ends(monkeypatch):
 
 def test_product_rate_counts_all_threads(monkeypatch):
     done = []
-    monkeypatch.setattr(machine, "matmul", lambda *_: (time.sleep(0.01), done.append(1)))
+    monkeypatch.setattr(machine, "multiply", lambda *_: (time.sleep(0.01), done.append(1)))
     assert machine.product_rate(2, products=3, rounds=2) < 2 * 3 * 2 * machine.SIZE**3 / 0.03
     assert len(done) == 2 * (1 + 2 * 3), "all are waited for"
 

@@ -97,8 +97,7 @@ class ModelConfig(Checked):
     @property
     def uses(self) -> frozenset[str]:
         """Features of the model for which kernels are compiled, see `kernels.compilation.Kernel`."""
-        rotary, qk_norm = self.position != "learned", self.qk_norm != "none"
-        return frozenset({self.norm, self.activation, "rotary" if rotary else "", "qk_norm" if qk_norm else ""})
+        return frozenset({self.norm, self.position, self.qk_norm, self.activation})
 
     @property
     def _usual(self) -> dict[str, int]:

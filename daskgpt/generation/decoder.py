@@ -18,7 +18,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.kernels.bfloat16.rounding import ceiling, to_bfloat16
-from daskgpt.kernels.decoding.decode_step import ACTIVATIONS, OUTSIDE, SIZES, TENSORS, decode_step, stages
+from daskgpt.kernels.decoding.decode_step import ACTIVATIONS, OUTSIDE, TENSORS, decode_step, stages
 from daskgpt.kernels.decoding.kv_cache import GROUP
 from daskgpt.kernels.decoding.thread_barrier import APART
 from daskgpt.kernels.simd.lanes import LANES
@@ -104,16 +104,15 @@ class Decoder:
         self.tensors = self._addresses(weights.arrays)
         self.counters = np.zeros(2 * stages(config.blocks) * APART, np.int64)
         gated, turned = config.activation == "swiglu", config.position == "rotary"
-        sizes = {"channels": config.channels, "heads": heads, "key_heads": key_heads, "head_size": size, "width": width}
-        sizes |= {"hidden": config.hidden_channels, "vocabulary": config.vocabulary, "capacity": self.capacity}
-        sizes |= {"halves": weights.halves, "mean": config.norm == "layernorm"}
-        sizes |= {"activation": ACTIVATIONS.index(config.activation)}
-        self.sizes = np.array([sizes[name] for name in SIZES], np.int64)
+        # In the order of `sizes` in `decode_step`.
+        hidden, numbers = config.hidden_channels, [config.channels, heads, key_heads, size]
+        numbers += [hidden, config.vocabulary, self.capacity, width, weights.halves, config.norm == "layernorm"]
+        self.sizes = np.array([*numbers, ACTIVATIONS.index(config.activation)], np.int64)
 
         def scratch(*shape: int) -> np.ndarray:
             return np.zeros((*shape[:-1], ceiling(shape[-1], LANES)), np.float32)
 
-        rows, hidden = (self.threads, MOST_ROWS), config.hidden_channels
+        rows = self.threads, MOST_ROWS
         self.normal = scratch(*rows, config.channels)
         self.gated, self.angles = scratch(*rows, hidden * gated), np.zeros((*rows, size * turned), np.float32)
         self.x, self.y = scratch(MOST_ROWS, config.channels), scratch(MOST_ROWS, heads * size)

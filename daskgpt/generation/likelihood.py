@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -41,15 +41,12 @@ def sequence_losses(weights: Weights, tokens: np.ndarray, length: int, threads: 
 
     Shapes   tokens (N,), at least 2
     """
-    decoder = decoder_of(weights, 1, length, threads)
-    for first in range(0, len(tokens) - 1, length):
-        read = tokens[first : first + length + 1].tolist()
-        rows = [(0, position, token) for position, token in enumerate(read[:-1])]
-        yield losses_of(decoder, rows, read[1:])
+    rows = (tokens[first : first + length + 1] for first in range(0, len(tokens) - 1, length))
+    return response_losses(weights, ((row, np.ones(len(row), bool)) for row in rows), length, threads)
 
 
 def response_losses(
-    weights: Weights, rows: Sequence[tuple[np.ndarray, np.ndarray]], length: int, threads: int = 0
+    weights: Weights, rows: Iterable[tuple[np.ndarray, np.ndarray]], length: int, threads: int = 0
 ) -> Iterator[np.ndarray]:
     """Yield an array per example with the loss, in nats, of each token that counts.
 

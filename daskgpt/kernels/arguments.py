@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.compilation import kernel
+from daskgpt.kernels.compilation import Kernel, kernel
 from daskgpt.kernels.tracing import Operand
 
 
@@ -48,6 +48,19 @@ def check_rows(where: str, total: np.ndarray, first_row: int, rows: int) -> None
     if not 0 <= first_row <= rows - len(total):
         got = {"first_row": first_row, "rows": len(total)}
         raise refusal(ValueError, where, f"total must be some of the {rows} rows", got, "Check the first row.")
+
+
+def elementwise(where: str, kernel: Kernel, **arrays: np.ndarray) -> np.ndarray:
+    """Return what a kernel computes from each number of one or more arrays, in the shape and dtype of the last one.
+
+    Errors   ValueError when the shapes differ
+    """
+    *others, last = arrays.values()
+    for name, array in zip(arrays, others, strict=False):
+        check_shape(where, name, array, last.shape)
+    result = np.empty(last.shape, last.dtype, like=last)
+    kernel(*map(flat, arrays.values()), flat(result))
+    return result
 
 
 @kernel("i1 n")

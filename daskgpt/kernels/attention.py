@@ -9,18 +9,17 @@ them were dropped.
 
 import math
 
-import numba
 import numpy as np
-from numba.extending import overload
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_shape, checked_indices, contiguous
-from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.compilation import for_float32, helper, kernel, wide_vectors
 from daskgpt.kernels.dropout import factors_of_row, threshold_of
 from daskgpt.kernels.float32.blas import gemm, gemm_address
 from daskgpt.kernels.simd.lanes import LANES, address_of, transpose_square
 from daskgpt.kernels.simd.math import log
-from daskgpt.kernels.simd.softmax import PADDING, exponentials, largest, score_gradients
+from daskgpt.kernels.simd.reductions import maximum
+from daskgpt.kernels.simd.softmax import PADDING, exponentials, score_gradients
 
 # Numbers at the end of the scratch's rows: vectors may reach beyond the last token, and rows whose length is a power of
 # two would compete for a few cache lines.
@@ -37,15 +36,6 @@ _NO_DROPOUT: Dropout = (np.empty(0, np.int64), (0, 0), 1.0)
 
 
 @helper
-def _transpose_numbers(x, sequence, column, out):
-    for first in range(0, x.shape[1], 16):
-        last = min(first + 16, x.shape[1])
-        for c in range(out.shape[0]):
-            for j in range(first, last):
-                out[c, j] = x[sequence, j, column + c]
-
-
-@helper
 def _transpose_squares(x, sequence, column, out):
     """Transpose 16 x 16 numbers at a time; rows of `out` have room for the numbers beyond the last token."""
     step, out_step, size = x.shape[2] * 4, out.shape[1] * 4, out.shape[0]
@@ -56,15 +46,12 @@ def _transpose_squares(x, sequence, column, out):
             transpose_square(source, step, x.shape[1] - first, size - c, target, out_step)
 
 
+@for_float32(_transpose_squares)
 def _transpose(x, sequence, column, out):
     """Copy the columns of one head to rows: out[c, j] = x[sequence, j, column + c]."""
-
-
-@overload(_transpose, jit_options={"forceinline": True})
-def _transpose_of(x, sequence, column, out):
-    if x.dtype == numba.float32:
-        return lambda x, sequence, column, out: _transpose_squares(x, sequence, column, out)
-    return lambda x, sequence, column, out: _transpose_numbers(x, sequence, column, out)
+    for c in range(out.shape[0]):
+        for j in range(x.shape[1]):
+            out[c, j] = x[sequence, j, column + c]
 
 
 @kernel("n r3 n2 w3 w3 w2 w2 w1 w1 l1 n2 f w1", cost=6)
@@ -91,7 +78,7 @@ def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, tops, totals,
                 gemm(blas, 0, 0, n, last, hs, q + first * ld * size, ld, kt, lds, zero, s, lds)
                 for i in range(n):
                     limit = first + i + 1
-                    tops[i] = scale * largest(scores[i], limit)
+                    tops[i] = scale * maximum(scores[i, :limit])
                     totals[i] = exponentials(scores[i], limit, last, scale, tops[i])
                     if threshold > 0:
                         row = first + i
@@ -283,22 +270,20 @@ def backward(
     return dqkv
 
 
-@helper
-def _copy(x, x_first, y, y_first, tokens):
+@kernel("r3 w3 n")
+def _gather(x, y, first):
     for sequence in range(x.shape[0]):
-        for token in range(tokens):
+        for token in range(x.shape[1]):
             for j in range(x.shape[2]):
-                y[sequence, y_first + token, j] = x[sequence, x_first + token, j]
-
-
-@kernel("r3 n w3 n n")
-def _copy_tokens(x, x_first, y, y_first, tokens):
-    _copy(x, x_first, y, y_first, tokens)
+                y[sequence, first + token, j] = x[sequence, token, j]
 
 
 @kernel("r3 i1 w3")
 def _split(x, positions, y):
-    _copy(x, positions[0], y, 0, positions.size)
+    for sequence in range(y.shape[0]):
+        for token in range(y.shape[1]):
+            for j in range(y.shape[2]):
+                y[sequence, token, j] = x[sequence, positions[0] + token, j]
 
 
 def gather(parts: list[np.ndarray], positions: object) -> np.ndarray:
@@ -312,7 +297,7 @@ def gather(parts: list[np.ndarray], positions: object) -> np.ndarray:
     whole = np.empty((sequences, sum(part.shape[1] for part in parts), channels), parts[0].dtype, like=parts[0])
     first = 0
     for part in parts:
-        _copy_tokens(contiguous(part), 0, whole, first, part.shape[1])
+        _gather(contiguous(part), whole, first)
         first += part.shape[1]
     return whole
 

@@ -25,7 +25,7 @@ from typing import Any
 import numba
 import numpy as np
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from numpy.typing import DTypeLike
 
 from daskgpt.config.errors import refusal
@@ -68,31 +68,20 @@ def part(function: Callable[..., Any]) -> Any:
     return without_literals(numba.njit(**_INNER)(function))
 
 
-@intrinsic
-def wide_vectors(typing_context):
-    """Let LLVM use 512-bit vectors in the function that calls this, where the processor has them.
-
-    LLVM's choice for these processors is 256 bits. Kernels bound by arithmetic (exp) run a fifth faster with 512,
-    plain sums a tenth slower.
+def for_float32(version: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator of a function that kernels include in two versions: with a first argument of float32 numbers
+    they call `version` with the same arguments, and otherwise, as Python does, the function itself.
     """
 
-    def generate(context, builder, signature, arguments):
-        # llvmlite knows no attributes with a value, but writes whatever the set holds.
-        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
-        return context.get_dummy_value()
+    def decorate(function: Callable[..., Any]) -> Any:
+        @overload(function, jit_options={"forceinline": True, "error_model": "numpy"}, strict=False)
+        def chosen(*arguments):
+            real = getattr(arguments[0], "dtype", arguments[0])
+            return (lambda *arguments: version(*arguments)) if real == numba.float32 else function
 
-    return numba.types.void(), generate
+        return function
 
-
-@intrinsic
-def stay_apart(typing_context):
-    """Keep LLVM from inlining the function that calls this."""
-
-    def generate(context, builder, signature, arguments):
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
-
-    return numba.types.void(), generate
+    return decorate
 
 
 def numba_type(word: str, real: numba.types.Type | None = None) -> numba.types.Type:
@@ -102,6 +91,46 @@ def numba_type(word: str, real: numba.types.Type | None = None) -> numba.types.T
         number = {"n": numba.int64, "f": real, "s": numba.float32, "d": numba.float64}[letter]
         return numba.types.UniTuple(number, int(count)) if count else number
     return numba.types.Array(_ELEMENTS.get(letter.lower(), real), int(count), "C", readonly=letter not in "wHLSD")
+
+
+def instruction(arguments: str, result: str = "") -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that turns a function that writes LLVM code into an intrinsic.
+
+    `instruction("n n s", "n")` decorates a function of an llvmlite builder, two whole numbers and a float32 number,
+    which returns a whole number; without a second text the intrinsic returns nothing. The letters are those of
+    `kernel`.
+    """
+    typed = (numba_type(result) if result else numba.types.void)(*map(numba_type, arguments.split()))
+
+    def decorate(write_code: Callable[..., Any]) -> Any:
+        @functools.wraps(write_code)
+        def definition(typing_context, *kinds):
+            def generate(context, builder, signature, values):
+                made = write_code(builder, *values)
+                return made if result else context.get_dummy_value()
+
+            return typed, generate
+
+        return intrinsic(definition)
+
+    return decorate
+
+
+@instruction("")
+def wide_vectors(builder):
+    """Let LLVM use 512-bit vectors in the function that calls this, where the processor has them.
+
+    LLVM's choice for these processors is 256 bits. Kernels bound by arithmetic (exp) run a fifth faster with 512,
+    plain sums a tenth slower.
+    """
+    # llvmlite knows no attributes with a value, but writes whatever the set holds.
+    set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+
+
+@instruction("")
+def stay_apart(builder):
+    """Keep LLVM from inlining the function that calls this."""
+    builder.function.attributes.add("noinline")
 
 
 @functools.cache

@@ -9,8 +9,8 @@ from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, checked_indices, contiguous, flat, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
-from daskgpt.kernels.simd.math import exp, fma, log, maximum
-from daskgpt.kernels.simd.reductions import sum_of
+from daskgpt.kernels.simd.math import exp, fma, log
+from daskgpt.kernels.simd.reductions import maximum, sum_of
 
 # Number of logits that fit into the first cache, where they are summed.
 _PIECE = 2048
@@ -80,7 +80,6 @@ def forward(x: np.ndarray, wte: np.ndarray, targets: np.ndarray, vocabulary: int
     """
     where = "crossentropy.forward"
     check_shape(where, "wte", wte, (len(wte), x.shape[-1]))
-    _check_vocabulary(where, vocabulary, len(wte))
     dlogits = np.empty((*x.shape[:-1], len(wte)), x.dtype, like=x)
     multiply(gemm_address(x.dtype), 1, rows(x), contiguous(wte)[:vocabulary], 0, rows(dlogits))
     return softmax_losses(dlogits, targets, vocabulary), dlogits
@@ -98,7 +97,9 @@ def softmax_losses(logits: np.ndarray, targets: np.ndarray, vocabulary: int) -> 
     """
     where = "crossentropy.forward"
     check_shape(where, "targets", targets, logits.shape[:-1])
-    _check_vocabulary(where, vocabulary, logits.shape[-1])
+    if not 0 < vocabulary <= logits.shape[-1]:
+        rule = f"vocabulary must be from 1 to the {logits.shape[-1]} rows of wte"
+        raise refusal(ValueError, where, rule, {"vocabulary": vocabulary}, "Check the padded vocabulary.")
     losses = np.empty(logits.shape[:-1], logits.dtype, like=logits)
     indices = checked_indices(where, "targets", targets, vocabulary)
     _softmax_losses(indices, vocabulary, flat(losses), rows(logits))
@@ -115,12 +116,6 @@ def scale_rows(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
     y = np.empty(x.shape, x.dtype, like=x)
     _scale_rows(rows(x), flat(factors), rows(y))
     return y
-
-
-def _check_vocabulary(where: str, vocabulary: int, padded: int) -> None:
-    if not 0 < vocabulary <= padded:
-        rule = f"vocabulary must be from 1 to the {padded} rows of wte"
-        raise refusal(ValueError, where, rule, {"vocabulary": vocabulary}, "Check the padded vocabulary.")
 
 
 def backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: np.ndarray) -> np.ndarray:

@@ -15,7 +15,6 @@ FIRST_MULTIPLIER, SECOND_MULTIPLIER = 0xD2511F53, 0xCD9E8D57
 FIRST_STEP, SECOND_STEP = 0x9E3779B9, 0xBB67AE85  # of the two halves of the key, from round to round
 _MULTIPLIERS = np.uint64(FIRST_MULTIPLIER), np.uint64(SECOND_MULTIPLIER)
 _STEPS = np.uint64(FIRST_STEP), np.uint64(SECOND_STEP)
-_SIXTY_FOUR_BITS = 2**64
 NUMBERS = 2**32  # that a word has
 
 
@@ -84,7 +83,7 @@ def streams(seed: int, step: int, sequences: int) -> np.ndarray:
     Dtype    int64
     """
     keys = np.empty(sequences, np.int64)
-    _streams(keys, int(np.uint64(seed % _SIXTY_FOUR_BITS).astype(np.int64)), step)
+    _streams(keys, int(np.uint64(seed % 2**64).astype(np.int64)), step)
     return keys
 
 

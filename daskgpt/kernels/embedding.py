@@ -5,21 +5,21 @@ import numpy as np
 from daskgpt.kernels.arguments import check_output, check_shape, checked_indices, contiguous, flat, rows
 from daskgpt.kernels.compilation import kernel
 
+_NOWHERE = np.empty(0, np.int32)
+
 
 @kernel("i1 r2 i1 r2 w2")
 def _forward(tokens, wte, positions, wpe, y):
     t = positions.size
     for i in range(tokens.size):
-        token, position = tokens[i], positions[i % t]
-        for j in range(y.shape[1]):
-            y[i, j] = wte[token, j] + wpe[position, j]
-
-
-@kernel("i1 r2 w2", use="rotary")
-def _of_tokens(tokens, wte, y):
-    for i in range(tokens.size):
-        for j in range(y.shape[1]):
-            y[i, j] = wte[tokens[i], j]
+        token = tokens[i]
+        if t > 0:
+            position = positions[i % t]
+            for j in range(y.shape[1]):
+                y[i, j] = wte[token, j] + wpe[position, j]
+        else:
+            for j in range(y.shape[1]):
+                y[i, j] = wte[token, j]
 
 
 @kernel("r2 i1 w2 n n")
@@ -34,8 +34,10 @@ def _backward(dy, indices, total, accumulate, first_row):
                 total[index, j] += dy[i, j]
 
 
-def forward(tokens: np.ndarray, wte: np.ndarray, positions: np.ndarray, wpe: np.ndarray) -> np.ndarray:
-    """Return the sum of the tokens' and the positions' rows.
+def forward(
+    tokens: np.ndarray, wte: np.ndarray, positions: np.ndarray | None = None, wpe: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the sum of the tokens' and the positions' rows, or without positions the tokens' rows.
 
     y[i, j] = wte[tokens[i, j]] + wpe[positions[j]]
 
@@ -43,26 +45,14 @@ def forward(tokens: np.ndarray, wte: np.ndarray, positions: np.ndarray, wpe: np.
     Dtype    int32 tokens and positions; float32 or float64 tables
     Errors   ValueError for a token or position outside of its table, or shapes that do not fit
     """
-    check_shape("embedding.forward", "positions", positions, tokens.shape[1:])
-    check_shape("embedding.forward", "wpe", wpe, (len(wpe), wte.shape[1]))
-    wte, wpe = contiguous(wte), contiguous(wpe)
-    flat_tokens = checked_indices("embedding.forward", "tokens", tokens, len(wte))
-    flat_positions = checked_indices("embedding.forward", "positions", positions, len(wpe))
+    where, wte = "embedding.forward", contiguous(wte)
+    places, table = _NOWHERE, wte
+    if positions is not None and wpe is not None:
+        check_shape(where, "positions", positions, tokens.shape[1:])
+        check_shape(where, "wpe", wpe, (len(wpe), wte.shape[1]))
+        places, table = checked_indices(where, "positions", positions, len(wpe)), contiguous(wpe)
     y = np.empty((*tokens.shape, wte.shape[1]), wte.dtype, like=wte)
-    _forward(flat_tokens, wte, flat_positions, wpe, rows(y))
-    return y
-
-
-def of_tokens(tokens: np.ndarray, wte: np.ndarray) -> np.ndarray:
-    """Return the tokens' rows.
-
-    Shapes   tokens (b, t), wte (V, C) -> y (b, t, C)
-    Dtype    int32 tokens; a float32 or float64 table
-    Errors   ValueError for a token outside of the table
-    """
-    wte = contiguous(wte)
-    y = np.empty((*tokens.shape, wte.shape[1]), wte.dtype, like=wte)
-    _of_tokens(checked_indices("embedding.of_tokens", "tokens", tokens, len(wte)), wte, rows(y))
+    _forward(checked_indices(where, "tokens", tokens, len(wte)), wte, places, table, rows(y))
     return y
 
 

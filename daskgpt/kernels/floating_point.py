@@ -8,15 +8,12 @@ a thread's state, so each thread that runs kernels sets them. On other processor
 import contextlib
 from collections.abc import Iterator
 
-import numpy as np
 from numba.core import cgutils
 
-from daskgpt.kernels.compilation import kernel
-from daskgpt.kernels.simd.lanes import I8, I32, I64, VOID, X86, at, call, instruction, whole
+from daskgpt.kernels.compilation import instruction, kernel
+from daskgpt.kernels.simd.lanes import I8, I32, I64, VOID, X86, at, call, whole
 
 FLUSH = 1 << 15 | 1 << 6  # results, and arguments, that are subnormal numbers
-_SMALLEST_NORMAL = np.full(1, 2.0**-126, np.float32)
-_HALF = np.float32(0.5)
 
 
 @instruction("", "n")
@@ -44,26 +41,11 @@ def _set_state(state, adding):
     return previous
 
 
-def set_flush_to_zero() -> int:
-    """Make the calling thread treat subnormal numbers as zero; return the previous state for `restore`."""
-    return _set_state(FLUSH, 1)
-
-
-def restore(previous: int) -> None:
-    """Give the calling thread the floating-point state that `set_flush_to_zero` returned."""
-    _set_state(previous, 0)
-
-
 @contextlib.contextmanager
 def flush_to_zero() -> Iterator[None]:
     """Treat subnormal numbers as zero in the calling thread while the `with` block runs."""
-    previous = set_flush_to_zero()
+    previous = _set_state(FLUSH, 1)
     try:
         yield
     finally:
-        restore(previous)
-
-
-def flushes() -> bool:
-    """Return whether the calling thread treats subnormal numbers as zero."""
-    return bool((_SMALLEST_NORMAL * _HALF)[0] == 0)
+        _set_state(previous, 0)

@@ -8,19 +8,19 @@ import math
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_shape, flat
+from daskgpt.kernels.arguments import elementwise
 from daskgpt.kernels.compilation import kernel, wide_vectors
 from daskgpt.kernels.simd.math import sigmoid
 
-_SLOPE = 2 * math.sqrt(2 / math.pi)
-_CUBIC = 0.044715
+SLOPE = 2 * math.sqrt(2 / math.pi)
+CUBIC = 0.044715
 
 
 @kernel("r1 w1")
 def _forward(x, y):
     wide_vectors()
     real = x.dtype.type
-    slope, cubic, one = real(_SLOPE), real(_CUBIC), real(1)
+    slope, cubic, one = real(SLOPE), real(CUBIC), real(1)
     for i in range(x.size):
         v = x[i]
         y[i] = v * sigmoid(slope * v * (one + cubic * v * v))
@@ -30,8 +30,8 @@ def _forward(x, y):
 def _backward(dy, x, dx):
     wide_vectors()
     real = x.dtype.type
-    slope, cubic, one = real(_SLOPE), real(_CUBIC), real(1)
-    three_cubic = real(3 * _CUBIC)
+    slope, cubic, one = real(SLOPE), real(CUBIC), real(1)
+    three_cubic = real(3 * CUBIC)
     for i in range(x.size):
         v = x[i]
         s = sigmoid(slope * v * (one + cubic * v * v))
@@ -48,9 +48,7 @@ def forward(x: np.ndarray) -> np.ndarray:
     Cost     1 exp and 1 division an element
     Source   Hendrycks and Gimpel 2016, arXiv:1606.08415
     """
-    y = np.empty(x.shape, x.dtype, like=x)
-    _forward(flat(x), flat(y))
-    return y
+    return elementwise("gelu.forward", _forward, x=x)
 
 
 def backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -63,7 +61,4 @@ def backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     Cost     1 exp and 1 division an element; the exp is computed again, not stored
     Errors   ValueError when the shapes differ
     """
-    check_shape("gelu.backward", "dy", dy, x.shape)
-    dx = np.empty(x.shape, x.dtype, like=x)
-    _backward(flat(dy), flat(x), flat(dx))
-    return dx
+    return elementwise("gelu.backward", _backward, dy=dy, x=x)

@@ -1,13 +1,11 @@
 """Layer normalization over the channels, and its gradients."""
 
-import math
-
 import numpy as np
 
 from daskgpt.kernels.arguments import check_output, check_shape, contiguous, rows
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.simd.math import fma
-from daskgpt.kernels.simd.reductions import dot, sum_of
+from daskgpt.kernels.simd.reductions import dot, scale_of, sum_of
 
 EPSILON = 1e-5
 
@@ -16,12 +14,10 @@ EPSILON = 1e-5
 def _centre(x, i, centred):
     """Write row i minus its mean; return 1 / standard deviation, from the centred row, so nothing cancels."""
     real = x.dtype.type
-    channels = x.shape[1]
-    inverse = real(1) / real(channels)
-    mean = sum_of(x[i]) * inverse
-    for j in range(channels):
+    mean = sum_of(x[i]) * (real(1) / real(centred.size))
+    for j in range(centred.size):
         centred[j] = x[i, j] - mean
-    return real(1) / math.sqrt(fma(dot(centred, centred), inverse, real(EPSILON)))
+    return scale_of(centred, EPSILON)
 
 
 @kernel("r2 r1 r1 w2")

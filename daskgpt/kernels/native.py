@@ -13,13 +13,11 @@ import sys
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from daskgpt.kernels.compilation import kernel
+from daskgpt.kernels.compilation import instruction, kernel
 from daskgpt.kernels.floating_point import FLUSH, read_state, write_state
-from daskgpt.kernels.simd.lanes import F64, I32, I64, POINTER, address_of, call, instruction, load, whole
+from daskgpt.kernels.simd.lanes import F64, I32, I64, POINTER, address_of, call, load, read, whole
 from daskgpt.kernels.tracing import FLOATS
 
 ALIGNMENT = 64  # bytes of a cache line, with which the memory after the words begins
@@ -44,28 +42,23 @@ def _distance_of_data() -> int:
 DATA = _distance_of_data()
 
 
-@intrinsic
-def _invoke(typing_context, address, count, place):
+@instruction("n n n", "n")
+def _invoke(builder, address, count, place):
     """Call the function at an address with the words at a place: FLOATS numbers, then `count` others; return its
     status."""
-
-    def generate(context, builder, signature, arguments):
-        address, count, place = arguments
-        floats = [load(builder, place, 8 * number, F64) for number in range(FLOATS)]
-        end = builder.append_basic_block("end")
-        status = cgutils.alloca_once_value(builder, ir.Constant(I32, -1))
-        switch = builder.switch(count, end)
-        for form in range(STEP, MOST_WORDS + 1, STEP):
-            with builder.goto_block(builder.append_basic_block(f"words{form}")):
-                words = [load(builder, place, 8 * (FLOATS + number), I64) for number in range(form)]
-                kind = ir.FunctionType(I32, [I64] * form + [F64] * FLOATS)
-                builder.store(builder.call(builder.inttoptr(address, kind.as_pointer()), [*words, *floats]), status)
-                builder.branch(end)
-                switch.add_case(whole(form), builder.block)
-        builder.position_at_end(end)
-        return builder.sext(builder.load(status), I64)
-
-    return types.int64(types.int64, types.int64, types.int64), generate
+    floats = [load(builder, place, 8 * number, F64) for number in range(FLOATS)]
+    end = builder.append_basic_block("end")
+    status = cgutils.alloca_once_value(builder, ir.Constant(I32, -1))
+    switch = builder.switch(count, end)
+    for form in range(STEP, MOST_WORDS + 1, STEP):
+        with builder.goto_block(builder.append_basic_block(f"words{form}")):
+            words = [load(builder, place, 8 * (FLOATS + number), I64) for number in range(form)]
+            kind = ir.FunctionType(I32, [I64] * form + [F64] * FLOATS)
+            builder.store(builder.call(builder.inttoptr(address, kind.as_pointer()), [*words, *floats]), status)
+            builder.branch(end)
+            switch.add_case(whole(form), builder.block)
+    builder.position_at_end(end)
+    return builder.sext(builder.load(status), I64)
 
 
 @instruction("", "n")
@@ -75,12 +68,6 @@ def _now(builder):
     call(builder, "clock_gettime", I32, [ir.Constant(I32, _CLOCK), place])
     seconds, rest = (load(builder, place, 8 * number, I64) for number in range(2))
     return builder.add(builder.mul(seconds, whole(10**9)), rest)
-
-
-@instruction("n", "n")
-def _word(builder, address):
-    """Return the word at an address."""
-    return load(builder, address, 0, I64)
 
 
 @kernel("l2 l1 l2 L1 n L1 L1 n")
@@ -100,7 +87,7 @@ def run_calls(calls, template, places, bases, data, words, times, timed):
     bases[0] = start
     bases[1] = -(-(start + 8 * template.size) // ALIGNMENT) * ALIGNMENT
     for i in range(2, bases.size):
-        bases[i] = _word(bases[i] + data)
+        bases[i] = read(bases[i] + data, 0, data)
     for i in range(template.size):
         words[i] = template[i]
     for i in range(places.shape[0]):

@@ -22,15 +22,15 @@ from daskgpt.kernels.simd.reductions import dot
 GRAD_INFO = 2  # numbers that `clipped_hyper` appends to those of an optimizer: norm, and factor of gradients
 
 
-def _check_state(where: str, weight: np.ndarray, gradient: np.ndarray, **moments: np.ndarray) -> None:
-    """Raise ValueError unless the gradient is of the weight's shape, and weight and moments can be updated in place."""
+def _check(
+    where: str, hyper: np.ndarray, numbers: int, weight: np.ndarray, gradient: np.ndarray, **moments: np.ndarray
+) -> None:
+    """Raise ValueError unless the gradient is of the weight's shape, weight and moments can be updated in place, and
+    hyper has the optimizer's numbers, alone or with those that `clipped_hyper` appends.
+    """
     check_shape(where, "gradient", gradient, weight.shape)
     for name, array in {"weight": weight, **moments}.items():
         check_output(where, name, array, weight.shape, weight.dtype)
-
-
-def _check_hyper(where: str, hyper: np.ndarray, numbers: int) -> None:
-    """Raise ValueError unless hyper has the optimizer's numbers, alone or with those that `clipped_hyper` appends."""
     check_shape(where, "hyper", hyper, (numbers + (GRAD_INFO if hyper.size > numbers else 0),))
 
 
@@ -46,7 +46,7 @@ def next_weight(weight, m, v, rates):
 
 
 class Rates(NamedTuple):
-    """Numbers of an AdamW update that all elements of a tensor share, in the order of `scalars_of`."""
+    """Numbers of an AdamW update that all elements of a tensor share."""
 
     rate: float
     m_scale: float
@@ -60,11 +60,12 @@ class Rates(NamedTuple):
 
 
 @helper
-def rates_of(scalars):
-    """The fields of a tuple or an array, by their names, for use inside kernels."""
-    rate, m_scale, v_scale = scalars[0], scalars[1], scalars[2]
-    beta1, keep1, beta2, keep2 = scalars[3], scalars[4], scalars[5], scalars[6]
-    return Rates(rate, m_scale, v_scale, beta1, keep1, beta2, keep2, scalars[7], scalars[8])
+def rates_of(real, hyper, beta1, beta2, eps, decay):
+    """The numbers of an update, of the type `real`, from those of `adamw_inplace`."""
+    return Rates(
+        real(hyper[0]), real(1.0 / hyper[1]), real(1.0 / hyper[2]), real(beta1), real(1.0 - beta1), real(beta2),
+        real(1.0 - beta2), real(eps), real(decay),
+    )  # fmt: skip
 
 
 @helper
@@ -77,10 +78,7 @@ def _factor_of(hyper, numbers):
 def _adamw(weight, gradient, m, v, hyper, beta1, beta2, eps, decay):
     real = weight.dtype.type
     scale = real(_factor_of(hyper, 3))
-    rates = Rates(
-        real(hyper[0]), real(1.0 / hyper[1]), real(1.0 / hyper[2]), real(beta1), real(1.0 - beta1), real(beta2),
-        real(1.0 - beta2), real(eps), real(decay),
-    )  # fmt: skip
+    rates = rates_of(real, hyper, beta1, beta2, eps, decay)
     for i in range(weight.size):
         g = gradient[i] * scale
         new_m = next_moment(m[i], g, rates.beta1, rates.keep1)
@@ -88,13 +86,6 @@ def _adamw(weight, gradient, m, v, hyper, beta1, beta2, eps, decay):
         m[i] = new_m
         v[i] = new_v
         weight[i] = next_weight(weight[i], new_m, new_v, rates)
-
-
-def scalars_of(hyper: np.ndarray, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
-    """Return the fields of `Rates`, as kernels take them."""
-    check_shape("adamw", "hyper", hyper, (3,))
-    rate, correction1, correction2 = hyper.tolist()
-    return rate, 1 / correction1, 1 / correction2, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
 
 
 def adamw_inplace(
@@ -122,8 +113,7 @@ def adamw_inplace(
     Source   Loshchilov and Hutter 2019, arXiv:1711.05101
     Errors   ValueError when the shapes differ, or weight, m or v cannot be written
     """
-    _check_state("adamw", weight, gradient, m=m, v=v)
-    _check_hyper("adamw", hyper, 3)
+    _check("adamw", hyper, 3, weight, gradient, m=m, v=v)
     _adamw(flat(weight), flat(gradient), flat(m), flat(v), hyper, beta1, beta2, eps, weight_decay)
     return weight, m, v
 
@@ -153,8 +143,7 @@ def momentum_inplace(
     Source   Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning"
     Errors   ValueError when the shapes differ, or weight or m cannot be written
     """
-    _check_state("momentum", weight, gradient, m=m)
-    _check_hyper("momentum", hyper, 1)
+    _check("momentum", hyper, 1, weight, gradient, m=m)
     _momentum(flat(weight), flat(gradient), flat(m), hyper, beta, weight_decay)
     return weight, m
 
@@ -235,7 +224,7 @@ def _iteration(blas, x, gram, square, y, a, b, c):
             square[i, j] = fma(c, square[i, j], b * gram[i, j])
         for j in range(x.shape[1]):
             y[i, j] = a * x[i, j]
-    product(blas, 0, 0, square, x, x.dtype.type(1), y)
+    product(blas, 0, square, x, x.dtype.type(1), y)
 
 
 def polynomial(gram: np.ndarray, square: np.ndarray) -> np.ndarray:
@@ -334,8 +323,7 @@ def muon_inplace(
     """
     rows, columns = len(weight) // maps, weight.shape[1]
     check_shape("muon", "weight", weight, (maps * rows, columns))
-    _check_state("muon", weight, gradient, m=m)
-    _check_hyper("muon", hyper, 3)
+    _check("muon", hyper, 3, weight, gradient, m=m)
     for first in range(0, maps * rows, rows):
         rows_of_map = slice(first, first + rows)
         direction = np.empty((rows, columns), weight.dtype, like=weight)

@@ -7,59 +7,7 @@ after they are turned, which changes no length.
 import numpy as np
 
 from daskgpt.kernels.arguments import check_output, check_shape, contiguous, rows
-from daskgpt.kernels.compilation import kernel
-from daskgpt.kernels.rmsnorm import scale_of
-from daskgpt.kernels.simd.math import fma
-from daskgpt.kernels.simd.reductions import dot
-
-
-@kernel("r2 r1 r1 n2 f w2", use="qk_norm")
-def _forward(x, q_norm, k_norm, heads, eps, y):
-    queries, keys = heads
-    size = q_norm.size
-    for i in range(x.shape[0]):
-        for head in range(queries + keys):
-            weight, start = q_norm if head < queries else k_norm, head * size
-            scale = scale_of(x[i, start : start + size], eps)
-            for j in range(size):
-                y[i, start + j] = x[i, start + j] * scale * weight[j]
-        for j in range((queries + keys) * size, x.shape[1]):
-            y[i, j] = x[i, j]
-
-
-@kernel("r2 r2 r1 r1 n2 f w2", use="qk_norm")
-def _backward_x(dy, x, q_norm, k_norm, heads, eps, dx):
-    real = x.dtype.type
-    queries, keys = heads
-    size = q_norm.size
-    inverse = real(1) / real(size)
-    g = np.empty(size, x.dtype)
-    for i in range(x.shape[0]):
-        for head in range(queries + keys):
-            weight, start = q_norm if head < queries else k_norm, head * size
-            row = x[i, start : start + size]
-            scale = scale_of(row, eps)
-            for j in range(size):
-                g[j] = dy[i, start + j] * weight[j]
-            slope = dot(g, row) * inverse * scale * scale
-            for j in range(size):
-                dx[i, start + j] = scale * fma(-slope, row[j], g[j])
-        for j in range((queries + keys) * size, x.shape[1]):
-            dx[i, j] = dy[i, j]
-
-
-@kernel("r2 r2 n2 f w1 n", use="qk_norm")
-def _backward_weight(dy, x, heads, eps, total, accumulate):
-    first, last = heads
-    size = total.size
-    if accumulate == 0:
-        total[:] = 0
-    for i in range(x.shape[0]):
-        for head in range(first, last):
-            start = head * size
-            scale = scale_of(x[i, start : start + size], eps)
-            for j in range(size):
-                total[j] = fma(dy[i, start + j], x[i, start + j] * scale, total[j])
+from daskgpt.kernels.rmsnorm import differentiate, normalise, sum_gradient
 
 
 def _check(where: str, x: np.ndarray, heads: int, *weights: np.ndarray) -> None:
@@ -83,7 +31,7 @@ def forward(
     """
     _check("qk_norm.forward", x, heads + 2 * key_heads, q_norm, k_norm)
     y = np.empty(x.shape, x.dtype, like=x)
-    _forward(rows(x), contiguous(q_norm), contiguous(k_norm), (heads, key_heads), norm_eps, rows(y))
+    normalise(rows(x), contiguous(q_norm), contiguous(k_norm), (heads, key_heads), norm_eps, rows(y))
     return y
 
 
@@ -107,7 +55,7 @@ def backward_x(
     check_shape("qk_norm.backward_x", "dy", dy, x.shape)
     dx = np.empty(x.shape, x.dtype, like=x)
     weights = contiguous(q_norm), contiguous(k_norm)
-    _backward_x(rows(dy), rows(x), *weights, (heads, key_heads), norm_eps, rows(dx))
+    differentiate(rows(dy), rows(x), *weights, (heads, key_heads), norm_eps, rows(dx))
     return dx
 
 
@@ -139,5 +87,5 @@ def _sum(
     _check(where, x, all_heads, total)
     check_shape(where, "dy", dy, x.shape)
     check_output(where, "total", total, total.shape, x.dtype)
-    _backward_weight(rows(dy), rows(x), (first, last), eps, total, more)
+    sum_gradient(rows(dy), rows(x), (first, last), eps, total, more)
     return total

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_shape, flat
+from daskgpt.kernels.arguments import elementwise
 from daskgpt.kernels.compilation import kernel
 
 
@@ -31,9 +31,7 @@ def forward(x: np.ndarray) -> np.ndarray:
     Cost     2 operations an element
     Source   So et al. 2021, arXiv:2109.08668
     """
-    y = np.empty(x.shape, x.dtype, like=x)
-    _forward(flat(x), flat(y))
-    return y
+    return elementwise("relu2.forward", _forward, x=x)
 
 
 def backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -46,7 +44,4 @@ def backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     Cost     3 operations an element
     Errors   ValueError when the shapes differ
     """
-    check_shape("relu2.backward", "dy", dy, x.shape)
-    dx = np.empty(x.shape, x.dtype, like=x)
-    _backward(flat(dy), flat(x), flat(dx))
-    return dx
+    return elementwise("relu2.backward", _backward, dy=dy, x=x)

@@ -1,56 +1,64 @@
 """Root-mean-square normalization over the channels, and its gradients: layernorm without mean and without bias."""
 
-import math
-
 import numpy as np
 
 from daskgpt.kernels.arguments import check_output, check_shape, contiguous, rows
-from daskgpt.kernels.compilation import helper, kernel
+from daskgpt.kernels.compilation import kernel
 from daskgpt.kernels.simd.math import fma
-from daskgpt.kernels.simd.reductions import dot
+from daskgpt.kernels.simd.reductions import dot, scale_of
 
 EPSILON = 1e-5
+_ONE_PART = (1, 0)
 
 
-@helper
-def scale_of(row, eps):
-    """Return 1 / root of the mean square of a row."""
-    real = row.dtype.type
-    return real(1) / math.sqrt(fma(dot(row, row), real(1) / real(row.size), real(eps)))
-
-
-@kernel("r2 r1 f w2", use="rmsnorm")
-def _forward(x, weight, eps, y):
+@kernel("r2 r1 r1 n2 f w2", use="rmsnorm")
+def normalise(x, weight, other, parts, eps, y):
+    """Normalize parts of each row, as long as a weight: `parts` says how many have this one, and how many after them
+    the other; what follows is copied.
+    """
+    (first, second), size = parts, weight.size
     for i in range(x.shape[0]):
-        scale = scale_of(x[i], eps)
-        for j in range(x.shape[1]):
-            y[i, j] = x[i, j] * scale * weight[j]
+        for part in range(first + second):
+            factors, start = weight if part < first else other, part * size
+            scale = scale_of(x[i, start : start + size], eps)
+            for j in range(size):
+                y[i, start + j] = x[i, start + j] * scale * factors[j]
+        for j in range((first + second) * size, x.shape[1]):
+            y[i, j] = x[i, j]
 
 
-@kernel("r2 r2 r1 f w2", use="rmsnorm")
-def _backward_x(dy, x, weight, eps, dx):
-    real = x.dtype.type
-    channels = x.shape[1]
-    inverse = real(1) / real(channels)
-    g = np.empty(channels, x.dtype)
+@kernel("r2 r2 r1 r1 n2 f w2", use="rmsnorm")
+def differentiate(dy, x, weight, other, parts, eps, dx):
+    """Write the gradient of `normalise` with respect to x."""
+    (first, second), size, real = parts, weight.size, x.dtype.type
+    inverse, g = real(1) / real(size), np.empty(size, x.dtype)
     for i in range(x.shape[0]):
-        scale = scale_of(x[i], eps)
-        for j in range(channels):
-            g[j] = dy[i, j] * weight[j]
-        # x̂ mean(g x̂) = x scale mean(g x scale)
-        slope = dot(g, x[i]) * inverse * scale * scale
-        for j in range(channels):
-            dx[i, j] = scale * fma(-slope, x[i, j], g[j])
+        for part in range(first + second):
+            factors, start = weight if part < first else other, part * size
+            row = x[i, start : start + size]
+            scale = scale_of(row, eps)
+            for j in range(size):
+                g[j] = dy[i, start + j] * factors[j]
+            # x̂ mean(g x̂) = x scale mean(g x scale)
+            slope = dot(g, row) * inverse * scale * scale
+            for j in range(size):
+                dx[i, start + j] = scale * fma(-slope, row[j], g[j])
+        for j in range((first + second) * size, x.shape[1]):
+            dx[i, j] = dy[i, j]
 
 
-@kernel("r2 r2 f w1 n", use="rmsnorm")
-def _backward_weight(dy, x, eps, total, accumulate):
+@kernel("r2 r2 n2 f w1 n", use="rmsnorm")
+def sum_gradient(dy, x, parts, eps, total, accumulate):
+    """Add the gradient of the weight of parts first ... last - 1 of each row."""
+    (first, last), size = parts, total.size
     if accumulate == 0:
         total[:] = 0
     for i in range(x.shape[0]):
-        scale = scale_of(x[i], eps)
-        for j in range(x.shape[1]):
-            total[j] = fma(dy[i, j], x[i, j] * scale, total[j])
+        for part in range(first, last):
+            row, g = x[i, part * size : (part + 1) * size], dy[i, part * size : (part + 1) * size]
+            scale = scale_of(row, eps)
+            for j in range(size):
+                total[j] = fma(g[j], row[j] * scale, total[j])
 
 
 def forward(x: np.ndarray, weight: np.ndarray, *, norm_eps: float = EPSILON) -> np.ndarray:
@@ -66,7 +74,8 @@ def forward(x: np.ndarray, weight: np.ndarray, *, norm_eps: float = EPSILON) -> 
     """
     check_shape("rmsnorm.forward", "weight", weight, x.shape[-1:])
     y = np.empty(x.shape, x.dtype, like=x)
-    _forward(rows(x), contiguous(weight), norm_eps, rows(y))
+    weight = contiguous(weight)
+    normalise(rows(x), weight, weight, _ONE_PART, norm_eps, rows(y))
     return y
 
 
@@ -84,7 +93,8 @@ def backward_x(dy: np.ndarray, x: np.ndarray, weight: np.ndarray, *, norm_eps: f
     check_shape("rmsnorm.backward_x", "dy", dy, x.shape)
     check_shape("rmsnorm.backward_x", "weight", weight, x.shape[-1:])
     dx = np.empty(x.shape, x.dtype, like=x)
-    _backward_x(rows(dy), rows(x), contiguous(weight), norm_eps, rows(dx))
+    weight = contiguous(weight)
+    differentiate(rows(dy), rows(x), weight, weight, _ONE_PART, norm_eps, rows(dx))
     return dx
 
 
@@ -102,5 +112,5 @@ def backward_weight(
     """
     check_shape("rmsnorm.backward_weight", "dy", dy, x.shape)
     check_output("rmsnorm.backward_weight", "total", total, x.shape[-1:], x.dtype)
-    _backward_weight(rows(dy), rows(x), norm_eps, total, accumulate)
+    sum_gradient(rows(dy), rows(x), (0, 1), norm_eps, total, accumulate)
     return total

@@ -81,7 +81,7 @@ EMBEDDING = Layer(
 
 TOKEN_EMBEDDING = Layer(
     name="embedding",
-    forward=Row(embedding.of_tokens, "bt, VC -> btC", "tokens wte"),
+    forward=Row(embedding.forward, "bt, VC -> btC", "tokens wte"),
     backward={"wte": Row(embedding.backward_wte, "btC, bt -> VC", "dy tokens")},
 )
 

@@ -120,7 +120,6 @@ BFLOAT16 = Precision(
     np.dtype("float32"),
     {
         embedding.forward: OfArrays(embedding.forward),  # nothing is multiplied
-        embedding.of_tokens: OfArrays(embedding.of_tokens),
         linear.forward: gemm.forward,
         attention.forward: bf16_attention.forward,
         attention.backward: bf16_attention.backward,

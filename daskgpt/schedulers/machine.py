@@ -21,7 +21,7 @@ import psutil
 from dask.system import cpu_count
 
 import daskgpt
-from daskgpt.kernels.float32.blas import matmul
+from daskgpt.kernels.float32.blas import gemm_address, multiply
 
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # Files of a control group with a limit of memory, and those with what it holds, in both versions.
@@ -196,12 +196,12 @@ def product_rate(threads: int, products: int = PRODUCTS, rounds: int = ROUNDS) -
     matrices = [random.standard_normal((2, SIZE, SIZE), np.float32) for _ in range(threads)]
     results = [np.empty((SIZE, SIZE), np.float32) for _ in range(threads)]
 
-    def multiply(number: int, count: int) -> None:
+    def compute(number: int, count: int) -> None:
         for _ in range(count):
-            matmul(matrices[number][0], matrices[number][1], results[number])
+            multiply(gemm_address(matrices[number].dtype), 0, *matrices[number], 0, results[number])
 
-    seconds_of_all(multiply, threads, 1)
-    seconds = median(seconds_of_all(multiply, threads, products) for _ in range(rounds))
+    seconds_of_all(compute, threads, 1)
+    seconds = median(seconds_of_all(compute, threads, products) for _ in range(rounds))
     return threads * products * 2 * SIZE**3 / seconds
 
 

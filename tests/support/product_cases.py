@@ -1,5 +1,6 @@
-"""Helpers of the tests of bfloat16 products: the unit to test, an independent rounding, float64 products."""
+"""Helpers of the tests of products: calls by address, the unit to test, an independent rounding, float64 products."""
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ import pytest
 from tolerances import TOLERANCES
 
 from daskgpt.kernels.bfloat16.isa import VARIABLE, Unit, unit, works
+from daskgpt.kernels.float32.blas import gemm_address
 
 UNITS = [unit.name.lower() for unit in Unit]
 T = TypeVar("T")
@@ -42,6 +44,25 @@ def multiplying(precision: str) -> Iterator[str]:
             yield "bfloat16"
     else:
         yield precision
+
+
+def call(
+    a: np.ndarray,
+    b: np.ndarray,
+    c: np.ndarray,
+    m: int,
+    n: int,
+    k: int,
+    transposes: tuple[bool, bool] = (False, False),
+    beta: float = 0.0,
+) -> np.ndarray:
+    """c = a @ b + beta c of float32 or float64 through the address of the product; the arrays' own row lengths."""
+    whole, place, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float if c.dtype == np.float32 else ctypes.c_double
+    kinds = [*[whole] * 5, place, whole, place, whole, real, place, whole]
+    function = ctypes.CFUNCTYPE(None, *kinds)(gemm_address(c.dtype))
+    lda, ldb, ldc = (array.strides[0] // array.itemsize for array in (a, b, c))
+    function(*transposes, m, n, k, a.ctypes.data, lda, b.ctypes.data, ldb, beta, c.ctypes.data, ldc)
+    return c
 
 
 def round_one_by_one(x: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from daskgpt.kernels.bfloat16.gemm import sum_rows
 from daskgpt.kernels.bfloat16.isa import Unit, scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, ceiling, check_float32, rounded, words
 from daskgpt.kernels.bfloat16.tiles import PATCH, ROW, STEP, TILE
-from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.compilation import helper, instruction, kernel, wide_vectors
 from daskgpt.kernels.dropout import FIRST_MULTIPLIER, FIRST_STEP, ROUNDS, SECOND_MULTIPLIER, SECOND_STEP, factors_of_row
 from daskgpt.kernels.simd import lanes
 from daskgpt.kernels.simd.lanes import VECTOR, address_of, read_real, write_real
@@ -27,7 +27,7 @@ from daskgpt.kernels.simd.math import log
 from daskgpt.kernels.simd.reductions import dot_at, folded
 
 
-@lanes.instruction("n n n")
+@instruction("n n n")
 def raise_columns(builder, tops, scores, count):
     """Raise 16 partial maxima at `tops` to `count` of the 32 scores, where those are larger; NaN is ignored."""
     top = lanes.load(builder, tops)
@@ -38,19 +38,19 @@ def raise_columns(builder, tops, scores, count):
     lanes.store(builder, top, tops)
 
 
-@lanes.instruction("n", "s")
+@instruction("n", "s")
 def largest(builder, address):
     """Return the largest of 16 float32 numbers."""
     return lanes.call(builder, "llvm.vector.reduce.fmax.v16f32", lanes.F32, [lanes.load(builder, address)])
 
 
-@lanes.instruction("n", "s")
+@instruction("n", "s")
 def sum_of_lanes(builder, address):
     """Return the sum of 16 float32 numbers."""
     return folded(builder, lanes.load(builder, address))
 
 
-@lanes.instruction("n n n n s s")
+@instruction("n n n n s s")
 def exponentials(builder, scores, target, totals, count, scale, top):
     """Write p = exp(scale score - top) of `count` of 32 scores, rounded, then zeros; add them to 16 totals."""
     scale, negative_top = lanes.splat(builder, scale), lanes.splat(builder, builder.fneg(top))
@@ -74,7 +74,7 @@ def _key_gradients(builder, place, first, hidden, scale):
     return [lanes.round_to_bfloat16(builder, builder.select(mask, zero, value)) for value in (p, gradient)]
 
 
-@lanes.instruction("n n n n n n n n s")
+@instruction("n n n n n n n n s")
 def score_gradients(builder, scores, gradients, logsumexp, deltas, p, ds, pairs, hidden, scale):
     """Compute rounded rows of p and ds, and pairs of ds, from the rows of two keys in patches of scores and of dp.
 
@@ -114,7 +114,7 @@ def _philox(builder, counter, key, other):
     return a, b, c, d
 
 
-@lanes.instruction("n n n n n n n s")
+@instruction("n n n n n n n s")
 def _factors(builder, target, stream, place, part, query, group, threshold, kept):
     """Write the factors of 16 queries and of keys 4 group ... 4 group + 3, a row per key; see `factors_of_patch`."""
     queries = builder.add(lanes.splat(builder, query), ir.Constant(_COUNTERS, list(range(lanes.LANES))))
@@ -141,7 +141,7 @@ def factors_of_patch(stream, place, part, query, key, threshold, kept, patch):
             )  # fmt: skip
 
 
-@lanes.instruction("n n")
+@instruction("n n")
 def drop_halves(builder, target, factors):
     """Set those of 32 bfloat16 numbers at target to zero whose float32 number at `factors` is zero."""
     for first in lanes.PARTS:
@@ -152,7 +152,7 @@ def drop_halves(builder, target, factors):
         lanes.store(builder, value, target, first * 2)
 
 
-@lanes.instruction("n n")
+@instruction("n n")
 def multiply_reals(builder, target, factors):
     """Multiply 32 float32 numbers at target by the 32 at `factors`."""
     for first in lanes.PARTS:
@@ -265,12 +265,10 @@ def _transpose_patch(patch, spare, rows, columns, target, target_step):
     """Write rows x columns numbers at target, the transpose of columns x rows in a patch."""
     for corner in range(4):
         row, column = corner // 2 * 16, corner % 2 * 16
-        for i in range(16):
-            tiles.copy_row(patch + (column + i) * ROW + row * 4, spare + i * 64, 16)
+        tiles.copy_rows(patch + column * ROW + row * 4, ROW, spare, 64, 16, 16)
         tiles.transpose_tile(spare)
-        for i in range(min(16, rows - row)):
-            place = target + (row + i) * target_step + column * 4
-            tiles.copy_row(spare + i * 64, place, max(0, min(16, columns - column)))
+        place = target + row * target_step + column * 4
+        tiles.copy_rows(spare, 64, place, target_step, min(16, rows - row), max(0, min(16, columns - column)))
 
 
 @helper
@@ -357,8 +355,7 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
                     for n in range(32 * steps * 32):
                         write_real(sums, n, read_real(sums, n) * kept)
                 target = dq_out + (which + 1) * channels * 4 + j * 32 * row_bytes
-                for row in range(min(32, tokens - j * 32)):
-                    tiles.copy_row(sums + row * steps * ROW, target + row * row_bytes, size)
+                tiles.copy_rows(sums, steps * ROW, target, row_bytes, min(32, tokens - j * 32), size)
         for i in range(patches):
             for c in range(steps):
                 target = dq_out + i * 32 * row_bytes + c * 128

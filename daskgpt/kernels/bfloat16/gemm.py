@@ -18,7 +18,7 @@ from daskgpt.kernels.bfloat16.isa import VARIABLE, Unit, scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, aligned, ceiling, check_float32, rounded, words
 from daskgpt.kernels.bfloat16.tiles import DEPTH, PATCH, ROW, STEP
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.float32 import blas
+from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
 from daskgpt.kernels.simd.lanes import address_of
 
 
@@ -210,14 +210,6 @@ def _plan(rows: int, depth: int, width: int) -> tuple[int, int, int, int, int]:
     return chunk_rows * chunk_depth * 2, chunk_rows // 32 * PATCH, chunk_rows, chunk_depth, 0
 
 
-def _padded(bias: np.ndarray, width: int) -> np.ndarray:
-    """Return the bias with zeros up to a multiple of 32 numbers."""
-    if width % 32:
-        bias, given = np.zeros(ceiling(width, 32), FLOAT32), bias
-        bias[:width] = given
-    return bias
-
-
 def _product(
     where: str, name: str, x: np.ndarray, weight: Weight, backward: bool, bias: np.ndarray | None = None
 ) -> np.ndarray:
@@ -232,14 +224,16 @@ def _product(
         check_float32(where, bias=bias)
     y = np.empty((*x.shape[:-1], width), FLOAT32)
     if not packed.in_tiles:
-        blas.matmul(rows(rounded(x)), packed.forward, rows(y), transpose_b=not backward)
+        multiply(gemm_address(FLOAT32), not backward, rows(rounded(x)), packed.forward, 0, rows(y))
         if bias is not None:
             y += bias
         return y
     count = x.size // depth
     left_bytes, sums_bytes, *chunks = _plan(count, depth, width)
     plan = *scratch(left_bytes, sums_bytes), *chunks, 0 if bias is None else ROW
-    start = NOTHING if bias is None else words(_padded(bias, width))
+    start = NOTHING
+    if bias is not None:  # with zeros up to a multiple of 32 numbers
+        start = words(np.concatenate([bias, np.zeros(-width % 32, FLOAT32)]))
     operand = packed.backward if backward else packed.forward
     _multiply(words(x), operand, start, words(y), int(unit()), (count, depth, width), plan)
     return y
@@ -296,12 +290,6 @@ def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target
 
 
 @helper
-def _copy_rows(source, source_step, target, target_step, rows, columns):
-    for row in range(rows):
-        tiles.copy_row(source + row * source_step, target + row * target_step, columns)
-
-
-@helper
 def _pack_runs(source, row_bytes, runs, tokens, columns, transposed, target, panel):
     """Pack the panels of several runs of tokens; each run begins at the start of a step."""
     for run in range(runs):
@@ -332,14 +320,14 @@ def _sum_tokens(dy, x, total, unit, accumulate, sizes, plan):
                 aside = high < 32 or columns % 32 != 0
                 target, target_step = (sums, sums_step) if aside else (place, row_bytes)
                 if aside and accumulate:
-                    _copy_rows(place, row_bytes, sums, sums_step, high, columns)
+                    tiles.copy_rows(place, row_bytes, sums, sums_step, high, columns)
                 start, start_step = (target, target_step) if accumulate else (tiles.zero_row(), 0)
                 panels = right + column // 32 * panel
                 sum_rows(
                     unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, target_step
                 )
                 if aside:
-                    _copy_rows(sums, sums_step, place, row_bytes, high, columns)
+                    tiles.copy_rows(sums, sums_step, place, row_bytes, high, columns)
     tiles.close_unit(unit)
 
 
@@ -388,7 +376,8 @@ def backward_weight(
     if unit() is Unit.PORTABLE:
         # The rows of a weight are computed in bands, each of which rounds only its own part of dy.
         part = rounded(rows(dy)[:, first_row:last])
-        return blas.matmul(part, rows(rounded(x)), total, transpose_a=True, accumulate=accumulate)
+        multiply_rows(gemm_address(FLOAT32), part, 0, rows(rounded(x)), accumulate, total)
+        return total
     runs, tokens = runs_of_tokens(dy)
     steps = ceiling(tokens, 32) // 32 * runs
     band_rows, band_columns = _gradient_plan(steps, channels)

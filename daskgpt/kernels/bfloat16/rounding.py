@@ -1,13 +1,11 @@
 """Rounding to bfloat16, the upper half of a float32, and back; arrays of bfloat16 numbers, as kernels take them."""
 
-from functools import partial
-
 import numpy as np
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.arguments import flat
 from daskgpt.kernels.compilation import kernel, wide_vectors
-from daskgpt.kernels.simd import lanes
+from daskgpt.kernels.simd.math import nearest_half, widened
 
 # Dtype of bfloat16 arrays: NumPy has no bfloat16, so its numbers are kept as uint16.
 BFLOAT16 = np.dtype(np.uint16)
@@ -43,44 +41,18 @@ def aligned(size: int) -> np.ndarray:
     return memory[first : first + size]
 
 
-def _convert(builder, count, convert, source, source_kind, target):
-    """Convert up to 16 numbers; whole vectors take no mask, which only AVX-512 has for 16-bit numbers."""
-    with builder.if_else(builder.icmp_signed(">=", count, lanes.whole(lanes.LANES))) as (full, rest):
-        with full:
-            lanes.store(builder, convert(builder, lanes.load(builder, source, 0, source_kind)), target)
-        with rest:
-            mask = lanes.below(builder, count)
-            lanes.store_masked(
-                builder, convert(builder, lanes.load_masked(builder, source, 0, mask, source_kind)), target, 0, mask
-            )
-
-
-@lanes.instruction("n n n")
-def _round_exactly(builder, source, target, count):
-    """Round up to 16 float32 numbers at source, including subnormal ones, to bfloat16 numbers at target."""
-    _convert(builder, count, partial(lanes.round_to_bfloat16, subnormal=True), source, lanes.REALS, target)
-
-
-@lanes.instruction("n n n")
-def _widen(builder, source, target, count):
-    """Widen up to 16 bfloat16 numbers at source to float32 numbers at target."""
-    _convert(builder, count, lanes.widen, source, lanes.HALVES, target)
-
-
-@kernel("h1 H1 n")
-def _to_bfloat16(x, y, size):
+@kernel("s1 H1")
+def _to_bfloat16(x, y):
     wide_vectors()
-    source, target = lanes.address_of(x), lanes.address_of(y)
-    for i in range(0, size, 16):
-        _round_exactly(source + i * 4, target + i * 2, size - i)
+    for i in range(x.size):
+        y[i] = nearest_half(x[i])
 
 
-@kernel("h1 H1 n")
-def _from_bfloat16(x, y, size):
+@kernel("h1 S1")
+def _from_bfloat16(x, y):
     wide_vectors()
-    source, target = lanes.address_of(x), lanes.address_of(y)
-    for i in range(0, size, 16):
-        _widen(source + i * 2, target + i * 4, size - i)
+    for i in range(x.size):
+        y[i] = widened(x[i])
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -93,7 +65,7 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     """
     check_float32("to_bfloat16", x=x)
     y = np.empty(x.shape, BFLOAT16)
-    _to_bfloat16(words(x), words(y), x.size)
+    _to_bfloat16(flat(x), flat(y))
     return y
 
 
@@ -109,7 +81,7 @@ def from_bfloat16(x: np.ndarray) -> np.ndarray:
         rule = "x must be bfloat16 kept as uint16"
         raise refusal(TypeError, "from_bfloat16", rule, {"x.dtype": x.dtype}, "Use to_bfloat16.")
     y = np.empty(x.shape, FLOAT32)
-    _from_bfloat16(words(x), words(y), x.size)
+    _from_bfloat16(flat(x), flat(y))
     return y
 
 

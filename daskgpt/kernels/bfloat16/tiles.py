@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from daskgpt.kernels.bfloat16.isa import Unit, compiles
-from daskgpt.kernels.compilation import helper
+from daskgpt.kernels.compilation import helper, instruction
 from daskgpt.kernels.simd import lanes
 
 TILE = 1024
@@ -42,20 +42,20 @@ def _constant_bytes(builder, name, content):
     return builder.ptrtoint(variable, lanes.I64)
 
 
-@lanes.instruction("", "n")
+@instruction("", "n")
 def zero_row(builder):
     """Return the address of 32 float32 zeros, with which the sums of a product without a bias start."""
     return _constant_bytes(builder, "zero_row", bytes(ROW))
 
 
-@lanes.instruction("")
+@instruction("")
 def _load_configuration(builder):
     if compiles(Unit.AMX):
         place = builder.inttoptr(_constant_bytes(builder, "tile_configuration", _CONFIGURATION), lanes.POINTER)
         lanes.call(builder, "llvm.x86.ldtilecfg", lanes.VOID, [place])
 
 
-@lanes.instruction("")
+@instruction("")
 def release_tiles(builder):
     if compiles(Unit.AMX):
         lanes.call(builder, "llvm.x86.tilerelease", lanes.VOID, [])
@@ -102,7 +102,7 @@ jnz 1b
 _OPERANDS = "=r,=r,=r,r,0,1,2,~{memory},~{cc}," + ",".join(f"~{{tmm{tile}}}" for tile in range(8))
 
 
-@lanes.instruction("n n n")
+@instruction("n n n")
 def multiply_tiles(builder, left, right, steps):
     """Add a left panel @ a right panel to tiles 0 to 3, over `steps` (at least one)."""
     if compiles(Unit.AMX):
@@ -111,7 +111,7 @@ def multiply_tiles(builder, left, right, steps):
         builder.asm(kind, _LOOP, _OPERANDS, [lanes.whole(64), left, right, steps], True)
 
 
-@lanes.instruction("n")
+@instruction("n")
 def _prefetch(builder, address):
     """Fetch the cache line at `address` into the second cache; any address is allowed."""
     lanes.prefetch(builder, address)
@@ -131,7 +131,7 @@ def _multiply_pair(builder, sums, left, right):
             builder.store(lanes.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", lanes.REALS, operands), total)
 
 
-@lanes.instruction("n n n n n n n")
+@instruction("n n n n n n n")
 def _multiply_rows(builder, left, right, steps, start, start_step, total, total_step):
     """Compute 8 x 32 numbers at total = those at start + 8 rows of a left panel @ a right panel, by AVX512-BF16."""
     if not compiles(Unit.AVX512):
@@ -193,13 +193,6 @@ def fetch(panel, steps, part, parts):
 
 
 @helper
-def fetch_step(step):
-    """Fetch one step of a panel into the second cache."""
-    for line in range(0, STEP, 64):
-        _prefetch(step + line)
-
-
-@helper
 def touch_patch(unit, patch, step):
     """Read a patch that is about to be written, rows `step` bytes apart.
 
@@ -244,7 +237,7 @@ def _rounded(builder, source, first, count):
     )
 
 
-@lanes.instruction("n n n")
+@instruction("n n n")
 def round_columns(builder, source, target, count):
     """Write 32 bfloat16 numbers: `count` float32 numbers at source, rounded, then zeros."""
     for first in lanes.PARTS:
@@ -257,14 +250,14 @@ def store_pairs(builder, upper, lower, target):
     lanes.store(builder, builder.or_(upper, builder.shl(lower, lanes.constant(lanes.BITS, 16))), target)
 
 
-@lanes.instruction("n n n n n")
+@instruction("n n n n n")
 def pair_columns(builder, upper, lower, target, upper_count, lower_count):
     """Write 16 pairs, each a float32 number at `upper` before one at `lower`, rounded to bfloat16; then zeros."""
     first, second = _rounded(builder, upper, 0, upper_count), _rounded(builder, lower, 0, lower_count)
     store_pairs(builder, first, second, target)
 
 
-@lanes.instruction("n")
+@instruction("n")
 def transpose_tile(builder, tile):
     """Transpose a tile of 16 x 16 numbers of 32 bits in place."""
     rows = [lanes.load(builder, tile, lanes.VECTOR * row, lanes.BITS) for row in range(lanes.LANES)]
@@ -272,7 +265,7 @@ def transpose_tile(builder, tile):
         lanes.store(builder, value, tile, lanes.VECTOR * row)
 
 
-@lanes.instruction("n n n")
+@instruction("n n n")
 def store_columns(builder, source, target, count):
     """Copy `count` of 32 float32 numbers from source to target."""
     for first in lanes.PARTS:
@@ -280,7 +273,7 @@ def store_columns(builder, source, target, count):
         lanes.store_masked(builder, value, target, first * 4, lanes.below(builder, count, first))
 
 
-@lanes.instruction("n n n")
+@instruction("n n n")
 def copy_row(builder, source, target, count):
     """Copy `count` float32 numbers from source to target."""
     with cgutils.for_range(builder, builder.lshr(count, lanes.whole(4))) as loop:
@@ -289,6 +282,13 @@ def copy_row(builder, source, target, count):
     rest = builder.and_(count, lanes.whole(lanes.LANES - 1))
     place, mask = builder.shl(builder.sub(count, rest), lanes.whole(2)), lanes.below(builder, rest)
     lanes.store_masked(builder, lanes.load_masked(builder, source, place, mask), target, place, mask)
+
+
+@helper
+def copy_rows(source, source_step, target, target_step, rows, columns):
+    """Copy rows of float32 numbers, which lie some bytes apart."""
+    for row in range(rows):
+        copy_row(source + row * source_step, target + row * target_step, columns)
 
 
 @helper
@@ -346,7 +346,7 @@ def pack_weight_rows(source, row, rows, outputs, channels, forward, backward):
             place = source + i * row_bytes + column * 4
             across = forward + panel * forward_panel + column // 32 * STEP
             along = backward + column // 32 * backward_panel + panel * STEP
-            fetch_step(along + backward_panel)
+            fetch(along + backward_panel, 1, 0, 1)
             for side in range(2):
                 start, tile = place + side * 16 * row_bytes, across + side * TILE
                 _pack_tile_of_rows(start, row_bytes, rows - i - side * 16, channels - column, tile)

@@ -22,7 +22,7 @@ from daskgpt.kernels.bfloat16.isa import scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.tiles import STEP
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.optimizers import adamw_inplace, next_moment, next_weight, rates_of, scalars_of
+from daskgpt.kernels.optimizers import adamw_inplace, next_moment, next_weight, rates_of
 from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
 from daskgpt.kernels.totals import additions, level, tree_add
 
@@ -107,19 +107,20 @@ def _update_row(weight, gradient, m, v, channels, rates):
         write_real(weight, i, next_weight(read_real(weight, i), new_m, new_v, rates))
 
 
-@kernel("l2 H1 H1 H1 h1 H1 H1 s1 n n4 n7", cost=5)
-def _update(runs, weight, m, v, gradient, forward, backward, scalars, unit, sizes, places):
+@kernel("l2 H1 H1 H1 h1 H1 H1 d1 d d d d n n4 n7", cost=5)
+def _update(
+    runs, weight, m, v, gradient, forward, backward, hyper, beta1, beta2, eps, decay, unit, sizes, places
+):  # fmt: skip
     wide_vectors()
     tiles.open_unit(unit)
     (outputs, channels, first, last), plan = sizes, Plan(*places)
-    row_bytes, rates = channels * 4, rates_of(scalars)
+    row_bytes, rates = channels * 4, rates_of(np.float32, hyper, beta1, beta2, eps, decay)
     _pack_x(runs, channels, plan.right)
     for row0 in range(first, last, plan.band_rows):
         rows = min(plan.band_rows, last - row0)
         if gradient.size:
-            for row in range(rows):
-                source = address_of(gradient) + (row0 - first + row) * row_bytes
-                tiles.copy_row(source, plan.totals + row * plan.sums_step, channels)
+            source = address_of(gradient) + (row0 - first) * row_bytes
+            tiles.copy_rows(source, row_bytes, plan.totals, plan.sums_step, rows, channels)
         _sum_runs(unit, runs, outputs, channels, row0, rows, plan)
         place = row0 * row_bytes
         for row in range(rows):
@@ -140,7 +141,7 @@ def _plan(longest: int, channels: int, totals: int) -> tuple[int, int]:
 
 def _check(where, parts, groups, start, state, first, last):
     """Raise unless the arguments of `linear_update` fit."""
-    weight, m, v, _ = state
+    weight, m, v, hyper = state
     if not parts:
         raise refusal(ValueError, where, "parts must be one pair or more", {"parts": len(parts)}, "Give dy and x.")
     in_order = [*groups] == sorted(groups) and {*groups} == {*range(len({*groups}))}
@@ -149,6 +150,7 @@ def _check(where, parts, groups, start, state, first, last):
         raise refusal(ValueError, where, rule, {"groups": list(groups)}, "Give each part the number of its group.")
     outputs, channels = shape = weight.values.shape
     check_panel_rows(where, outputs, first, last)
+    check_shape(where, "hyper", hyper, (3,))
     for name, array in (("weight", weight.values), ("m", m), ("v", v)):
         check_output(where, name, array, shape, FLOAT32)
     check_layout(where, weight.packed)
@@ -211,8 +213,9 @@ def _in_one_pass(parts, groups, start, state, first, last, options):
     )
     plan = *places, total_step, sums_step, band_rows, band_columns
     arrays = [NOTHING if array is None else words(array) for array in (weight.values, m, v, start)]
-    scalars, sizes = np.array(scalars_of(hyper, **options), FLOAT32), (outputs, channels, first, last)
-    _update(table, *arrays, packed.forward, packed.backward, scalars, int(unit()), sizes, plan)
+    constants = [options[name] for name in ("beta1", "beta2", "eps", "weight_decay")]
+    sizes = outputs, channels, first, last
+    _update(table, *arrays, packed.forward, packed.backward, hyper, *constants, int(unit()), sizes, plan)
 
 
 def linear_update(

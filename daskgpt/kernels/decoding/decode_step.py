@@ -4,19 +4,20 @@ No array is allocated here: the caller owns the weights, the kept keys and value
 them to each call. Every thread normalizes and gates all rows itself, which costs less than waiting for another thread.
 """
 
-import math
-
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
 
-from daskgpt.kernels.compilation import helper, kernel, part, stay_apart, wide_vectors
-from daskgpt.kernels.decoding.gelu_simd import gelu_at
+from daskgpt.kernels.compilation import helper, instruction, kernel, part, stay_apart, wide_vectors
 from daskgpt.kernels.decoding.gemv import ROWS, rows_times_vectors
 from daskgpt.kernels.decoding.kv_cache import attend, keep
 from daskgpt.kernels.decoding.thread_barrier import meet, next_part
+from daskgpt.kernels.gelu import CUBIC, SLOPE
 from daskgpt.kernels.rotary import set_angles, turn
-from daskgpt.kernels.simd.lanes import address_of, read, read_real
-from daskgpt.kernels.simd.math import fma, sigmoid
-from daskgpt.kernels.simd.reductions import dot, sum_of
+from daskgpt.kernels.simd import lanes
+from daskgpt.kernels.simd.lanes import REALS, address_of, read, read_real
+from daskgpt.kernels.simd.math import fma, sigmoid, widened
+from daskgpt.kernels.simd.reductions import scale_of, sum_of
 
 # Columns of the table of addresses, which has a row per block; `keys` and `values` are the kept ones of all texts.
 TENSORS = (
@@ -33,12 +34,8 @@ _WTE, _WPE, _LN_F, _, _LM_HEAD = range(5)
 # Columns of a row: the text, the token's position among its kept tokens, and the token.
 _TEXT, _POSITION, _TOKEN = range(3)
 # Positions in `sizes`.
-SIZES = (
-    *("channels", "heads", "key_heads", "head_size", "hidden", "vocabulary", "capacity", "width"),
-    *("halves", "mean", "activation"),
-)
 _CHANNELS, _HEADS, _KEY_HEADS, _HEAD_SIZE, _HIDDEN, _VOCABULARY, _CAPACITY, _WIDTH = range(8)
-_HALVES, _MEAN, _ACTIVATION = range(8, len(SIZES))
+_HALVES, _MEAN, _ACTIVATION = range(8, 11)
 
 _PART_BYTES = 1 << 16  # of a matrix: a thread takes this much at once
 # What follows a product; the first ones are activations, in the order of their numbers in `sizes`.
@@ -64,25 +61,43 @@ def _embed(halves, wte, wpe, rows, x, channels):
 @helper
 def _weight(halves, place, index):
     if halves:
-        return np.uint32(np.uint32(read(place, index, np.uint16(0))) << np.uint32(16)).view(np.float32)
+        return widened(read(place, index, np.uint16(0)))
     return read_real(place, index)
 
 
 @part
-def _normalise(mean_too, epsilon, weight, bias, x, i, y, channels):
-    """Write the layernorm or rmsnorm of row i into y."""
+def _normalise(mean_too, epsilon, weight, bias, x, y):
+    """Write the layernorm or rmsnorm of a row into the beginning of y, which may be that row."""
     stay_apart()
     wide_vectors()
-    inverse = np.float32(1) / np.float32(channels)
-    mean = sum_of(x[i, :channels]) * inverse if mean_too else np.float32(0)
-    for j in range(channels):
-        y[j] = x[i, j] - mean
-    scale = np.float32(1) / np.float32(math.sqrt(fma(dot(y[:channels], y[:channels]), inverse, epsilon)))
-    for j in range(channels):
+    mean = sum_of(x) * (np.float32(1) / np.float32(x.size)) if mean_too else np.float32(0)
+    for j in range(x.size):
+        y[j] = x[j] - mean
+    scale = scale_of(y[: x.size], epsilon)
+    for j in range(x.size):
         if mean_too:
             y[j] = fma(y[j] * scale, read_real(weight, j), read_real(bias, j))
         else:
             y[j] = y[j] * scale * read_real(weight, j)
+
+
+def _gelu(builder: ir.IRBuilder, v: ir.Value) -> ir.Value:
+    """Return GELU of each lane; see `kernels.gelu`."""
+    one = lanes.constant(REALS, 1.0)
+    inner = lanes.fma(builder, builder.fmul(lanes.constant(REALS, CUBIC), v), v, one)
+    power = lanes.exp(builder, builder.fmul(builder.fmul(lanes.constant(REALS, -SLOPE), v), inner))
+    return builder.fdiv(v, builder.fadd(one, power))
+
+
+@instruction("n n")
+def _gelu_at(builder, place, count):
+    """Apply GELU in place to `count` float32 numbers, too few for a loop that Numba vectorizes to be faster."""
+    with cgutils.for_range(builder, builder.lshr(count, lanes.whole(4))) as loop:
+        offset = builder.mul(loop.index, lanes.whole(lanes.VECTOR))
+        lanes.store(builder, _gelu(builder, lanes.load(builder, place, offset)), place, offset)
+    rest = builder.and_(count, lanes.whole(lanes.LANES - 1))
+    offset, mask = builder.mul(builder.sub(count, rest), lanes.whole(4)), lanes.below(builder, rest)
+    lanes.store_masked(builder, _gelu(builder, lanes.load_masked(builder, place, offset, mask)), place, offset, mask)
 
 
 @helper
@@ -92,7 +107,7 @@ def _finish(what, bias, out, m, first, last, x):
         for o in range(first, last):
             out[m, o] += read_real(bias, o)
     if what == _GELU:
-        gelu_at(address_of(out) + 4 * (m * out.shape[1] + first), last - first)
+        _gelu_at(address_of(out) + 4 * (m * out.shape[1] + first), last - first)
     if what == _RELU2:
         for o in range(first, last):
             positive = max(out[m, o], np.float32(0))
@@ -100,16 +115,6 @@ def _finish(what, bias, out, m, first, last, x):
     if what == _ADDED:
         for o in range(first, last):
             x[m, o] += out[m, o]
-
-
-@helper
-def _normalise_head(epsilon, weight, row, start, size):
-    """Write the rmsnorm of a head in its place."""
-    head = row[start : start + size]
-    inverse = np.float32(1) / np.float32(size)
-    scale = np.float32(1) / np.float32(math.sqrt(fma(dot(head, head), inverse, epsilon)))
-    for j in range(size):
-        head[j] = head[j] * scale * read_real(weight, j)
 
 
 @helper
@@ -125,7 +130,8 @@ def _keep_heads(halves, qkv, m, first, last, angles, texts):
         if number < key_heads:
             weight = tensors[block, _QK_NORM + (number >= 0)]
             if weight != 0:
-                _normalise_head(epsilon, weight, qkv[m], head * size, size)
+                row = qkv[m, head * size : (head + 1) * size]
+                _normalise(False, epsilon, weight, 0, row, row)
             if half > 0:
                 turn(qkv[m], head * size, angles[0, m, :half], angles[0, m, half:], qkv[m])
         if number >= 0:
@@ -212,7 +218,8 @@ def decode_step(
 ):  # fmt: skip
     """Run one thread's share of a step, from rows of tokens to the logits of the wanted rows.
 
-    sizes     numbers by the names in SIZES: halves for bfloat16, mean for layernorm, activation of those in ACTIVATIONS
+    sizes     channels, heads, heads of keys, channels of a head, hidden channels, vocabulary, capacity, width; 1 for
+              bfloat16, 1 for layernorm, number of the activation in ACTIVATIONS
     rope      numbers of the angles by which queries and keys are turned, see `kernels.rotary`
     epsilon   what the normalizations add
     x         scratch memory for the residual stream, and what follows it, for other steps of a block
@@ -239,14 +246,14 @@ def decode_step(
     for block in range(blocks):
         at, texts = tensors[block], (rows, tensors, block, sizes, epsilon)
         for i in range(n):
-            _normalise(mean_too, epsilon, at[_LN_1], at[_LN_1 + 1], x, i, normed[i], channels)
+            _normalise(mean_too, epsilon, at[_LN_1], at[_LN_1 + 1], x[i, :channels], normed[i])
         weight, bias = at[_C_ATTN], at[_C_ATTN + 1]
         _product(_KEPT, weight, bias, normed, channels, qkv, all_heads, x, angles, texts, stage, team)
         _attention(qkv, y, scores[thread], row[thread], texts, stage + 1, team)
         weight, bias = at[_ATTN_PROJ], at[_ATTN_PROJ + 1]
         _product(_ADDED, weight, bias, y, attended, qkv, channels, x, angles, texts, stage + 2, team)
         for i in range(n):
-            _normalise(mean_too, epsilon, at[_LN_2], at[_LN_2 + 1], x, i, normed[i], channels)
+            _normalise(mean_too, epsilon, at[_LN_2], at[_LN_2 + 1], x[i, :channels], normed[i])
         weight, bias = at[_C_FC], at[_C_FC + 1]
         what, activated, outputs = sizes[_ACTIVATION], hidden, hidden_size
         if what == _SWIGLU:
@@ -259,6 +266,6 @@ def decode_step(
         stage += 5
     last, texts = tensors[blocks], (rows, tensors, blocks, sizes, epsilon)
     for i in range(wanted.size):
-        _normalise(mean_too, epsilon, last[_LN_F], last[_LN_F + 1], x, wanted[i], normed[i], channels)
+        _normalise(mean_too, epsilon, last[_LN_F], last[_LN_F + 1], x[wanted[i], :channels], normed[i])
     table = last[_LM_HEAD] if last[_LM_HEAD] != 0 else last[_WTE]
     _product(_SCORES, table, 0, normed, channels, logits, sizes[_VOCABULARY], x, angles, texts, stage, team)

@@ -5,79 +5,67 @@ the number of rows and vectors that are multiplied together. Vectors end with ze
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
-from daskgpt.kernels.compilation import part, stay_apart, wide_vectors
-from daskgpt.kernels.simd.lanes import (
-    HALVES,
-    LANES,
-    REALS,
-    below,
-    constant,
-    fma,
-    has_avx512,
-    instruction,
-    load,
-    load_masked,
-    prefetch,
-    store,
-    whole,
-    widen,
-)
+from daskgpt.kernels.compilation import instruction, part, stay_apart, wide_vectors
+from daskgpt.kernels.simd import lanes
+from daskgpt.kernels.simd.lanes import LANES, REALS
 from daskgpt.kernels.simd.reductions import folded
 
 # Rows that are worked on together; a tile multiplies all of them by one vector, or a few of them by a few vectors.
 ROWS = 8
 _LINE = 64
-TILE_ROWS, TILE_VECTORS = (4, 4) if has_avx512() else (2, 2)  # sums that fit the registers
+TILE_ROWS, TILE_VECTORS = (4, 4) if lanes.has_avx512() else (2, 2)  # sums that fit the registers
 
 
 def _tile(builder: ir.IRBuilder, values: list[ir.Value], rows: int, vectors: int, halves: bool) -> None:
     """Write the code of rows x vectors dot products, see `_of`."""
     place, pitch, count, xs, x_pitch, out, out_pitch, ahead, all_of_it = values
-    kind, size = (HALVES, 2) if halves else (REALS, 4)
+    kind, size = (lanes.HALVES, 2) if halves else (REALS, 4)
     sums = [[cgutils.alloca_once(builder, REALS) for _ in range(vectors)] for _ in range(rows)]
     for totals in sums:
         for total in totals:
-            builder.store(constant(REALS, 0.0), total)
-    row_places = [builder.add(place, builder.mul(pitch, whole(row))) for row in range(rows)]
-    vector_places = [builder.add(xs, builder.mul(x_pitch, whole(number))) for number in range(vectors)]
+            builder.store(lanes.constant(REALS, 0.0), total)
+    row_places = [builder.add(place, builder.mul(pitch, lanes.whole(row))) for row in range(rows)]
+    vector_places = [builder.add(xs, builder.mul(x_pitch, lanes.whole(number))) for number in range(vectors)]
 
-    def add(index: ir.Value, mask: ir.Value) -> None:
-        offset, x_offset = (builder.mul(index, whole(LANES * bytes_of)) for bytes_of in (size, 4))
-        x = [load(builder, factor, x_offset) for factor in vector_places]
+    def add(index: ir.Value, load: Callable[..., ir.Value]) -> None:
+        offset, x_offset = (builder.mul(index, lanes.whole(LANES * bytes_of)) for bytes_of in (size, 4))
+        x = [lanes.load(builder, factor, x_offset) for factor in vector_places]
         for row, totals in zip(row_places, sums, strict=True):
-            loaded = load(builder, row, offset, kind) if mask is None else load_masked(builder, row, offset, mask, kind)
-            weight = widen(builder, loaded) if halves else loaded
+            numbers = load(builder, row, offset, kind=kind)
+            weight = lanes.widen(builder, numbers) if halves else numbers
             for factor, total in zip(x, totals, strict=True):
-                builder.store(fma(builder, weight, factor, builder.load(total)), total)
+                builder.store(lanes.fma(builder, weight, factor, builder.load(total)), total)
 
     lines = max(rows * LANES * size // _LINE, 1)  # cache lines that a pass multiplies and fetches
-    fetched = builder.select(builder.icmp_signed("!=", all_of_it, whole(0)), whole(lines), whole((lines + 1) // 2))
     fewer = (lines + 1) // 2
-    with cgutils.for_range(builder, builder.lshr(count, whole(4))) as loop:
-        first = builder.add(ahead, builder.mul(loop.index, builder.mul(fetched, whole(_LINE))))
+    all_lines = builder.icmp_signed("!=", all_of_it, lanes.whole(0))
+    fetched = builder.select(all_lines, lanes.whole(lines), lanes.whole(fewer))
+    with cgutils.for_range(builder, builder.lshr(count, lanes.whole(4))) as loop:
+        first = builder.add(ahead, builder.mul(loop.index, builder.mul(fetched, lanes.whole(_LINE))))
         for line in range(fewer):
-            prefetch(builder, first, line * _LINE)
-        with builder.if_then(builder.icmp_signed(">", fetched, whole(fewer))):
+            lanes.prefetch(builder, first, line * _LINE)
+        with builder.if_then(builder.icmp_signed(">", fetched, lanes.whole(fewer))):
             for line in range(fewer, lines):
-                prefetch(builder, first, line * _LINE)
-        add(loop.index, None)
-    rest = builder.and_(count, whole(LANES - 1))
-    with builder.if_then(builder.icmp_signed("!=", rest, whole(0))):
-        add(builder.lshr(count, whole(4)), below(builder, rest))
+                lanes.prefetch(builder, first, line * _LINE)
+        add(loop.index, lanes.load)
+    rest = builder.and_(count, lanes.whole(LANES - 1))
+    with builder.if_then(builder.icmp_signed("!=", rest, lanes.whole(0))):
+        add(builder.lshr(count, lanes.whole(4)), partial(lanes.load_masked, mask=lanes.below(builder, rest)))
     for row, totals in enumerate(sums):
         for number, total in enumerate(totals):
-            offset = builder.add(builder.mul(out_pitch, whole(number)), whole(4 * row))
-            store(builder, folded(builder, builder.load(total)), out, offset)
+            offset = builder.add(builder.mul(out_pitch, lanes.whole(number)), lanes.whole(4 * row))
+            lanes.store(builder, folded(builder, builder.load(total)), out, offset)
 
 
 def either(builder: ir.IRBuilder, halves: ir.Value, build: Callable[[bool], None]) -> None:
     """Build code for both dtypes of rows: bfloat16 runs where `halves` is not 0, float32 where it is 0."""
-    with builder.if_else(builder.icmp_signed("!=", halves, whole(0))) as branches:
+    with builder.if_else(builder.icmp_signed("!=", halves, lanes.whole(0))) as branches:
         for branch, chosen in zip(branches, (True, False)):
             with branch:
                 build(chosen)

@@ -11,28 +11,12 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from daskgpt.kernels.compilation import helper
+from daskgpt.kernels.compilation import helper, instruction
 from daskgpt.kernels.decoding.gemv import either
-from daskgpt.kernels.simd.lanes import (
-    F32,
-    HALVES,
-    LANES,
-    REALS,
-    address_of,
-    constant,
-    fma,
-    instruction,
-    load,
-    read_real,
-    splat,
-    store,
-    whole,
-    widen,
-    write,
-    write_real,
-)
-from daskgpt.kernels.simd.math import exp, maximum
-from daskgpt.kernels.simd.reductions import sum_of
+from daskgpt.kernels.simd import lanes
+from daskgpt.kernels.simd.lanes import LANES, REALS, address_of, read_real, write, write_real
+from daskgpt.kernels.simd.math import exp, nearest_half
+from daskgpt.kernels.simd.reductions import maximum, sum_of
 
 GROUP = 64  # positions of keys
 
@@ -40,19 +24,19 @@ GROUP = 64  # positions of keys
 def _sums(builder: ir.IRBuilder, values: list[ir.Value], vectors: int, halves: bool) -> None:
     """Write code of out = sum over i of factor i times row i, of `vectors` times 16 numbers, at rows + i pitch."""
     factors, rows, pitch, count, out = values
-    kind, size = (HALVES, 2) if halves else (REALS, 4)
+    kind, size = (lanes.HALVES, 2) if halves else (REALS, 4)
     totals = [cgutils.alloca_once(builder, REALS) for _ in range(vectors)]
     for total in totals:
-        builder.store(constant(REALS, 0.0), total)
+        builder.store(lanes.constant(REALS, 0.0), total)
     with cgutils.for_range(builder, count) as loop:
-        factor = splat(builder, load(builder, factors, builder.shl(loop.index, whole(2)), F32))
+        factor = lanes.splat(builder, lanes.load(builder, factors, builder.shl(loop.index, lanes.whole(2)), lanes.F32))
         row = builder.add(rows, builder.mul(loop.index, pitch))
         for number, total in enumerate(totals):
-            numbers = load(builder, row, number * LANES * size, kind)
-            real = widen(builder, numbers) if halves else numbers
-            builder.store(fma(builder, factor, real, builder.load(total)), total)
+            numbers = lanes.load(builder, row, number * LANES * size, kind)
+            real = lanes.widen(builder, numbers) if halves else numbers
+            builder.store(lanes.fma(builder, factor, real, builder.load(total)), total)
     for number, total in enumerate(totals):
-        store(builder, builder.load(total), out, number * LANES * 4)
+        lanes.store(builder, builder.load(total), out, number * LANES * 4)
 
 
 def _of(vectors: int) -> Any:
@@ -64,15 +48,6 @@ def _of(vectors: int) -> Any:
 
 
 _four, _one = _of(4), _of(1)
-
-
-@helper
-def _nearest_half(value):
-    """Return the 16 bits of the bfloat16 nearest to a float32 number; ties go to even, NaN stays NaN."""
-    bits = np.uint32(np.float32(value).view(np.uint32))
-    if value != value:
-        return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 @helper
@@ -88,7 +63,7 @@ def keep(halves, numbers, kept, values, head, position, size, capacity, width):
     for i in range(size):
         number = read_real(numbers, i)
         if halves:
-            write(kept, index + i * step, _nearest_half(number))
+            write(kept, index + i * step, nearest_half(number))
         else:
             write_real(kept, index + i * step, number)
 

@@ -6,10 +6,7 @@ thread reads the counter again and again; if every thread has a core, this takes
 it offers its core to other threads.
 """
 
-from numba import types
-from numba.extending import intrinsic
-
-from daskgpt.kernels.compilation import helper
+from daskgpt.kernels.compilation import helper, instruction
 from daskgpt.kernels.simd.lanes import I32, I64, address_of, call
 
 # Distance of two counters in whole numbers, so that each has cache lines to itself.
@@ -18,33 +15,21 @@ APART = 16
 _LOOKS = 4096
 
 
-@intrinsic
-def _add_one(typing_context, place):
+@instruction("n", "n")
+def _add_one(builder, place):
     """Add one to the whole number at an address; return the number before."""
-
-    def generate(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, I64(1), "acq_rel")
-
-    return types.int64(types.int64), generate
+    return builder.atomic_rmw("add", builder.inttoptr(place, I64.as_pointer()), I64(1), "acq_rel")
 
 
-@intrinsic
-def _look(typing_context, place):
+@instruction("n", "n")
+def _look(builder, place):
     """Return the whole number at an address; whatever was written before it is visible then."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.load_atomic(builder.inttoptr(arguments[0], I64.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), generate
+    return builder.load_atomic(builder.inttoptr(place, I64.as_pointer()), "acquire", 8)
 
 
-@intrinsic
-def _offer_core(typing_context):
-    def generate(context, builder, signature, arguments):
-        return call(builder, "sched_yield", I32, [])
-
-    return types.int32(), generate
+@instruction("")
+def _offer_core(builder):
+    call(builder, "sched_yield", I32, [])
 
 
 @helper

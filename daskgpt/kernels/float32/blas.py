@@ -5,19 +5,21 @@ function is loaded. float32 numbers are multiplied by `float32.gemm`; float64 on
 plain loops. Each sum has one order, whatever the shapes, so that no chunk changes a bit: a library's has not.
 """
 
+import functools
+
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from daskgpt.config.errors import refusal
 from daskgpt.kernels.compilation import Kernel, helper, kernel
-from daskgpt.kernels.float32 import gemm as sgemm
+from daskgpt.kernels.float32.gemm import sgemm
 from daskgpt.kernels.simd.lanes import VOID, address_of, read, write
 
 
+@functools.cache
 def gemm_address(dtype: np.dtype) -> int:
-    """Return the `blas` argument of `gemm` for arrays of `dtype`."""
+    """Return the `blas` argument of `gemm` for arrays of `dtype`; the product is compiled at the first call."""
     return sgemm.address() if dtype.char == "f" else _DGEMM.address(dtype.char)
 
 
@@ -44,8 +46,12 @@ _DGEMM = Kernel(_dgemm, "n n n n n n n n n f n n")
 
 
 @intrinsic
-def _call(typing_context, blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
-    """Call the product at address `blas`."""
+def gemm(typing_context, blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+    """Compute c (m, n) = a (m, k) @ b (k, n) + beta * c inside a kernel.
+
+    a, b and c are addresses, lda, ldb and ldc their row lengths in elements. A transposed a is stored (k, m), a
+    transposed b (n, k). The dtype is that of beta. With beta = 0, c is not read.
+    """
 
     def generate(context, builder, signature, arguments):
         address, *values = arguments
@@ -58,29 +64,17 @@ def _call(typing_context, blas, a_transposed, b_transposed, m, n, k, a, lda, b, 
 
 
 @helper
-def gemm(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
-    """Compute c (m, n) = a (m, k) @ b (k, n) + beta * c inside a kernel.
-
-    a, b and c are addresses, lda, ldb and ldc their row lengths in elements. A transposed a is stored (k, m), a
-    transposed b (n, k). The dtype is that of beta. With beta = 0, c is not read.
-    """
-    _call(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc)
-
-
-@helper
-def product(blas, a_transposed, b_transposed, a, b, beta, c):
+def product(blas, b_transposed, a, b, beta, c):
     """Compute c = a @ b + beta * c of 2-D arrays inside a kernel; c may have more columns than the product."""
-    m, k = (a.shape[1], a.shape[0]) if a_transposed else a.shape
-    n = b.shape[0] if b_transposed else b.shape[1]
-    a_at, b_at, c_at = address_of(a), address_of(b), address_of(c)
-    lda, ldb, ldc = a.shape[1], b.shape[1], c.shape[1]
-    gemm(blas, a_transposed, b_transposed, m, n, k, a_at, lda, b_at, ldb, beta, c_at, ldc)
+    (m, k), ldb, ldc = a.shape, b.shape[1], c.shape[1]
+    n = b.shape[0] if b_transposed else ldb
+    gemm(blas, 0, b_transposed, m, n, k, address_of(a), k, address_of(b), ldb, beta, address_of(c), ldc)
 
 
 @kernel("n n r2 r2 n w2")
 def multiply(blas, b_transposed, a, b, accumulate, c):
     """Write a @ b, or a @ bᵀ, to c, or add it with `accumulate`; further columns of c stay unchanged."""
-    product(blas, 0, b_transposed, a, b, a.dtype.type(accumulate), c)
+    product(blas, b_transposed, a, b, a.dtype.type(accumulate), c)
 
 
 @kernel("n r2 n r2 n w2")
@@ -89,52 +83,3 @@ def multiply_rows(blas, a, first_row, b, accumulate, c):
     (k, lda), n, (m, ldc) = a.shape, b.shape[1], c.shape
     a_at = address_of(a) + first_row * a.itemsize
     gemm(blas, 1, 0, m, n, k, a_at, lda, address_of(b), n, a.dtype.type(accumulate), address_of(c), ldc)
-
-
-@kernel("n n n n n n n n n n f n n")
-def _matmul(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
-    gemm(blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc)
-
-
-def _row_length(name: str, array: np.ndarray, shape: tuple[int, int], dtype: np.dtype) -> int:
-    """Return the distance of two rows in elements."""
-    if array.shape != shape or array.dtype != dtype:
-        rule, got = f"{name} must have shape {shape} and dtype {dtype}", {"shape": array.shape, "dtype": array.dtype}
-        raise refusal(ValueError, "matmul", rule, got, "Check the shapes and the transpose flags.")
-    row, element = array.strides
-    gap_in_row = element != array.itemsize and shape[1] > 1
-    if array.size and (gap_in_row or (row < shape[1] * array.itemsize and shape[0] > 1)):
-        rule = f"the rows of {name} must be contiguous"
-        raise refusal(ValueError, "matmul", rule, {"strides": array.strides}, "Use np.ascontiguousarray.")
-    return max(row // array.itemsize, shape[1], 1)
-
-
-def matmul(
-    a: np.ndarray,
-    b: np.ndarray,
-    out: np.ndarray,
-    *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    accumulate: bool = False,
-) -> np.ndarray:
-    """Write the matrix product of two 2-D arrays into a third, or add it to that.
-
-    out = a @ b  (+ out)
-
-    Shapes   a (m, k), b (k, n) -> out (m, n); a is (k, m) with transpose_a, b is (n, k) with transpose_b
-    Dtype    float32 or float64, one for all; rows contiguous, a row may be followed by a gap
-    Errors   ValueError when shapes, dtypes or strides do not fit, or out is read-only
-    """
-    m, n = out.shape
-    k = a.shape[0] if transpose_a else a.shape[1]
-    dtype = out.dtype
-    lda = _row_length("a", a, (k, m) if transpose_a else (m, k), dtype)
-    ldb = _row_length("b", b, (n, k) if transpose_b else (k, n), dtype)
-    ldc = _row_length("out", out, (m, n), dtype)
-    if not out.flags.writeable:
-        got = {"writeable": False}
-        raise refusal(ValueError, "matmul", "out must be writable", got, "Give an array of your own.")
-    places = a.ctypes.data, lda, b.ctypes.data, ldb, 1.0 if accumulate else 0.0, out.ctypes.data, ldc
-    _matmul.compile(dtype.char)(gemm_address(dtype), transpose_a, transpose_b, m, n, k, *places)
-    return out

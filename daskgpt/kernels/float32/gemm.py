@@ -14,7 +14,6 @@ on nothing else: not on the tile, the other rows and columns, the transposes, al
 axis is divided into products that continue one another (beta 1).
 """
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -54,11 +53,7 @@ def panel_width(columns):
 
 @helper
 def count_panels(columns):
-    count = 0
-    while columns > 0:
-        columns -= panel_width(columns) * LANES
-        count += 1
-    return count
+    return (columns + WIDTH * LANES - 1) // (WIDTH * LANES)
 
 
 @helper
@@ -336,7 +331,7 @@ def _sum_panels(work, rows, columns, steps, left, right, c, beta):
 
 
 @helper
-def _by_turned_columns(work, transposed, m, n, k, left, right, c, beta):
+def _by_turned_columns(work, m, n, k, left, right, c, beta):
     """Pack as many steps of the right operand at once as there is room for, and transpose the result each time."""
     (a, a_step), (b, b_step), (at, step) = left, right, c
     most = COLUMNS if k <= DEPTH else COLUMNS // 2
@@ -347,9 +342,8 @@ def _by_turned_columns(work, transposed, m, n, k, left, right, c, beta):
         for start in range(0, max(k, 1), depth):
             span = min(depth, k - start)
             for inner in range(start, start + span, DEPTH):
-                place = b + (first * b_step + inner * 4 if transposed else inner * b_step + first * 4)
                 panels, steps = work.panels + (inner - start) * padded * 4, min(DEPTH, k - inner)
-                pack(work, panels, (place, b_step), transposed, steps, count)
+                pack(work, panels, (b + first * b_step + inner * 4, b_step), True, steps, count)
             scale = beta if start == 0 else np.float32(1)
             _sum_columns(work, m, count, span, (a + start * 4, a_step), (at + first * step, step), scale)
 
@@ -400,7 +394,14 @@ def _by_panels(work, m, n, k, left, right, c, beta):
 
 
 @kernel("n n n n n n n n n s n n", cost=28)
-def _sgemm(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+def sgemm(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+    """Compute c = beta c + a b, row-major, called by its address with the arguments of `blas.gemm`.
+
+    Shapes   a (m, k), b (k, n), c (m, n); a transposed a is stored (k, m), a transposed b (n, k)
+    Dtype    float32
+    Cost     2 m n k operations; 1.3 MB of scratch for every thread that is in a product at the same time
+    Source   Goto and van de Geijn 2008, 10.1145/1356052.1356053; Van Zee and van de Geijn 2015, 10.1145/2764454
+    """
     places = slots()
     taken = take(places, SCRATCH)
     panels = (taken + PAGE - 1) // PAGE * PAGE
@@ -408,8 +409,8 @@ def _sgemm(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
     a_part, b_part, c_part = (a, lda * 4), (b, ldb * 4), (c, ldc * 4)
     # Transposing a and c may be cheaper than transposing b. A result larger than the caches is best written by rows.
     turned = (n + k) * m < n * k and (m < _FEW or m * n < _RESIDENT)
-    if b_transposed and (a_transposed or turned):
-        _by_turned_columns(work, not a_transposed, n, m, k, b_part, a_part, c_part, beta)
+    if b_transposed and turned and not a_transposed:
+        _by_turned_columns(work, n, m, k, b_part, a_part, c_part, beta)
     elif not b_transposed and k <= _SHORT and m * k <= _SMALL and n % LANES == 0:
         _in_place(work, a_transposed, m, n, k, a_part, b_part, c_part, beta)
     elif a_transposed or b_transposed:
@@ -417,17 +418,3 @@ def _sgemm(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
     else:
         _by_panels(work, m, n, k, a_part, b_part, c_part, beta)
     give_back(places, taken)
-
-
-@functools.cache
-def address() -> int:
-    """Return the address of the product as a C function, for other kernels; it is compiled at the first call.
-
-    c = beta c + a b, row-major; the arguments are those of `blas.gemm`
-
-    Shapes   a (m, k), b (k, n), c (m, n); a transposed a is stored (k, m), a transposed b (n, k)
-    Dtype    float32
-    Cost     2 m n k operations; 1.3 MB of scratch for every thread that is in a product at the same time
-    Source   Goto and van de Geijn 2008, 10.1145/1356052.1356053; Van Zee and van de Geijn 2015, 10.1145/2764454
-    """
-    return _sgemm.address()

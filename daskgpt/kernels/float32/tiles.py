@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from llvmlite import ir
 from numba.core import cgutils
 
+from daskgpt.kernels.compilation import instruction
 from daskgpt.kernels.simd import lanes
 
 # The size of a tile follows from the registers of the processor. With 32 registers of 16 numbers (AVX-512), a tile has
@@ -102,9 +103,6 @@ _ROWS = tuple(rows for rows in (1, 2, 4, 8) if rows <= ROWS)
 _WIDTHS = (1, 2, 3)
 _UNROLL = 4
 
-_TILE_KINDS, _TRANSPOSE_KINDS = [lanes.I64] * 12 + [lanes.F32], [lanes.I64] * 8 + [lanes.F32]
-_COPY_KINDS, _HALVES_KINDS = [lanes.I64] * 5, [lanes.I64] * 6
-
 
 def function(module: ir.Module, name: str, kinds: list[ir.Type], body: Callable[..., None]) -> ir.Function:
     """Return the function of this name in a module; define it at its first use."""
@@ -132,7 +130,7 @@ class _Tile:
         self.places = [(row, part) for row in range(rows) for part in range(width)]
 
     def function(self, module: ir.Module) -> ir.Function:
-        return function(module, self.name, _TILE_KINDS, self._body)
+        return function(module, self.name, [lanes.I64] * 12 + [lanes.F32], self._body)
 
     def _body(self, builder: ir.IRBuilder, *arguments: ir.Value) -> None:
         self.builder = builder
@@ -218,16 +216,16 @@ def _number(kind: int, rows: int, width: int) -> int:
 
 
 def _functions(module: ir.Module) -> Iterator[tuple[int, ir.Function]]:
-    yield _TRANSPOSE, function(module, "sgemm_transpose", _TRANSPOSE_KINDS, transpose_body)
-    yield _COPY_HALVES, function(module, "sgemm_copy_halves", _HALVES_KINDS, copy_halves_body)
+    yield _TRANSPOSE, function(module, "sgemm_transpose", [lanes.I64] * 8 + [lanes.F32], transpose_body)
+    yield _COPY_HALVES, function(module, "sgemm_copy_halves", [lanes.I64] * 6, copy_halves_body)
     for width in _WIDTHS:
-        yield width, function(module, f"sgemm_copy_{width}", _COPY_KINDS, copy_body(width))
+        yield width, function(module, f"sgemm_copy_{width}", [lanes.I64] * 5, copy_body(width))
         for rows in _ROWS:
             for kind in (BY_ROWS, BY_COLUMNS, BY_ROWS_PACKING)[: 3 if rows == ROWS else 2]:
                 yield _number(kind, rows, width), _Tile(kind, rows, width).function(module)
 
 
-@lanes.instruction("", "n")
+@instruction("", "n")
 def code(builder):
     """Return the address of the table of all functions; only callers of this function are compiled with them."""
     functions = dict(_functions(builder.module))
@@ -241,15 +239,15 @@ def code(builder):
     return builder.ptrtoint(table, lanes.I64)
 
 
-def _call(
-    builder: ir.IRBuilder, table: ir.Value, number: ir.Value, kinds: list[ir.Type], arguments: Sequence[ir.Value]
-) -> None:
+def _call(builder: ir.IRBuilder, table: ir.Value, number: ir.Value, arguments: Sequence[ir.Value]) -> None:
+    """Call the function of a number in the table."""
     place = builder.add(table, builder.shl(number, lanes.whole(3)))
     address = builder.load(builder.inttoptr(place, lanes.POINTER.as_pointer()))
-    builder.call(builder.bitcast(address, ir.FunctionType(lanes.VOID, kinds).as_pointer()), arguments)
+    kind = ir.FunctionType(lanes.VOID, [argument.type for argument in arguments])
+    builder.call(builder.bitcast(address, kind.as_pointer()), arguments)
 
 
-@lanes.instruction("n n n n n n7 n n n n s")
+@instruction("n n n n n n7 n n n n s")
 def multiply(builder, code, kind, rows, width, steps, operands, ahead, ahead_count, ahead_lines, ahead_step, beta):
     """Compute `rows` (1, 2, 4 or 8) x LANES `width` (1, 2, 3) numbers: total = beta * total + left @ right.
 
@@ -257,10 +255,10 @@ def multiply(builder, code, kind, rows, width, steps, operands, ahead, ahead_cou
     """
     number = builder.add(builder.shl(kind, lanes.whole(6)), builder.add(builder.shl(rows, lanes.whole(2)), width))
     values = [steps, *cgutils.unpack_tuple(builder, operands), ahead, ahead_count, ahead_lines, ahead_step, beta]
-    _call(builder, code, number, _TILE_KINDS, values)
+    _call(builder, code, number, values)
 
 
-@lanes.instruction("n n4 n n n n s")
+@instruction("n n4 n n n n s")
 def transpose(builder, code, operands, target, target_step, target_rows, target_columns, beta):
     """Compute LANES x LANES numbers: target = the transpose of source + beta * target.
 
@@ -268,17 +266,16 @@ def transpose(builder, code, operands, target, target_step, target_rows, target_
     its own rows and columns.
     """
     values = [*cgutils.unpack_tuple(builder, operands), target, target_step, target_rows, target_columns, beta]
-    _call(builder, code, lanes.whole(_TRANSPOSE), _TRANSPOSE_KINDS, values)
+    _call(builder, code, lanes.whole(_TRANSPOSE), values)
 
 
-@lanes.instruction("n n n n n n n")
+@instruction("n n n n n n n")
 def copy_rows(builder, code, width, source, step, rows, columns, target):
     """Copy `rows` rows of LANES `width` numbers to target, one after the other; zeros beyond `columns` of source."""
-    _call(builder, code, width, _COPY_KINDS, [source, step, rows, columns, target])
+    _call(builder, code, width, [source, step, rows, columns, target])
 
 
-@lanes.instruction("n n n n n n n")
+@instruction("n n n n n n n")
 def copy_halves(builder, code, source, step, rows, columns, target, distance):
     """Copy `rows` rows of LANES numbers, half of each to target, half `distance` further; zeros beyond `columns`."""
-    values = [source, step, rows, columns, target, distance]
-    _call(builder, code, lanes.whole(_COPY_HALVES), _HALVES_KINDS, values)
+    _call(builder, code, lanes.whole(_COPY_HALVES), [source, step, rows, columns, target, distance])

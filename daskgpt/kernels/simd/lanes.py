@@ -10,7 +10,6 @@ do not fill a vector, differently from the others. That pays for long arrays, no
 
 import functools
 import platform
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -19,7 +18,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from daskgpt.kernels.compilation import numba_type
+from daskgpt.kernels.compilation import instruction
 
 # Instruction sets that Numba compiles for: NUMBA_CPU_FEATURES can remove some of the processor's.
 X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
@@ -52,7 +51,7 @@ I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, F64, VOID = ir.FloatType(), ir.DoubleType(), ir.VoidType()
 POINTER = I8.as_pointer()
 HALVES, BITS, REALS, MASK = (ir.VectorType(element, LANES) for element in (I16, I32, F32, I1))
-_NAMES = {I16: "i16", I32: "i32", F32: "f32", F64: "f64"}
+NAMES = {I16: "i16", I32: "i32", F32: "f32", F64: "f64"}
 _BYTES = {I8: 1, I16: 2, I32: 4, F32: 4, I64: 8, F64: 8}
 
 # exp: Cody and Waite's reduction, Cephes' polynomial.
@@ -128,7 +127,7 @@ def load_masked(
     builder: ir.IRBuilder, place: ir.Value, offset: ir.Value, mask: ir.Value, kind: ir.Type = REALS
 ) -> ir.Value:
     """Load a vector; where the mask is not set, memory is not read and the number is 0."""
-    name = f"llvm.masked.load.v{kind.count}{_NAMES[kind.element]}.p0"
+    name = f"llvm.masked.load.v{kind.count}{NAMES[kind.element]}.p0"
     align, pointer = ir.Constant(I32, _BYTES[kind.element]), at(builder, place, offset, kind)
     return call(builder, name, kind, [pointer, align, mask, ir.Constant(kind, None)])
 
@@ -136,7 +135,7 @@ def load_masked(
 def store_masked(builder: ir.IRBuilder, value: ir.Value, place: ir.Value, offset: ir.Value, mask: ir.Value) -> None:
     """Store the numbers where the mask is set."""
     kind = value.type
-    name = f"llvm.masked.store.v{kind.count}{_NAMES[kind.element]}.p0"
+    name = f"llvm.masked.store.v{kind.count}{NAMES[kind.element]}.p0"
     align, pointer = ir.Constant(I32, _BYTES[kind.element]), at(builder, place, offset, kind)
     call(builder, name, VOID, [value, pointer, align, mask])
 
@@ -180,15 +179,15 @@ def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return builder.bitcast(builder.add(builder.bitcast(y, bits), power), kind)
 
 
-def round_to_bfloat16(builder: ir.IRBuilder, reals: ir.Value, subnormal: bool = False) -> ir.Value:
+def round_to_bfloat16(builder: ir.IRBuilder, reals: ir.Value) -> ir.Value:
     """Return the 16 bits of the bfloat16 nearest to each float32 number; ties go to even, NaN stays NaN.
 
-    The processor's instruction turns subnormal numbers into zeros, as the products would. With `subnormal`, and on
-    processors without the instruction, they are rounded like others.
+    The processor's instruction turns subnormal numbers into zeros, as the products would; without it, they are rounded
+    like others.
     """
     lanes = reals.type.count
     bits, halves = ir.VectorType(I32, lanes), ir.VectorType(I16, lanes)
-    if has_avx512_bfloat16() and not subnormal and lanes == LANES:
+    if has_avx512_bfloat16() and lanes == LANES:
         return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", halves, [reals])
     given, half = builder.bitcast(reals, bits), constant(bits, 16)
     odd = builder.and_(builder.lshr(given, half), constant(bits, 1))
@@ -240,29 +239,6 @@ def transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     quads = [_transposed_quads(builder, rows[first : first + 4]) for first in range(0, len(rows), 4)]
     by_lane = [_transposed_by_quads(builder, [quad[lane] for quad in quads]) for lane in range(4)]
     return [vectors[quad] for quad in range(len(quads)) for vectors in by_lane]
-
-
-def instruction(arguments: str, result: str = "") -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that turns a function that writes LLVM code into an intrinsic.
-
-    `instruction("n n s", "n")` decorates a function of an llvmlite builder, two whole numbers and a float32 number,
-    which returns a whole number; without a second text the intrinsic returns nothing. The letters are those of
-    `compilation.kernel`.
-    """
-    typed = (numba_type(result) if result else types.void)(*map(numba_type, arguments.split()))
-
-    def decorate(write_code: Callable[..., Any]) -> Any:
-        @functools.wraps(write_code)
-        def definition(typing_context, *kinds):
-            def generate(context, builder, signature, values):
-                made = write_code(builder, *values)
-                return made if result else context.get_dummy_value()
-
-            return typed, generate
-
-        return intrinsic(definition)
-
-    return decorate
 
 
 @instruction("n n n n n n")

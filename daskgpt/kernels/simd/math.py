@@ -1,4 +1,4 @@
-"""exp, log, sigmoid and a row's maximum for use inside kernels.
+"""exp, log, sigmoid and conversions of bfloat16 numbers for use inside kernels.
 
 They have no branches, so that LLVM turns loops over them into vector code: 0.3 ns an element on one AVX-512 core.
 
@@ -11,29 +11,17 @@ float64 uses the C library's exp and log. The float32 versions differ from the e
 
 import math
 
-import numba
 import numpy as np
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-from daskgpt.kernels.compilation import helper
+from daskgpt.kernels.compilation import for_float32, helper, instruction
 from daskgpt.kernels.simd import lanes
 
 
-@lanes.instruction("s", "s")
-def _exp_float32(builder, x):
-    return lanes.exp(builder, x)
-
-
+@for_float32(instruction("s", "s")(lanes.exp))
 def exp(x: float) -> float:
-    """Return e**x of one number: inside kernels by the versions below, in plain Python by the C library."""
+    """Return e**x of one number: of float32 by `lanes.exp`, of float64 and in plain Python by the C library."""
     return math.exp(x)
-
-
-@overload(exp, jit_options={"forceinline": True, "error_model": "numpy"})
-def _exp(x):
-    if x == numba.float32:
-        return lambda x: _exp_float32(x)
-    return lambda x: math.exp(x)
 
 
 _f = np.float32
@@ -62,19 +50,13 @@ def _log_float32(x):
     p = fma(p, z, _L7)
     p = fma(p, z, _L8)
     y = fma(n, _LOG_2_LOW, p * z * (z * z))
-    return fma(n, _LOG_2_HIGH, z + fma(_f(-0.5), z * z, y))
+    return fma(n, _LOG_2_HIGH, z + fma(_f(-0.5), z * z, y)) if x <= _GREATEST else x
 
 
+@for_float32(_log_float32)
 def log(x: float) -> float:
-    """Return the natural logarithm of one number: inside kernels by the versions below, in plain Python by C's."""
+    """Return the natural logarithm of one number: of float64 and in plain Python by the C library."""
     return math.log(x)
-
-
-@overload(log, jit_options={"forceinline": True, "error_model": "numpy"})
-def _log(x):
-    if x == numba.float32:
-        return lambda x: _log_float32(x) if x <= _GREATEST else x
-    return lambda x: math.log(x)
 
 
 @helper
@@ -85,7 +67,9 @@ def sigmoid(x):
 
 
 @intrinsic
-def _fma(typing_context, left, right, total):
+def fma(typing_context, left, right, total):
+    """Return left * right + total of single numbers with one rounding, on every processor."""
+
     def generate(context, builder, signature, arguments):
         return builder.fma(*arguments)
 
@@ -93,42 +77,16 @@ def _fma(typing_context, left, right, total):
 
 
 @helper
-def fma(left, right, total):
-    """Return left * right + total of single numbers with one rounding, on every processor."""
-    return _fma(left, right, total)
-
-
-def maximum(row: np.ndarray) -> float:
-    """Return the largest number of a row. It may ignore a NaN, which stays in the row when the maximum is
-    subtracted."""
-    return row.max()
-
-
-@helper
-def _flip(bits):
-    """Turn the bits of a float into a whole number of the same order, or back."""
-    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+def nearest_half(value):
+    """Return the 16 bits of the bfloat16 nearest to a float32 number; ties go to even, NaN stays NaN."""
+    bits = np.uint32(np.float32(value).view(np.uint32))
+    odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
+    nearest = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + odd))
+    kept = np.uint32(bits | np.uint32(0x400000))
+    return np.uint16(np.uint32(kept if value != value else nearest) >> np.uint32(16))
 
 
 @helper
-def _maximum_float32(row):
-    """Return the maximum by comparing whole numbers, which LLVM vectorizes without assuming that there is no NaN."""
-    top = np.int32(-(2**31))
-    for j in range(row.size):
-        top = max(top, _flip(np.float32(row[j]).view(np.int32)))
-    return np.int32(_flip(top)).view(np.float32)
-
-
-@helper
-def _maximum_float64(row):
-    top = row[0]
-    for j in range(1, row.size):
-        top = max(top, row[j])
-    return top
-
-
-@overload(maximum, jit_options={"forceinline": True})
-def _maximum(row):
-    if row.dtype == numba.float32:
-        return lambda row: _maximum_float32(row)
-    return lambda row: _maximum_float64(row)
+def widened(half):
+    """Return a bfloat16 number, given as 16 bits, as float32, which is exact."""
+    return np.uint32(np.uint32(half) << np.uint32(16)).view(np.float32)

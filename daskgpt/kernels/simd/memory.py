@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 
-from daskgpt.kernels.compilation import helper
-from daskgpt.kernels.simd.lanes import I64, POINTER, VOID, call, instruction, whole
+from daskgpt.kernels.compilation import helper, instruction
+from daskgpt.kernels.simd.lanes import I64, POINTER, VOID, call, whole
 from daskgpt.kernels.tracing import require_no_trace
 
 PAGE = 4096

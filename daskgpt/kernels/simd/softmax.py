@@ -4,21 +4,18 @@ float32 runs in vectors of 32 numbers, which may read and write up to PADDING nu
 order of `reductions`. float64 takes a number at a time.
 """
 
-import numba
-import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import overload
 
-from daskgpt.kernels.compilation import helper
+from daskgpt.kernels.compilation import for_float32, helper, instruction
 from daskgpt.kernels.simd import lanes
-from daskgpt.kernels.simd.math import exp, maximum
+from daskgpt.kernels.simd.math import exp
 from daskgpt.kernels.simd.reductions import dot, folded, sum_of
 
 PADDING = 31
 _LANES = PADDING + 1
 _REALS = ir.VectorType(lanes.F32, _LANES)
-_LEAST, _ZERO = lanes.constant(_REALS, -np.inf), lanes.constant(_REALS, 0.0)
+_ZERO = lanes.constant(_REALS, 0.0)
 
 
 def _parts(builder, count, limit):
@@ -28,17 +25,7 @@ def _parts(builder, count, limit):
         yield builder.shl(first, lanes.whole(2)), lanes.below(builder, builder.sub(limit, first), lanes=_LANES)
 
 
-@lanes.instruction("n n", "s")
-def _largest(builder, row, limit):
-    top = cgutils.alloca_once_value(builder, _LEAST)
-    for offset, mask in _parts(builder, limit, limit):
-        value, before = lanes.load(builder, row, offset, _REALS), builder.load(top)
-        above = builder.and_(builder.fcmp_ordered(">", value, before), mask)
-        builder.store(builder.select(above, value, before), top)
-    return lanes.call(builder, f"llvm.vector.reduce.fmax.v{_LANES}f32", lanes.F32, [builder.load(top)])
-
-
-@lanes.instruction("n n n s s", "s")
+@instruction("n n n s s", "s")
 def _exponentials(builder, row, limit, last, scale, top):
     scale, top = lanes.splat(builder, scale, _LANES), lanes.splat(builder, top, _LANES)
     total = cgutils.alloca_once_value(builder, _ZERO)
@@ -50,7 +37,7 @@ def _exponentials(builder, row, limit, last, scale, top):
     return folded(builder, builder.load(total))
 
 
-@lanes.instruction("n n n n s s")
+@instruction("n n n n s s")
 def _score_gradients(builder, row, gradients, limit, last, scale, total):
     factor = lanes.splat(builder, builder.fdiv(lanes.constant(lanes.F32, 1.0), total), _LANES)
     scale, sums = lanes.splat(builder, scale, _LANES), cgutils.alloca_once_value(builder, _ZERO)
@@ -66,23 +53,14 @@ def _score_gradients(builder, row, gradients, limit, last, scale, total):
         lanes.store(builder, builder.select(mask, value, _ZERO), gradients, offset)
 
 
-def largest(row, limit):
-    """Return the largest number of a row below the limit; it may ignore a NaN."""
+@helper
+def _exponentials_float32(row, limit, last, scale, top):
+    return _exponentials(lanes.address_of(row), limit, last, scale, top)
 
 
+@for_float32(_exponentials_float32)
 def exponentials(row, limit, last, scale, top):
     """Set numbers of a row to exp(scale x - top) below the limit and to zeros up to `last`; return their sum."""
-
-
-def score_gradients(row, gradients, limit, last, scale, total):
-    """Divide the numbers of a row by their total; replace their gradients by those of the scores, zeros from the limit.
-
-    p = row / total;  gradients = scale p (gradients - sum(p gradients))
-    """
-
-
-@helper
-def _exponentials_float64(row, limit, last, scale, top):
     for j in range(limit):
         row[j] = exp(scale * row[j] - top)
     row[limit:last] = 0
@@ -90,35 +68,19 @@ def _exponentials_float64(row, limit, last, scale, top):
 
 
 @helper
-def _score_gradients_float64(row, gradients, limit, last, scale, total):
+def _score_gradients_float32(row, gradients, limit, last, scale, total):
+    _score_gradients(lanes.address_of(row), lanes.address_of(gradients), limit, last, scale, total)
+
+
+@for_float32(_score_gradients_float32)
+def score_gradients(row, gradients, limit, last, scale, total):
+    """Divide the numbers of a row by their total; replace their gradients by those of the scores, zeros from the limit.
+
+    p = row / total;  gradients = scale p (gradients - sum(p gradients))
+    """
     for j in range(limit):
         row[j] *= 1 / total
     delta = dot(row[:limit], gradients[:limit])
     for j in range(limit):
         gradients[j] = scale * row[j] * (gradients[j] - delta)
     gradients[limit:last] = 0
-
-
-@overload(largest, jit_options={"forceinline": True})
-def _largest_of(row, limit):
-    if row.dtype == numba.float32:
-        return lambda row, limit: _largest(lanes.address_of(row), limit)
-    return lambda row, limit: maximum(row[:limit])
-
-
-@overload(exponentials, jit_options={"forceinline": True})
-def _exponentials_of(row, limit, last, scale, top):
-    if row.dtype == numba.float32:
-        return lambda row, limit, last, scale, top: _exponentials(lanes.address_of(row), limit, last, scale, top)
-    return lambda row, limit, last, scale, top: _exponentials_float64(row, limit, last, scale, top)
-
-
-@overload(score_gradients, jit_options={"forceinline": True})
-def _score_gradients_of(row, gradients, limit, last, scale, total):
-    if row.dtype != numba.float32:
-        return lambda row, gradients, limit, last, scale, total: _score_gradients_float64(
-            row, gradients, limit, last, scale, total
-        )
-    return lambda row, gradients, limit, last, scale, total: _score_gradients(
-        lanes.address_of(row), lanes.address_of(gradients), limit, last, scale, total
-    )
