@@ -178,11 +178,9 @@ class Recovery:
         if (state := self.points.newest_whole()) is not None:
             return state, "a recovery point"
         folder = self.start.folder
-        good = newest_good(folder.path, self.say) if folder else None
-        if good is not None:
-            checkpoint = read_checkpoint(*good, self.engine.job.moments)
-            beginning = checkpoint.model.parameters, checkpoint.moments, checkpoint.step
-            return self.engine.initial(*beginning), "the last checkpoint"
+        if folder and (good := newest_good(folder.path, self.say)) is not None:
+            parameters, moments = read_checkpoint(good[0], self.engine.job.moments)
+            return self.engine.initial(parameters, moments, good[1]["step"]), "the last checkpoint"
         first = self.start
         return self.engine.initial(first.parameters, first.moments, first.step), "the beginning"
 

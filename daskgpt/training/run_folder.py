@@ -23,7 +23,6 @@ from daskgpt.training.chain import CHAIN, LINK, Chain
 from daskgpt.training.checkpoint import (
     LATEST,
     Best,
-    Checkpoint,
     checkpoints,
     point,
     prune,
@@ -277,7 +276,7 @@ class Saver:
         shapes = {name: tensor.shape for name, tensor in job.moments.items()}
         self.folder.require_held()
         self.folder.sync()  # first: a run continues behind the metrics of its checkpoint
-        write_checkpoint(self.folder.path, Checkpoint(state.step, model, arrays, shapes, facts), self.chain.add)
+        write_checkpoint(self.folder.path, state.step, model, arrays, shapes, facts, self.chain.add)
 
     def _failed(self, step: int, error: Exception, *, last: bool) -> None:
         """Report that a checkpoint is not written. Errors   OSError if it is the last one of the run"""

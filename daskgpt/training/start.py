@@ -353,7 +353,7 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
         _require_steps_left(job, state, path)
     job = replace(job, dataset=data_of_run("train", job.data, state))
     _require_steps_left(job, state, path)
-    checkpoint, done = read_checkpoint(checkpoint_folder, state, job.moments), state["step"]
+    (parameters, moments), done = read_checkpoint(checkpoint_folder, job.moments), state["step"]
     messages.append(f"resumed    {checkpoint_folder}: {done} of {job.steps} steps are done")
     units = state["arithmetic"], arithmetic(job)
     if units[0] != units[1]:
@@ -366,8 +366,8 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
     validated = [loss for record in records.values() if (loss := record.get("validation_loss")) is not None]
     return job, Start(
         folder,
-        checkpoint.model.parameters,
-        checkpoint.moments,
+        parameters,
+        moments,
         done,
         [nan if loss is None else loss for loss in losses],
         validated[-1] if validated else nan,
