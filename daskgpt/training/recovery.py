@@ -37,7 +37,7 @@ class RecoveryPoints:
         self.every = engine.job.run.snapshot_every
         self.kept: State | None = None
         self.making: State | None = None
-        self.soon, self.reported = True, False
+        self.soon = True
         self.cost, self.since = math.inf, 0.0
 
     def make(self) -> None:
@@ -87,11 +87,11 @@ class RecoveryPoints:
         if self.soon:
             self.scheduler.wait_for([copies[-1] for copies in self.making.packs])
             cost = max(time.perf_counter() - start, LEAST_COST)
-            self.cost, self.soon = min(cost, self.cost), False  # the first one after a loss may wait for other things
-            if not self.reported:
+            first, self.soon = math.isinf(self.cost), False
+            self.cost = min(cost, self.cost)  # the first one after a loss may wait for other things
+            if first:
                 often = f"every {self.every} steps" if self.every > 0 else f"every {self.interval:.0f} s"
                 self.say(f"recovery   the state is kept on two workers {often}, which takes {self.cost:.2f} s")
-            self.reported = True
 
 
 LOOKING = 2.0  # seconds between two looks at the workers

@@ -296,7 +296,10 @@ class _Trainer:
         result, lost = None, None
         while result is None:
             try:
-                self._start_engine(lost)
+                if lost and self.recovery:
+                    self.engine.resume(self.recovery.back(lost, len(self.losses)))
+                else:
+                    self.engine.start(self.start.parameters, self.start.moments, self.start.step)
                 result = self._finished(stopped=self._train())
             except ClusterLost:
                 self._save_what_is_left()
@@ -371,13 +374,6 @@ class _Trainer:
         self.callbacks = [(one.begin(job, engine, job.steps), one) for one in self.observers.callbacks]
         self.began = time.perf_counter()
         progress.begin()
-
-    def _start_engine(self, lost: WorkerLost | None) -> None:
-        """Let the engine begin with the run's first state, or after a loss with the newest one that is left."""
-        if lost and self.recovery:
-            self.engine.resume(self.recovery.back(lost, len(self.losses)))
-        else:
-            self.engine.start(self.start.parameters, self.start.moments, self.start.step)
 
     def _together(self) -> int:
         """Return how many steps from the next one on run together: until the one after which something is due."""
