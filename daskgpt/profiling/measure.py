@@ -246,11 +246,6 @@ class TimedEngine:
             return RANKS_WINDOW
         return self.job.dataflow.window if self.job.dataflow.barrier == "none" else 1
 
-    @property
-    def tasks(self) -> int:
-        """Return the number of tasks of a step."""
-        return int(self.engine.tasks)
-
 
 def in_turns(engines: Mapping[K, TimedEngine], turns: int, steps: int = 1, untimed: int = 0) -> dict[K, list[float]]:
     """Return the seconds of a step of each engine, one value a turn. They take turns, so that noise hits all alike.
@@ -292,7 +287,7 @@ def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) ->
     }
     figures = {name: (Spread.of([value]), unit) for name, (value, unit) in values.items()}
     settings = steps.settings | {
-        "tasks": steps.tasks,
+        "tasks": steps.engine.tasks,
         "grain": steps.engine.grain,
         "threads": threads,
         "loss": loss,

@@ -35,10 +35,10 @@ from daskgpt.config.files import (
     digest_of,
     digest_of_file,
     remove,
-    replacing,
     set_aside,
     sync_folder,
     temporary_beside,
+    write_file,
 )
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.tokenizer import encoding_named, encoding_of_model
@@ -109,8 +109,8 @@ def write_checkpoint(
             digests = {name: digest, MODEL_FILE: written.result()}
         files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256} for name, sha256 in digests.items()}
         state = {"version": VERSION, "step": step, **facts, "files": files}
-        with replacing(folder / STATE, "write_checkpoint") as file:
-            file.write(json.dumps(state | {DIGEST: digest_of(state)}, indent=1).encode() + b"\n")
+        content = json.dumps(state | {DIGEST: digest_of(state)}, indent=1).encode() + b"\n"
+        write_file(folder / STATE, content, "write_checkpoint")
         note(state)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import advice_on, locked, replacing, written
+from daskgpt.config.files import advice_on, locked, write_file, written
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
@@ -130,8 +130,8 @@ class RunFolder:
         lines = list[str]()
         for title, values in sections.items():
             lines += [f"[{title}]", *(f"{name} = {_toml(value)}" for name, value in values.items()), ""]
-        with replacing(self.path / CONFIG, "RunFolder") as file:
-            file.write("\n".join(lines).encode(errors="backslashreplace"))  # names of files may have any bytes
+        content = "\n".join(lines).encode(errors="backslashreplace")  # names of files may have any bytes
+        write_file(self.path / CONFIG, content, "RunFolder")
 
     def log(self, record: Mapping[str, Any], say: Say) -> None:
         """Append the metrics of a step. Without room they wait and are written later, and a line says so once."""
