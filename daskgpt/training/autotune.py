@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import dask.local
@@ -101,23 +102,22 @@ class ChunkChoice:
         """
         if window * most_bytes(step) <= available:
             return step, ""  # fits in any order of its tasks
-        peaks, steps = dict[Chunk, int](), {step.dials.chunk: step}
+        tried = list[tuple[int, CompiledStep]]()  # with their peaks
         smaller = [one.chunk for one in self.candidates if one.count >= self.candidates[0].count]
         for chunk in smaller[:TRIED]:
-            if chunk not in steps:
-                steps[chunk] = step.with_dials(chunk=chunk)
-            peaks[chunk] = Trial(steps[chunk], window).peak
-            if peaks[chunk] <= available:
+            other = step if chunk == self.first else step.with_dials(chunk=chunk)
+            tried.append((Trial(other, window).peak, other))
+            if tried[-1][0] <= available:
                 break
-        least = min(peaks, key=lambda chunk: peaks[chunk])
-        if least != self.first:
-            first, size = described(self.batch_shape, self.first), rounded(peaks[self.first])
+        peak, least = min(tried, key=itemgetter(0))
+        if least is not step:
+            first, size = described(self.batch_shape, self.first), rounded(tried[0][0])
             self.reason += f"; {first} would take {size} of the {rounded(available)} that are free"
         self.undecided = False  # kernel times do not depend on memory
-        if peaks[least] <= available:
-            return steps[least], ""
-        return steps[least], (
-            f"a step takes {rounded(peaks[least])}, and {rounded(available)} are free: the system may swap, or end "
+        if peak <= available:
+            return least, ""
+        return least, (
+            f"a step takes {rounded(peak)}, and {rounded(available)} are free: the system may swap, or end "
             "this process. Try a smaller --batch-size or --sequence-length."
         )
 

@@ -201,7 +201,7 @@ class Saver:
         losses   of all steps so far
         """
         self.job, self.folder, self.scheduler, self.say, self.losses = job, folder, scheduler, say, losses
-        self.saved, self.best, self.since = saved, best, time.monotonic()
+        self.saved, self.best, self.since = saved, best if job.run.keep_best else Best(), time.monotonic()
         self.metrics: dict[str, Any] = {}
 
     @property
@@ -209,11 +209,6 @@ class Saver:
         """The chain of the run."""
         assert self.folder.chain
         return self.folder.chain
-
-    def begin(self) -> None:
-        """Point `best` to the best checkpoint: an earlier process may have been killed before it did."""
-        self.best = self.best if self.job.run.keep_best else Best()
-        self.best.point(self.folder.path)
 
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""

@@ -365,7 +365,7 @@ class _Trainer:
             resolved = self._resolved()
             entry = start.entry or beginning(job, resolved, start.parameters)
             self.saver.folder.begin(resolved, entry)
-            self.saver.begin()
+            self.saver.best.point(self.saver.folder.path)  # an earlier process may have been killed before it did
         progress.say("\n".join([describe(job, self.scheduler, engine.described_chunks), *start.messages]))
         run = job.run
         self.scheduler.attend(progress.say, self.stop_requested, run.worker_seconds, run.worker_minutes)
