@@ -38,6 +38,7 @@ class RankEngine(Engine):
     """Runs a job's steps on the workers of a cluster; chunks and grain are chosen, and kernel calls recorded, there.
 
     made    number of steps before the state
+    chunk   sequences and tokens of a chunk where one process has the whole batch
     given   the state that ranks are to begin with; None while they hold one
     copies  of the ranks' state, by pack, made on request and dropped with the next step
     held    the copies of the parameters, as a step holds them
@@ -51,7 +52,7 @@ class RankEngine(Engine):
     scheduler: ClusterScheduler
     ranks = True
     described_tasks = f"some steps of a worker, about {WINDOW_SECONDS:g} s, are a task"
-    made, tasks, grain = 0, 0, ""  # tasks: of all ranks, in the last steps
+    made, tasks, grain, chunk = 0, 0, "", (0, 0)  # tasks: of all ranks, in the last steps
 
     def __init__(self, job: Job, scheduler: ClusterScheduler, say: Say = print) -> None:
         self.job, self.scheduler, self.say = job, scheduler, say
@@ -59,7 +60,7 @@ class RankEngine(Engine):
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)
         self.run_name, self.epoch = f"{scheduler.name} {uuid4().hex[:8]}", ""
         self.parts, self.grain = job.groups, job.dataflow.grain
-        self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, scheduler.threads)
+        self.chunk = ChunkChoice(job.config, job.micro_shape, job.dataflow, scheduler.threads).first
         self.layout = Layout(tuple(_packs(job)))
         self.addresses: list[str] = []
         self.owned: list[rank_program.Owned] = []
@@ -70,11 +71,6 @@ class RankEngine(Engine):
         self.seconds = WINDOW_SECONDS  # of one step; until the first one is made
         self.pace = math.inf
         self.workers = len(scheduler.addresses())
-
-    @property
-    def chunk(self) -> tuple[int, int]:
-        """Sequences and tokens of a chunk where one process has the whole batch."""
-        return self.chunks.first
 
     @property
     def described_chunks(self) -> str:

@@ -107,6 +107,7 @@ class Recovery:
     workers         those at the last look
     gone            the workers that had gone at the last look
     reached         how many steps had been made before the last loss, and the step that the run went back to
+    news            gets the metrics of a loss once its steps have been repeated
     in_vain         how many losses in a row have left both as they were
     again           how many steps are to be repeated
     """
@@ -114,6 +115,7 @@ class Recovery:
     engine: RankEngine
     start: Start
     say: Say
+    news: dict[str, Any]
     workers: set[str] = field(default_factory=set)
     gone: list[str] = field(default_factory=list)
     looked: float = 0.0
@@ -121,7 +123,6 @@ class Recovery:
     in_vain: int = 0
     lost_at: float = 0.0
     again: int = 0
-    metrics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scheduler = self.engine.scheduler
@@ -130,17 +131,12 @@ class Recovery:
     def after_window(self) -> None:
         """Make recovery points and look at the workers."""
         if self.again and self.engine.made >= self.reached[0]:
-            self.metrics = {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
+            self.news |= {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
             self.again = 0
         self.points.make()
         self.engine.pace = self.points.interval
         if time.monotonic() - self.looked > LOOKING:
             self._look()
-
-    def news(self) -> dict[str, Any]:
-        """Return the metrics of a loss whose steps have been repeated since the last call, if there was one."""
-        news, self.metrics = self.metrics, {}
-        return news
 
     def back(self, error: WorkerLost, done: int) -> State:
         """Return the state to continue from after a loss.

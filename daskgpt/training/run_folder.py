@@ -193,16 +193,17 @@ class Saver:
         folder: RunFolder,
         scheduler: Scheduler,
         say: Say,
-        saved: int,
         best: Best,
         losses: Sequence[float],
+        news: dict[str, Any],
     ) -> None:
         """best     the best checkpoint of earlier processes
-        losses   of all steps so far
+        losses   of all steps so far: in the beginning, of those before the newest checkpoint
+        news     gets the metrics of each checkpoint
         """
         self.job, self.folder, self.scheduler, self.say, self.losses = job, folder, scheduler, say, losses
-        self.saved, self.best, self.since = saved, best if job.run.keep_best else Best(), time.monotonic()
-        self.metrics: dict[str, Any] = {}
+        self.news = news
+        self.saved, self.best, self.since = len(losses), best if job.run.keep_best else Best(), time.monotonic()
 
     @property
     def chain(self) -> Chain:
@@ -257,12 +258,7 @@ class Saver:
         except OSError as error:
             what = "is saved, but latest, best or older ones are not updated"
             self.say(f"checkpoint step {state.step} {what}: {reason(error)}")
-        self.metrics = {"checkpoint_step": state.step, "checkpoint_s": round(time.perf_counter() - start, 3)}
-
-    def news(self) -> dict[str, Any]:
-        """Return the metrics of a checkpoint that was written since the last call; empty if there was none."""
-        news, self.metrics = self.metrics, {}
-        return news
+        self.news |= {"checkpoint_step": state.step, "checkpoint_s": round(time.perf_counter() - start, 3)}
 
     def _write(self, state: State, facts: Mapping[str, Any]) -> None:
         job, arrays = self.job, fetched_arrays(self.scheduler, state)

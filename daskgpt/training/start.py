@@ -315,16 +315,19 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
     return {**sizes, "sha256": dataset.digest}
 
 
-def resumed_run(path: str, changes: Mapping[str, Mapping[str, Any]]) -> tuple[Job, Start]:
+def resumed_run(path: str, changes: Mapping[str, Mapping[str, Any]], *, connects: bool = True) -> tuple[Job, Start]:
     """Return the job of a run that continues from its newest good checkpoint, and what it starts with.
 
     path      the run folder, which is locked from here on
     changes   settings by section and name; each must be one of MAY_CHANGE, or have the run's own value
+    connects  whether a scheduler among them must answer
 
-    Errors    FileNotFoundError if there is no run or no good checkpoint; RuntimeError if another process trains it;
-              ValueError for a change that is refused, other data than the run's, and no step left
+    Errors    FileNotFoundError if there is no run or no good checkpoint; RuntimeError if another process trains it,
+              or no scheduler answers; ValueError for a change that is refused, other data than the run's, and no step left
     """
     require_compiler()
+    if connects and (address := changes.get("dataflow", {}).get("scheduler")) is not None:
+        require_scheduler(address)
     require_named(path, "train", "resume")
     rule, advice = "--resume must name the folder of a run", "The newest checkpoint in it is taken."
     require(not is_checkpoint(Path(path)), "train", rule, {"resume": path}, advice)
