@@ -242,9 +242,7 @@ class TimedEngine:
     @property
     def window(self) -> int:
         """Return how many steps the scheduler gets at once."""
-        if self.ranks:
-            return RANKS_WINDOW
-        return self.job.dataflow.window if self.job.dataflow.barrier == "none" else 1
+        return RANKS_WINDOW if self.ranks else int(self.engine.together())
 
 
 def in_turns(engines: Mapping[K, TimedEngine], turns: int, steps: int = 1, untimed: int = 0) -> dict[K, list[float]]:

@@ -323,7 +323,8 @@ def resumed_run(path: str, changes: Mapping[str, Mapping[str, Any]], *, connects
     connects  whether a scheduler among them must answer
 
     Errors    FileNotFoundError if there is no run or no good checkpoint; RuntimeError if another process trains it,
-              or no scheduler answers; ValueError for a change that is refused, other data than the run's, and no step left
+              or no scheduler answers; ValueError for a change that is refused, other data than the run's, and no step
+              left
     """
     require_compiler()
     if connects and (address := changes.get("dataflow", {}).get("scheduler")) is not None:
