@@ -258,7 +258,7 @@ def inject(kind: str, text: Path, whole: Path, folder: Path, draw: random.Random
     for own, other in zip(checkpoints(run), checkpoints(whole)):
         trace = trace or bool(differing_tensors(own, other))
     wrong = [own for own, verdict in zip(audit.stretches, verdicts) if verdict.differs]
-    spans = [(own.entries[0]["step"], own.entries[-1]["step"]) for own in wrong]
+    spans = [(own[0]["step"], own[-1]["step"]) for own in wrong]
     if training:
         right = all(first <= at < last for first, last in spans)
     elif at < 0:

@@ -24,10 +24,9 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.engine import State
-from daskgpt.training.inference import Inference
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from batch_results import results_of
 from one_number import Dials, Model, bits_after_steps, divisions, random_dials
 from reference_gpt2 import Arrays, expected
 from tolerances import TOLERANCES
@@ -101,11 +100,9 @@ def check_gradients(random: np.random.Generator, model: Model) -> tuple[str, str
     deviation = float(random.choice(STANDARD_DEVIATIONS[name]))
     parameters = random_parameters(random, model, deviation, precision.dtype)
     tokens, targets = random.integers(0, model.config.vocabulary, (2, *model.batch)).astype(np.int32)
-    weights = State.of_weights(model.config, parameters, precision)
-    wanted = weights.layout, ("logits", "loss", "gradients"), precision, model.groups
+    given = model.config, parameters, (tokens, targets), dials.chunk, precision, model.groups
     with open_scheduler(dials.scheduler, dials.threads) as scheduler:
-        inference = Inference(model.config, model.batch, dials.chunk, *wanted)
-        found = inference(scheduler, weights, tokens, targets)
+        found = results_of(scheduler, *given)
     reference = expected(parameters, tokens, targets, model.config.heads, model.config.vocabulary)
     compared = {"logits": reference.logits, "loss": np.array(reference.loss)} | reference.gradients
     errors = {each: relative_error(found[each], value) for each, value in compared.items()}

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     print(f"chain {audit.head}: {there}")
     print("".join(f"FAULT {line}\n" for line in audit.faults), end="", flush=True)
     chosen, differ, computed = audit.chosen(options.share, options.seed), 0, 0
-    jobs = [audit.job(entry) for stretch in chosen for entry in stretch.entries[1:]]  # nothing is refused later on
+    jobs = [audit.job(entry) for stretch in chosen for entry in stretch[1:]]  # nothing is refused later on
     if others := audit.other_versions():
         print(f"versions {others}: bits may differ for this reason alone")
     if jobs:
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
             for stretch in chosen:
                 with TemporaryDirectory(prefix="daskgpt-audit-") as folder:
                     verdict = audit.compute(stretch, scheduler, Path(folder))
-                    print(f"{stretch} {verdict}", flush=True)
+                    print(f"steps {stretch[0]['step'] + 1:,} to {stretch[-1]['step']:,} {verdict}", flush=True)
                     differ, computed = differ + verdict.differs, computed + (not verdict.unknown)
     rule, advice = "there must be a stretch that can be computed again", "Keep more checkpoints: --save-every, --keep."
     got = {"run": values.run, "checkpoints": len(audit.folders)}

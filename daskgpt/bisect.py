@@ -27,7 +27,7 @@ from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run
 from daskgpt.config.run import DataflowConfig
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.audit import Audit, Stretch, Verdict
+from daskgpt.training.audit import Audit, Verdict
 from daskgpt.training.chain import CHAIN
 from daskgpt.training.checkpoint import load
 from daskgpt.training.job import compile_kernels
@@ -173,8 +173,7 @@ class Bisection:
 
     def _verdict(self, run: Audit) -> Verdict:
         """Return how a run differs from its replay, from the shared state to the first difference of both runs."""
-        entries = run.leading_to(self.end or 0, self.shared)
-        stretch = Stretch(entries, run.folder_of(entries[0]), run.run)
+        stretch = run.leading_to(self.end or 0, self.shared)
         with TemporaryDirectory(prefix="daskgpt-bisect-") as folder:
             return run.compute(stretch, self.scheduler, Path(folder), self.end)
 
@@ -190,7 +189,7 @@ class Bisection:
         if first in states and (folder := run.folder_of(entries[first])):
             tensors = run.tensors_of(first, self.scheduler)
             run.lead(tensors, self.shared)
-            stored, names = state_in(folder, entries[first], tensors.job), tensors.updates()
+            stored, names = state_in(folder, tensors.job), tensors.updates()
             difference = first_difference(*({name: held[name] for name in names} for held in (stored, tensors.held)))
         yield f"first tensor: {difference}"
 

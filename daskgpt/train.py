@@ -21,7 +21,6 @@ from daskgpt.generation.sampler import sample
 from daskgpt.generation.sanitize import readable, shown
 from daskgpt.profiling.plan import check_plan, predict
 from daskgpt.profiling.recorder import TimelineCallback, TimelineConfig
-from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
 from daskgpt.training.engine import State
@@ -93,9 +92,8 @@ def main(arguments: list[str]) -> int:
     if values.resume:
         if values.preset:
             raise may_not_change(values.resume, "preset", values.preset)
-        if "scheduler" in given_flags(DataflowConfig, values) and not values.plan:
-            require_scheduler(values.scheduler)
-        job, start = resumed_run(values.resume, {name: given_flags(kind, values) for name, kind in SECTIONS.items()})
+        changes = {name: given_flags(kind, values) for name, kind in SECTIONS.items()}
+        job, start = resumed_run(values.resume, changes, connects=not values.plan)
     else:
         job, start = run_of(values)
     if values.plan:

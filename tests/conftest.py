@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from batch_results import results_of
 from command_lines import write_text
 from llmc_samples import read_debug_state, read_model
 from machines import Machines
@@ -14,8 +15,6 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.kernels.compilation import compile_all
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.engine import State
-from daskgpt.training.inference import Inference
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = ModelConfig(blocks=2, heads=2, channels=16, vocabulary=29, padded_vocabulary=32, positions=16)
@@ -98,7 +97,6 @@ def random_batch(config: ModelConfig, random: np.random.Generator, shape: tuple[
 
 def whole_logits(config, parameters, tokens):
     """Return the scores after each token of a text from the layers of training, without a cache."""
-    state, shape = State.of_weights(config, parameters), (1, len(tokens))
-    inference = Inference(config, shape, shape, state.layout, ("logits",))
+    batch = np.array([tokens], np.int32)
     with open_scheduler("sync", 1) as scheduler:
-        return inference(scheduler, state, np.array([tokens], np.int32))["logits"][0, :, : config.vocabulary]
+        return results_of(scheduler, config, parameters, (batch,), batch.shape)["logits"][0, :, : config.vocabulary]

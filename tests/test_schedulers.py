@@ -248,7 +248,7 @@ def recovering(who):
     scheduler = SimpleNamespace(in_place=False, client=SimpleNamespace(nthreads=dict), **parts)
     job = SimpleNamespace(run=SimpleNamespace(snapshot_every=0))
     engine = SimpleNamespace(scheduler=scheduler, job=job)
-    return recovery.Recovery(engine, None, said.append), said
+    return recovery.Recovery(engine, None, said.append, {}), said
 
 
 def test_run_without_progress_between_losses_ends():

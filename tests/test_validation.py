@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from batch_results import results_of
 from small_runs import FLAGS, MODEL, OPTIMIZER, fit, metrics_of
 
 from daskgpt import train
@@ -12,7 +13,7 @@ from daskgpt.data.dataset import validation_batches
 from daskgpt.model.parameters import initial_parameters
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.engine import LocalEngine
-from daskgpt.training.inference import TOGETHER, Inference, Validation
+from daskgpt.training.inference import TOGETHER, Validation
 from daskgpt.training.job import Job
 from daskgpt.training.start import open_dataset, resumed_run
 
@@ -39,10 +40,9 @@ def test_validation_in_one_graph_matches_single_batches(small_text):
     with open_scheduler("threads", 2) as scheduler:
         engine = LocalEngine(job, scheduler)
         engine.start(initial_parameters(MODEL, seed=1))
-        state = engine.state()
-        alone = Inference(MODEL, (4, 16), (2, 8), state.layout, ("loss",), groups=job.groups)
+        given = scheduler, MODEL, engine.weights().parameters(scheduler)
         batches = validation_batches(job.tokens.validation, batch_size=4, sequence_length=16, count=TOGETHER + 2)
-        losses = [float(alone(scheduler, state, *batch)["loss"]) for batch in batches]
+        losses = [float(results_of(*given, batch, (2, 8), groups=job.groups)["loss"]) for batch in batches]
         assert len(set(losses)) > 1
         assert Validation(job, engine).loss() == sum(losses) / len(losses)
 

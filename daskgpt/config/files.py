@@ -77,6 +77,12 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
         os.replace(temporary, Path(path))
 
 
+def write_file(path: str | os.PathLike[str], content: bytes, where: str) -> None:
+    """Write a file that is complete or absent. Errors   as of `replacing`"""
+    with replacing(path, where) as file:
+        file.write(content)
+
+
 @contextmanager
 def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
     """Yield a folder under a temporary name; it gets the final name when its content is on the disk.

@@ -31,7 +31,7 @@ from dask.local import start_state_from_dask
 from dask.order import order
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import digest_of, replacing
+from daskgpt.config.files import digest_of, write_file
 from daskgpt.config.flags import called
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
@@ -157,11 +157,10 @@ class Calibration:
         return lock, seconds - lock
 
     def save(self) -> Path:
-        """Write the calibration to this user's cache; return the path. Errors   as of `replacing`"""
+        """Write the calibration to this user's cache; return the path. Errors   as of `write_file`"""
         path = cache_path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, "bench") as file:
-            file.write(json.dumps(asdict(self)).encode())
+        write_file(path, json.dumps(asdict(self)).encode(), "bench")
         return path
 
 
@@ -297,7 +296,7 @@ def overheads(
             rows = [(*_parts(alone), pooled.run(1)[0] - alone.run(1)[0]) for _ in range(turns)]
         ends, kernels, between, further = np.median(rows, axis=0).tolist()
         graphs.append((len(alone.engine.step.graph), ends))
-        tasks.append((kernels / alone.tasks, between, between + max(further, 0.0) / alone.tasks))
+        tasks.append((kernels / alone.engine.tasks, between, between + max(further, 0.0) / alone.engine.tasks))
     nodes, seconds = zip(*graphs)
     node, begin = np.polyfit(nodes, seconds, 1)
     with ExitStack() as stack:  # four chunks

@@ -217,11 +217,6 @@ class Collected(SchedulerPlugin):
         return Part(calls, start, end, there)
 
 
-def kind_of(name: str) -> str:
-    """Return layer and pass of a call, as `linear.backward`, from its name; of a message, its direction."""
-    return name.partition(".")[0] if is_message(name) else name.partition("-")[0]
-
-
 def idle_share(part: Part, threads: int) -> float:
     """Return the share of the threads' time in which no kernel ran: they had no task, or waited for a message."""
     busy = sum(call.end - call.start for _, call in part.calls if not is_message(call.name))
@@ -230,7 +225,7 @@ def idle_share(part: Part, threads: int) -> float:
 
 def overlap_share(part: Part) -> float:
     """Return the share of the time in which kernels run, in which kernels of different layers or passes do."""
-    ran = [(call.start, call.end, kind_of(call.name)) for _, call in part.calls if not is_message(call.name)]
+    ran = [(call.start, call.end, call.name.partition("-")[0]) for _, call in part.calls if not is_message(call.name)]
     busy, overlapping = (seconds_at_once(ran, least) for least in (1, 2))
     return overlapping / busy if busy else 0.0
 
@@ -288,7 +283,7 @@ class Page:
             "right": np.array([call.end - part.end for call in calls], np.float32),
             "lane": lanes,
             "name": [call.name for call in calls],
-            "color": [color_of(kind_of(call.name)) for call in calls],
+            "color": [color_of(call.name) for call in calls],
             "ms": np.array([(call.end - call.start) * 1e3 for call in calls], np.float32),
         }
 

@@ -6,34 +6,18 @@ Sources   WfFormat 1.5, https://github.com/wfcommons/WfFormat; Paraver: Tracefil
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from daskgpt import __version__
-from daskgpt.config.files import replacing
 from daskgpt.graph.nodes import Key
 from daskgpt.profiling.timeline import Event, Timeline, color_of
 
 STEP, BLOCK = 90_000_001, 90_000_002  # types of Paraver's events, from a range that users may define
-
-
-def write_workflow(timeline: Timeline, sizes: Mapping[Key, int], began: float, path: Path) -> None:
-    """Write `workflow` as JSON."""
-    with replacing(path, "timeline") as file:
-        file.write(json.dumps(workflow(timeline, sizes, began), indent=1).encode())
-
-
-def write_paraver(timeline: Timeline, began: float, path: Path) -> None:
-    """Write FILE.prv, the trace, with FILE.pcf, the names and colors of its states, and FILE.row, those of lanes."""
-    for suffix, text in paraver(timeline, began).items():
-        with replacing(path.with_suffix(suffix), "timeline") as file:
-            file.write(text.encode())
 
 
 def _tasks(timeline: Timeline) -> dict[tuple[int, Key], list[Event]]:
@@ -100,7 +84,8 @@ def _date(seconds: float) -> str:
 
 
 def paraver(timeline: Timeline, began: float) -> dict[str, str]:
-    """Return the text of Paraver's files of a timeline, by their endings: .prv, .pcf and .row.
+    """Return the text of Paraver's files of a timeline, by their endings: .prv, the trace, .pcf, the names and colors
+    of its states, and .row, those of lanes.
 
     A worker is a task of Paraver, on a node of its own, and its threads are threads. Each of our tasks is a state,
     named by its kind; at its start are events with the numbers of its step and block, from 1. Messages between workers

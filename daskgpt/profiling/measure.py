@@ -242,14 +242,7 @@ class TimedEngine:
     @property
     def window(self) -> int:
         """Return how many steps the scheduler gets at once."""
-        if self.ranks:
-            return RANKS_WINDOW
-        return self.job.dataflow.window if self.job.dataflow.barrier == "none" else 1
-
-    @property
-    def tasks(self) -> int:
-        """Return the number of tasks of a step."""
-        return int(self.engine.tasks)
+        return RANKS_WINDOW if self.ranks else int(self.engine.together())
 
 
 def in_turns(engines: Mapping[K, TimedEngine], turns: int, steps: int = 1, untimed: int = 0) -> dict[K, list[float]]:
@@ -292,7 +285,7 @@ def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) ->
     }
     figures = {name: (Spread.of([value]), unit) for name, (value, unit) in values.items()}
     settings = steps.settings | {
-        "tasks": steps.tasks,
+        "tasks": steps.engine.tasks,
         "grain": steps.engine.grain,
         "threads": threads,
         "loss": loss,

@@ -14,7 +14,7 @@ from bokeh.plotting import figure
 from bokeh.resources import INLINE
 from tqdm import tqdm
 
-from daskgpt.config.files import replacing
+from daskgpt.config.files import write_file
 from daskgpt.profiling.timeline import Timeline, color_of, timeline_paths
 
 LANE_HEIGHT, MARGIN, LEFT = 60, 90, 130  # pixels
@@ -31,8 +31,7 @@ def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
     trace, page = timeline_paths(path)
     trace.parent.mkdir(parents=True, exist_ok=True)
     for place, text in ((trace, json.dumps(timeline.trace())), (page, page_of(timeline))):
-        with replacing(place, "timeline") as file:
-            file.write(text.encode())
+        write_file(place, text.encode(), "timeline")
     return trace, page
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -10,9 +11,9 @@ from time import time
 from typing import Any, NamedTuple
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import check_writable
+from daskgpt.config.files import check_writable, write_file
 from daskgpt.config.settings import Checked, documented, setting
-from daskgpt.profiling.exchange import write_paraver, write_workflow
+from daskgpt.profiling.exchange import paraver, workflow
 from daskgpt.profiling.timeline import (
     Event,
     Lane,
@@ -186,11 +187,13 @@ class TimelineCallback:
         config, began = self.config, self.recorder.windows[0].start
         if config.graph:
             path = self._path(config.graph)
-            write_workflow(self.timeline, Trial(self.recorder.engine.step).results, began, path)
+            tasks = workflow(self.timeline, Trial(self.recorder.engine.step).results, began)
+            write_file(path, json.dumps(tasks, indent=1).encode(), "timeline")
             print(f"graph of the last step written to {path}")
         if config.paraver:
             path = self._path(config.paraver)
-            write_paraver(self.timeline, began, path)
+            for suffix, text in paraver(self.timeline, began).items():
+                write_file(path.with_suffix(suffix), text.encode(), "timeline")
             print(f"Paraver's trace written to {path}")
         if config.timeline:
             from daskgpt.profiling.pages import write_timeline  # loads Bokeh

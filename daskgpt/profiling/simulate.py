@@ -257,16 +257,11 @@ class Simulation:
         self.state[rank]["ready"] = ready_list(self.state[rank]["ready"], process.graph, seconds)
         self._locked(rank, any_graph + node * len(process.graph), self._fire, rank)
 
-    def ready(self, rank: int) -> list[Key]:
-        """Return the tasks of a process whose needs are done, in Dask's order: its threads take them from the end."""
-        tasks: list[Key] = self.state[rank]["ready"]
-        return tasks
-
     def _fire(self, rank: int) -> None:
-        """Give tasks to threads that have none."""
-        state, process, ready = self.state[rank], self.processes[rank], self.ready(rank)
-        while ready and len(state["running"]) < process.threads:
-            key = ready.pop()
+        """Give tasks whose needs are done to threads that have none, from the end of Dask's list."""
+        state, process = self.state[rank], self.processes[rank]
+        while state["ready"] and len(state["running"]) < process.threads:
+            key = state["ready"].pop()
             state["running"].add(key)
             lock, besides = self.costs.of_task(process.demands[key].alone, process.threads > 1)
             self._locked(rank, lock, self._receive, rank, key, more=besides)

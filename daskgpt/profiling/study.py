@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import replacing
+from daskgpt.config.files import write_file
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import documented, setting
@@ -156,8 +156,7 @@ class Results:
     def add(self, point: DataflowConfig, repetition: int, measured: Row) -> None:
         """Add a run, and write the file."""
         self.rows.append({"shared": self.shared, "point": asdict(point), "repetition": repetition, **measured})
-        with replacing(self.path, "study") as file:
-            file.writelines(f"{json.dumps(row)}\n".encode() for row in self.rows)
+        write_file(self.path, "".join(f"{json.dumps(row)}\n" for row in self.rows).encode(), "study")
 
     @property
     def points(self) -> dict[DataflowConfig, list[Row]]:

@@ -19,22 +19,9 @@ from daskgpt.training.chain import CHAIN, LINK, Entry
 from daskgpt.training.logs import METRICS
 from daskgpt.training.replay import Replay
 
-
-@dataclass(frozen=True)
-class Stretch:
-    """The steps between two neighboring checkpoints that exist.
-
-    entries   of the chain: where it begins, then those of deleted checkpoints in between, then that of its end
-    begin     the checkpoint that it begins at; None for the beginning of the run
-    end       the checkpoint at its end
-    """
-
-    entries: Sequence[Entry]
-    begin: Path | None
-    end: Path
-
-    def __str__(self) -> str:
-        return f"steps {self.entries[0]['step'] + 1:,} to {self.entries[-1]['step']:,}"
+# The steps between two neighboring checkpoints that exist, as entries of the chain: where it begins (the first one of
+# all, if that is the beginning of the run), then those of deleted checkpoints in between, then that of its end.
+Stretch = Sequence[Entry]
 
 
 @dataclass
@@ -82,7 +69,7 @@ class Audit(Replay):
         self.uncovered = self._beyond(max((entry["step"] for entry in self.entries.values()), default=0))
         for entry in self.entries.values():
             self._check(entry)
-        self.stretches = [self._stretch(link, folder) for link, folder in self.folders.items()]
+        self.stretches: list[Stretch] = [self.from_checkpoint(self.chain(link)) for link in self.folders]
 
     def _beyond(self, last: int) -> str:
         """Return which losses are after the last entry; note those after the end of the run, and lines that count for
@@ -112,10 +99,6 @@ class Audit(Replay):
         if digest_of(losses) != entry[LINK].get("losses"):
             self.faults.append(f"{METRICS}: losses of steps {before['step'] + 1:,} to {step:,} are not the chain's")
 
-    def _stretch(self, link: str, end: Path) -> Stretch:
-        entries = self.from_checkpoint(self.chain(link))
-        return Stretch(entries, self.folder_of(entries[0]) if len(entries) > 1 else None, end)
-
     def chosen(self, share: float, seed: int) -> list[Stretch]:
         """Return a share of the stretches, drawn at random, at least one unless the share is 0."""
         count = min(len(self.stretches), max(1, round(share * len(self.stretches)))) if share else 0
@@ -128,11 +111,11 @@ class Audit(Replay):
         folder   that the checkpoints are written to
         end      number of steps after which it ends; None for the whole stretch
         """
-        verdict = Verdict()
-        parameters, verdict.unknown = ({}, "") if stretch.begin else self.origin(stretch.entries)
-        if verdict.unknown:
+        parameters, unknown = self.origin(stretch)
+        verdict = Verdict(unknown=unknown)
+        if unknown:
             return verdict
-        for made in self.made_again(stretch.entries, parameters, scheduler, folder, end):
+        for made in self.made_again(stretch, parameters, scheduler, folder, end):
             both = zip_longest(made.steps, map(self.losses.get, made.steps), made.losses)
             verdict.losses += [loss for loss in both if loss[1] != loss[2]]
             verdict.folder, step = made.folder, made.entry["step"]

@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import dask.local
@@ -101,23 +102,22 @@ class ChunkChoice:
         """
         if window * most_bytes(step) <= available:
             return step, ""  # fits in any order of its tasks
-        peaks, steps = dict[Chunk, int](), {step.dials.chunk: step}
+        tried = list[tuple[int, CompiledStep]]()  # with their peaks
         smaller = [one.chunk for one in self.candidates if one.count >= self.candidates[0].count]
         for chunk in smaller[:TRIED]:
-            if chunk not in steps:
-                steps[chunk] = step.with_dials(chunk=chunk)
-            peaks[chunk] = Trial(steps[chunk], window).peak
-            if peaks[chunk] <= available:
+            other = step if chunk == self.first else step.with_dials(chunk=chunk)
+            tried.append((Trial(other, window).peak, other))
+            if tried[-1][0] <= available:
                 break
-        least = min(peaks, key=lambda chunk: peaks[chunk])
-        if least != self.first:
-            first, size = described(self.batch_shape, self.first), rounded(peaks[self.first])
+        peak, least = min(tried, key=itemgetter(0))
+        if least is not step:
+            first, size = described(self.batch_shape, self.first), rounded(tried[0][0])
             self.reason += f"; {first} would take {size} of the {rounded(available)} that are free"
         self.undecided = False  # kernel times do not depend on memory
-        if peaks[least] <= available:
-            return steps[least], ""
-        return steps[least], (
-            f"a step takes {rounded(peaks[least])}, and {rounded(available)} are free: the system may swap, or end "
+        if peak <= available:
+            return least, ""
+        return least, (
+            f"a step takes {rounded(peak)}, and {rounded(available)} are free: the system may swap, or end "
             "this process. Try a smaller --batch-size or --sequence-length."
         )
 
@@ -208,25 +208,18 @@ class GrainChoice:
 CLASSES = ("parameters", "gradients", "optimizer", "activations")
 
 
-class Account:
-    """Bytes of the arrays that stand-ins stand for, by class."""
-
-    def __init__(self) -> None:
-        self.alive, self.made, self.at_peak = Counter[str](), Counter[str](), Counter[str]()
-
-
 class StandIn:
-    """An array without data; the account counts its bytes as long as it is referenced."""
+    """An array without data; a trial counts its bytes as long as it is referenced."""
 
-    def __init__(self, account: Account, name: str, nbytes: int) -> None:
-        self.account, self.name, self.nbytes = account, name, nbytes
-        account.made[name] += nbytes
-        account.alive[name] += nbytes
-        if account.alive.total() > account.at_peak.total():
-            account.at_peak = account.alive.copy()
+    def __init__(self, trial: Trial, name: str, nbytes: int) -> None:
+        self.alive, self.name, self.nbytes = trial.alive, name, nbytes
+        trial.made[name] += nbytes
+        trial.alive[name] += nbytes
+        if trial.alive.total() > trial.at_peak.total():
+            trial.at_peak = trial.alive.copy()
 
     def __del__(self) -> None:
-        self.account.alive[self.name] -= self.nbytes
+        self.alive[self.name] -= self.nbytes
 
 
 class Message:
@@ -251,7 +244,9 @@ class Trial(LocalScheduler):
     them when they would drop the real arrays. Each call knows the sizes of its results, so a new layer needs nothing
     here.
 
-    account   of all arrays
+    made      bytes of all arrays that were made, by class
+    alive     of those that live now
+    at_peak   of those that lived when there were most
     results   bytes of what each task returned
     """
 
@@ -260,7 +255,7 @@ class Trial(LocalScheduler):
         super().__init__(dask.local.get_sync, "nothing is run")
         self.step, self.precision, self.tensors = step, step.dials.precision, tensors(step.config)
         self.moments = step.moments
-        self.account = Account()
+        self.alive, self.made, self.at_peak = Counter[str](), Counter[str](), Counter[str]()
         self.results: dict[Key, int] = {}
         packs = step.layout.pack({name: self._state(name) for name in step.kernels.state})
         self.run(empty_submission(step, packs, window))
@@ -268,7 +263,7 @@ class Trial(LocalScheduler):
     @property
     def peak(self) -> int:
         """The peak of the bytes of all arrays."""
-        return self.account.at_peak.total()
+        return self.at_peak.total()
 
     def run(self, submission: Submission) -> list[Any]:
         without_data = {
@@ -281,7 +276,7 @@ class Trial(LocalScheduler):
         """Return a tensor of the state by its name there, KIND.NAME."""
         kind, _, parameter = name.partition(".")
         if kind == "weight":
-            return StandIn(self.account, "parameters", self.precision.held_bytes(self.tensors[parameter]))
+            return StandIn(self, "parameters", self.precision.held_bytes(self.tensors[parameter]))
         shape = self.moments[name].shape
         rows = sum(len(range(*part.indices(shape[0]))) for part in self.step.owned_rows(parameter))
         return self.arrays("optimizer", 1, (rows, *shape[1:]), self.precision.dtype)[0]
@@ -307,7 +302,7 @@ class Trial(LocalScheduler):
 
     def arrays(self, kind: str, count: int, shape: tuple[int, ...], dtype: np.dtype) -> list[StandIn]:
         """See `graph.calls.Memory`."""
-        return [StandIn(self.account, kind, math.prod(shape) * dtype.itemsize) for _ in range(count)]
+        return [StandIn(self, kind, math.prod(shape) * dtype.itemsize) for _ in range(count)]
 
     def updated(self, parameter: str) -> list[Any]:
         """See `graph.calls.Memory`."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from daskgpt.config.files import digest_of, replacing, set_aside
+from daskgpt.config.files import digest_of, set_aside, write_file
 from daskgpt.training.checkpoint import DIGEST
 from daskgpt.training.logs import RecordFile, json_lines
 
@@ -37,8 +37,7 @@ class Chain:
         if lines and not length:
             set_aside(path, "damaged")
         elif length < len(lines):
-            with replacing(path, "RunFolder") as file:
-                file.write(b"".join(line for line, _ in lines[:length]))
+            write_file(path, b"".join(line for line, _ in lines[:length]), "RunFolder")
         self.numbered = [(earlier["step"], digest) for (_, earlier), digest in zip(lines[:length], digests) if earlier]
         self.file = RecordFile(path)
         if not length:

@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,10 @@ from daskgpt.config.files import (
     digest_of,
     digest_of_file,
     remove,
-    replacing,
     set_aside,
     sync_folder,
     temporary_beside,
+    write_file,
 )
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.tokenizer import encoding_named, encoding_of_model
@@ -54,22 +54,6 @@ STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model",
 VERSION = 1
 DIGEST = "sha256"  # of state.json's other entries, in state.json
 STEP = re.compile(r"step-(\d{8,})")
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """The state of a run after some steps.
-
-    moments   "m.NAME" and so on, float32; a mapping may hold other arrays as well
-    shapes    of the moments, in the order of the file
-    facts     the other entries of state.json: configuration, versions and so on
-    """
-
-    step: int
-    model: StoredModel
-    moments: Mapping[str, np.ndarray]
-    shapes: Mapping[str, tuple[int, ...]]
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class DamagedCheckpoint(ValueError):
@@ -98,29 +82,36 @@ def step_of(folder: Path) -> int:
 
 
 def write_checkpoint(
-    run: Path, checkpoint: Checkpoint, note: Callable[[Mapping[str, Any]], None] = lambda state: None
-) -> Path:
-    """Write a checkpoint of a run; return its folder.
+    run: Path,
+    step: int,
+    model: StoredModel,
+    moments: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    facts: Mapping[str, Any],
+    note: Callable[[Mapping[str, Any]], None] = lambda state: None,
+) -> None:
+    """Write a checkpoint of a run.
 
+    moments  "m.NAME" and so on, float32; a mapping may hold other arrays as well
+    shapes   of the moments, in the order of the file
+    facts    the other entries of state.json: configuration, versions and so on
     note     called with the entries of state.json when the checkpoint is complete, but has no final name yet
 
     Cost     one tensor of the model and one moment at a time
     Errors   OSError with path and reason where the system refuses; nothing of the checkpoint is left then
     """
-    target = step_folder(run, checkpoint.step)
     metadata = {"format": "pt", "daskgpt": json.dumps({"version": VERSION, "layout": "the shapes of parameter_shapes"})}
-    with appearing(target, "write_checkpoint") as folder:
+    with appearing(step_folder(run, step), "write_checkpoint") as folder:
         with ThreadPoolExecutor(1) as pool:  # side by side: a SHA-256 of one file is slower than a good disk
-            name, read = OPTIMIZER + ENDING, checkpoint.moments.__getitem__
-            model = pool.submit(write_run_model, folder / MODEL_FILE, checkpoint.model)
-            digest = write_tensor_file(folder / name, checkpoint.shapes, read, metadata, where="write_checkpoint")
-            digests = {name: digest, MODEL_FILE: model.result()}
+            name, read = OPTIMIZER + ENDING, moments.__getitem__
+            written = pool.submit(write_run_model, folder / MODEL_FILE, model)
+            digest = write_tensor_file(folder / name, shapes, read, metadata, where="write_checkpoint")
+            digests = {name: digest, MODEL_FILE: written.result()}
         files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256} for name, sha256 in digests.items()}
-        state = {"version": VERSION, "step": checkpoint.step, **checkpoint.facts, "files": files}
-        with replacing(folder / STATE, "write_checkpoint") as file:
-            file.write(json.dumps(state | {DIGEST: digest_of(state)}, indent=1).encode() + b"\n")
+        state = {"version": VERSION, "step": step, **facts, "files": files}
+        content = json.dumps(state | {DIGEST: digest_of(state)}, indent=1).encode() + b"\n"
+        write_file(folder / STATE, content, "write_checkpoint")
         note(state)
-    return target
 
 
 def point(link: Path, name: str) -> None:
@@ -248,10 +239,12 @@ def _check_file(path: Path, size: int, sha256: str) -> None:
         raise DamagedCheckpoint(f"{path.name} has another SHA-256 than when it was written")
 
 
-def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: Mapping[str, Tensor]) -> Checkpoint:
-    """Read a checkpoint whose state was checked.
+def read_checkpoint(
+    folder: Path, moments: Mapping[str, Tensor]
+) -> tuple[Mapping[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the parameters and the moments of a checkpoint whose state was checked.
 
-    moments   the moments that the run has: "MOMENT.NAME" -> tensor of the model
+    moments   those that the run has: "MOMENT.NAME" -> tensor of the model
 
     Dtype     float32, in memory of its own
     Errors    ValueError if the optimizer's file does not hold these moments
@@ -266,8 +259,7 @@ def read_checkpoint(folder: Path, state: Mapping[str, Any], moments: Mapping[str
         got = {"path": files.path, name: f"{files[name].dtype} {files[name].shape}"}
         require(right, "read_checkpoint", rule, got, advice)
     values = {name: in_memory(files[name].read()) for name in moments}
-    shapes = {name: tensor.shape for name, tensor in moments.items()}
-    return Checkpoint(state["step"], open_run_model(tensor_path(folder)).loaded(), values, shapes, state)
+    return open_run_model(tensor_path(folder)).loaded().parameters, values
 
 
 @dataclass(frozen=True)

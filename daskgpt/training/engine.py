@@ -180,10 +180,13 @@ class _OneStep(Engine):
     def _compile(self, rank: Rank | None = None) -> None:
         """Choose first chunks and grain, and compile the step with them."""
         job, scheduler, dataflow, shape = self.job, self.scheduler, self.job.dataflow, self.job.micro_shape
-        parts = micro_batches_of(job, rank)
+        parts = job.data.accumulate
         if rank:
             first, last = rank.sequences_of(rank.number)
-            shape = (last - first) // parts, shape[1]
+            # No micro-batch is larger than the rank's share of one of the job's.
+            sequences, most = last - first, max(1, job.data.batch_size // rank.count)
+            parts = next(n for n in range(1, sequences + 1) if sequences % n == 0 and sequences // n <= most)
+            shape = sequences // parts, shape[1]
             # The given number is of the whole batch.
             dataflow = replace(dataflow, batch_chunk=gcd(dataflow.batch_chunk, shape[0]) if dataflow.batch_chunk else 0)
         self.chunks = ChunkChoice(job.config, shape, dataflow, scheduler.threads)
@@ -307,13 +310,3 @@ class TaskEngine(_OneStep):
             submitted.append(handles)
             self.current = State(self.current.layout, packs, self.made + 1)
         return [Outcome.of(self.step.output(self.scheduler.fetch(handles))) for handles in submitted]
-
-
-def micro_batches_of(job: Job, rank: Rank | None) -> int:
-    """Return the number of micro-batches of a rank, none larger than the rank's share of one of the job's."""
-    if rank is None:
-        return job.data.accumulate
-    first, last = rank.sequences_of(rank.number)
-    sequences, most = last - first, max(1, job.data.batch_size // rank.count)
-    fitting = (n for n in range(1, sequences + 1) if sequences % n == 0 and sequences // n <= most)
-    return next(fitting, sequences)

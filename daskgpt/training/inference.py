@@ -1,10 +1,10 @@
-"""Inference with the state of a run on the machine of its parameters: losses, gradients, validation."""
+"""What a model makes of a batch without an update: loss and gradients, and the validation loss of a run."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -19,58 +19,11 @@ from daskgpt.graph.compiled import CompiledGraph, KernelGraph, Layout, compile_g
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import from_numpy, graph_of
 from daskgpt.graph.update_in_place import Rewritten
-from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.step import Lazy, gradients_of, input_leaves, input_values, state_leaves
 from daskgpt.model.tape import Tape
-from daskgpt.model.transformer import lazy_inputs, logits, mean_loss
-from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.engine import Engine, State
+from daskgpt.model.transformer import lazy_inputs, mean_loss
+from daskgpt.training.engine import Engine
 from daskgpt.training.job import Job
-
-
-class Inference:
-    """The results of a model for a batch, compiled once for states of one layout.
-
-    wanted   any of "loss", "logits" and "gradients" (one a parameter)
-    groups   number of groups of sequences by which sums over the batch are made
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch_shape: tuple[int, int],
-        chunk: tuple[int, int],
-        layout: Layout,
-        wanted: tuple[str, ...],
-        precision: Precision = FLOAT32,
-        groups: int = 1,
-    ) -> None:
-        outputs: Lazy = {}
-        tape = Tape(precision, Groups(groups))
-        inputs = input_leaves(tape, batch_shape, chunk)
-        state, weights = state_leaves(tape, config, precision)
-        if "logits" in wanted:
-            outputs["logits"] = logits(Tape(precision), config, weights, inputs)
-        if "loss" in wanted or "gradients" in wanted:
-            outputs["loss"] = mean_loss(tape, config, weights, inputs)
-        if "gradients" in wanted:
-            outputs |= gradients_of(tape, weights, outputs["loss"])
-        self.compiled = compile_outputs(tape, inputs, outputs, state, layout)
-
-    def __call__(
-        self, scheduler: Scheduler, state: State, tokens: np.ndarray, targets: np.ndarray | None = None
-    ) -> dict[str, np.ndarray]:
-        """Return the wanted arrays, gradients by their parameters' names. Loss and gradients need `targets`."""
-        return self.of_all(scheduler, state, [(tokens, targets)])[0]
-
-    def of_all(
-        self, scheduler: Scheduler, state: State, batches: Sequence[tuple[Any, ...]]
-    ) -> list[dict[str, np.ndarray]]:
-        """Return the same for several batches, which are one graph and overlap."""
-        values = [input_values(*batch) for batch in batches]
-        results = scheduler.run(self.compiled.submission(values, state.packs))
-        fetched, _ = self.compiled.split(scheduler.fetch(results), state.packs, len(batches))
-        return [self.compiled.output(outputs) for outputs in fetched]
 
 
 def compile_outputs(tape: Tape, inputs: Lazy, outputs: Lazy, state: Lazy, layout: Layout) -> CompiledGraph:
@@ -132,7 +85,7 @@ class Validation:
 
     def __init__(self, job: Job, engine: Engine, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self.job, self.engine, self.stop_requested = job, engine, stop_requested
-        self.inference: Inference | None = None
+        self.compiled: CompiledGraph | None = None
         self.predicted: tuple[int, int] | None = None  # tokens, and bytes of their text; 0 if these are unknown
 
     def measure(self) -> dict[str, Any]:
@@ -162,16 +115,27 @@ class Validation:
 
     def loss(self) -> float | None:
         """Return the mean over the windows [nats a token]; None if the run ends before all are measured."""
-        job, engine, weights = self.job, self.engine, self.engine.weights()
-        if self.inference is None or self.inference.compiled.layout != weights.layout:
-            wanted = ("loss",), job.precision, job.groups
-            self.inference = Inference(job.config, job.batch_shape, engine.chunk, weights.layout, *wanted)
+        scheduler, weights = self.engine.scheduler, self.engine.weights()
+        if self.compiled is None or self.compiled.layout != weights.layout:
+            self.compiled = self._compiled(weights.layout)
         losses, batches = list[float](), self._batches()
         while together := list(islice(batches, TOGETHER)):
             if self.stop_requested():
                 return None
-            losses += [float(outputs["loss"]) for outputs in self.inference.of_all(engine.scheduler, weights, together)]
+            values = [input_values(*batch) for batch in together]
+            results = scheduler.fetch(scheduler.run(self.compiled.submission(values, weights.packs)))
+            of_batches, _ = self.compiled.split(results, weights.packs, len(together))
+            losses += [float(self.compiled.output(outputs)["loss"]) for outputs in of_batches]
         return sum(losses) / len(losses)
+
+    def _compiled(self, layout: Layout) -> CompiledGraph:
+        """Return the tasks of the loss of a batch, for states of this layout."""
+        job = self.job
+        tape = Tape(job.precision, Groups(job.groups))
+        inputs = input_leaves(tape, job.batch_shape, self.engine.chunk)
+        state, weights = state_leaves(tape, job.config, job.precision)
+        loss = mean_loss(tape, job.config, weights, inputs)
+        return compile_outputs(tape, inputs, {"loss": loss}, state, layout)
 
     def _batches(self) -> Any:
         (batch_size, length), count = self.job.batch_shape, self.job.run.validation_batches

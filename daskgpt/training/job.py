@@ -230,4 +230,4 @@ def describe(job: Job, scheduler: Scheduler, chunks: str) -> str:
     """
     rows = facts(job) | {"data": job.tokens.description, "chunks": chunks, "scheduler": scheduler.description}
     order = ("scheduler", "model", "data", "batch", "chunks", "precision")
-    return "\n".join(f"{name:10} {rows[name]}" for name in order if name in rows)
+    return "\n".join(f"{name:10} {rows[name]}" for name in order)

@@ -10,7 +10,7 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any, cast
 
-from daskgpt.config.files import open_no_link, replacing, set_aside, sync, written
+from daskgpt.config.files import open_no_link, set_aside, sync, write_file, written
 
 METRICS = "metrics.jsonl"
 WAITING_BYTES = 1 << 20  # of records for which there is no room: some thousand steps
@@ -71,8 +71,7 @@ def open_metrics(folder: Path, done: int | None) -> RecordFile:
         if (content := b"".join(lines)) != path.read_bytes():
             if len(lines) < done:  # the file is damaged, and a copy stays
                 set_aside(path, "damaged")
-            with replacing(path, "RunFolder") as file:
-                file.write(content)
+            write_file(path, content, "RunFolder")
     return RecordFile(path, new=done is None)
 
 

@@ -57,25 +57,20 @@ class StepMetrics:
 
     def of_window(self, window: range, outcomes: Sequence[Outcome], seconds: float) -> list[dict[str, Any]]:
         """Return the metrics of each of some steps; seconds: that all of them took."""
-        shared, optimizer = self._shared(seconds / len(outcomes)), self.job.optimizer
-        records = []
+        each, optimizer, records = seconds / len(outcomes), self.job.optimizer, []
+        shared: dict[str, Any] = {
+            "seconds": round(self.seconds(), 3),
+            "tokens_per_s": round(self.tokens / each, 1),
+            "gflop_per_s": round(self.operations / each / 1e9, 3),
+        }
+        if self.scheduler.in_place:
+            shared["memory_bytes"] = resident_memory()
         for number, outcome in zip(window, outcomes):
             metrics = {"step": number, "loss": outcome.loss, "tokens": (number + 1) * self.tokens, **shared}
             metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
             metrics["learning_rate"] = learning_rate(optimizer, number, self.job.steps)
             records.append(metrics)
         return records
-
-    def _shared(self, seconds: float) -> dict[str, Any]:
-        """Return the metrics that steps of one window have in common; seconds: of each."""
-        metrics: dict[str, Any] = {
-            "seconds": round(self.seconds(), 3),
-            "tokens_per_s": round(self.tokens / seconds, 1),
-            "gflop_per_s": round(self.operations / seconds / 1e9, 3),
-        }
-        if self.scheduler.in_place:
-            metrics["memory_bytes"] = resident_memory()
-        return metrics
 
 
 # Of the metrics of steps, what the page of a cluster's dashboard shows.

@@ -38,6 +38,7 @@ class RankEngine(Engine):
     """Runs a job's steps on the workers of a cluster; chunks and grain are chosen, and kernel calls recorded, there.
 
     made    number of steps before the state
+    chunk   sequences and tokens of a chunk where one process has the whole batch
     given   the state that ranks are to begin with; None while they hold one
     copies  of the ranks' state, by pack, made on request and dropped with the next step
     held    the copies of the parameters, as a step holds them
@@ -51,7 +52,7 @@ class RankEngine(Engine):
     scheduler: ClusterScheduler
     ranks = True
     described_tasks = f"some steps of a worker, about {WINDOW_SECONDS:g} s, are a task"
-    made, tasks, grain = 0, 0, ""  # tasks: of all ranks, in the last steps
+    made, tasks, grain, chunk = 0, 0, "", (0, 0)  # tasks: of all ranks, in the last steps
 
     def __init__(self, job: Job, scheduler: ClusterScheduler, say: Say = print) -> None:
         self.job, self.scheduler, self.say = job, scheduler, say
@@ -59,22 +60,17 @@ class RankEngine(Engine):
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)
         self.run_name, self.epoch = f"{scheduler.name} {uuid4().hex[:8]}", ""
         self.parts, self.grain = job.groups, job.dataflow.grain
-        self.chunks = ChunkChoice(job.config, job.micro_shape, job.dataflow, scheduler.threads)
+        self.chunk = ChunkChoice(job.config, job.micro_shape, job.dataflow, scheduler.threads).first
         self.layout = Layout(tuple(_packs(job)))
         self.addresses: list[str] = []
         self.owned: list[rank_program.Owned] = []
         self.heirs: dict[int, int] = {}
         self.given: State | None = None
-        self.copies, self.held = dict[int, Any](), list[Any]()
+        self.copies, self.held = dict[tuple[str, ...], Any](), list[Any]()
         self.kept = False  # whether kernel calls are kept for a timeline
         self.seconds = WINDOW_SECONDS  # of one step; until the first one is made
         self.pace = math.inf
         self.workers = len(scheduler.addresses())
-
-    @property
-    def chunk(self) -> tuple[int, int]:
-        """Sequences and tokens of a chunk where one process has the whole batch."""
-        return self.chunks.first
 
     @property
     def described_chunks(self) -> str:
@@ -105,22 +101,19 @@ class RankEngine(Engine):
 
     def state(self) -> State:
         """Return the state; where ranks hold it, its packs are futures of copies."""
-        if self.given is not None:
-            return self.given
-        return State(self.layout, self._copied(range(len(self.layout.packs))), self.made)
+        return self.given if self.given is not None else self._copied(self.layout)
 
     def weights(self) -> State:
         if self.given is not None:
             return self.given.weights
-        numbers = [number for number, names in enumerate(self.layout.packs) if holds_weights(names)]
-        layout, packs = Layout(tuple(self.layout.packs[number] for number in numbers)), self._copied(numbers)
+        state = self._copied(Layout(tuple(filter(holds_weights, self.layout.packs))))
         if not self.job.precision.packed:
-            return State(layout, packs, self.made)
+            return state
         if not self.held:
             hold = partial(rank_program.hold_pack, self.sent_job)
-            calls = [(partial(hold, names), [pack]) for names, pack in zip(layout.packs, packs)]
+            calls = [(partial(hold, names), [pack]) for names, pack in zip(state.layout.packs, state.packs)]
             self.held = run_on_packs(self.scheduler, "state.hold", calls)
-        return State(layout, self.held, self.made)
+        return replace(state, packs=self.held)
 
     def copied_apart(self) -> State:
         """Return the state with two copies of each pack on different workers, where there are several, as futures.
@@ -130,12 +123,12 @@ class RankEngine(Engine):
         """
         return State(self.layout, self._copies_of(self.layout.packs, apart=True), self.made)
 
-    def _copied(self, numbers: Sequence[int]) -> list[Any]:
-        missing = [number for number in numbers if number not in self.copies]
+    def _copied(self, layout: Layout) -> State:
+        """Return copies of these packs of the ranks' state."""
+        missing = [names for names in layout.packs if names not in self.copies]
         if missing:
-            made = self._copies_of([self.layout.packs[number] for number in missing])
-            self.copies |= {number: copy for number, (copy,) in zip(missing, made)}
-        return [self.copies[number] for number in numbers]
+            self.copies |= {names: copy for names, (copy,) in zip(missing, self._copies_of(missing))}
+        return State(layout, [self.copies[names] for names in layout.packs], self.made)
 
     def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         if self.given is None:

@@ -37,7 +37,7 @@ class RecoveryPoints:
         self.every = engine.job.run.snapshot_every
         self.kept: State | None = None
         self.making: State | None = None
-        self.soon, self.reported = True, False
+        self.soon = True
         self.cost, self.since = math.inf, 0.0
 
     def make(self) -> None:
@@ -87,11 +87,11 @@ class RecoveryPoints:
         if self.soon:
             self.scheduler.wait_for([copies[-1] for copies in self.making.packs])
             cost = max(time.perf_counter() - start, LEAST_COST)
-            self.cost, self.soon = min(cost, self.cost), False  # the first one after a loss may wait for other things
-            if not self.reported:
+            first, self.soon = math.isinf(self.cost), False
+            self.cost = min(cost, self.cost)  # the first one after a loss may wait for other things
+            if first:
                 often = f"every {self.every} steps" if self.every > 0 else f"every {self.interval:.0f} s"
                 self.say(f"recovery   the state is kept on two workers {often}, which takes {self.cost:.2f} s")
-            self.reported = True
 
 
 LOOKING = 2.0  # seconds between two looks at the workers
@@ -107,6 +107,7 @@ class Recovery:
     workers         those at the last look
     gone            the workers that had gone at the last look
     reached         how many steps had been made before the last loss, and the step that the run went back to
+    news            gets the metrics of a loss once its steps have been repeated
     in_vain         how many losses in a row have left both as they were
     again           how many steps are to be repeated
     """
@@ -114,6 +115,7 @@ class Recovery:
     engine: RankEngine
     start: Start
     say: Say
+    news: dict[str, Any]
     workers: set[str] = field(default_factory=set)
     gone: list[str] = field(default_factory=list)
     looked: float = 0.0
@@ -121,7 +123,6 @@ class Recovery:
     in_vain: int = 0
     lost_at: float = 0.0
     again: int = 0
-    metrics: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scheduler = self.engine.scheduler
@@ -130,17 +131,12 @@ class Recovery:
     def after_window(self) -> None:
         """Make recovery points and look at the workers."""
         if self.again and self.engine.made >= self.reached[0]:
-            self.metrics = {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
+            self.news |= {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
             self.again = 0
         self.points.make()
         self.engine.pace = self.points.interval
         if time.monotonic() - self.looked > LOOKING:
             self._look()
-
-    def news(self) -> dict[str, Any]:
-        """Return the metrics of a loss whose steps have been repeated since the last call, if there was one."""
-        news, self.metrics = self.metrics, {}
-        return news
 
     def back(self, error: WorkerLost, done: int) -> State:
         """Return the state to continue from after a loss.
@@ -178,11 +174,9 @@ class Recovery:
         if (state := self.points.newest_whole()) is not None:
             return state, "a recovery point"
         folder = self.start.folder
-        good = newest_good(folder.path, self.say) if folder else None
-        if good is not None:
-            checkpoint = read_checkpoint(*good, self.engine.job.moments)
-            beginning = checkpoint.model.parameters, checkpoint.moments, checkpoint.step
-            return self.engine.initial(*beginning), "the last checkpoint"
+        if folder and (good := newest_good(folder.path, self.say)) is not None:
+            parameters, moments = read_checkpoint(good[0], self.engine.job.moments)
+            return self.engine.initial(parameters, moments, good[1]["step"]), "the last checkpoint"
         first = self.start
         return self.engine.initial(first.parameters, first.moments, first.step), "the beginning"
 

@@ -217,8 +217,12 @@ class Replay:
         return ", ".join(f"{name} {then[name]} -> {now[name]}" for name in other)
 
     def origin(self, entries: Sequence[Entry]) -> tuple[Arrays, str]:
-        """Return the parameters that a run began with; why they are not known, if so."""
+        """Return the parameters that a replay of entries begins with, none for one that begins at a checkpoint; why
+        they are not known, if so.
+        """
         first = entries[0]
+        if len(entries) > 1 and self.folder_of(first):
+            return {}, ""
         if first["step"] or "parameters" not in first:
             return {}, f"the chain is broken before the entry of step {first['step']:,}"
         job, wanted = self.job(entries[-1]), first["parameters"]
@@ -248,8 +252,7 @@ class Replay:
                 return
             job, moments = self.job(entry, steps.stop), None
             if at:
-                checkpoint = read_checkpoint(at, state, job.moments)
-                parameters, moments = checkpoint.model.parameters, checkpoint.moments
+                parameters, moments = read_checkpoint(at, job.moments)
                 if at.is_relative_to(folder):
                     shutil.rmtree(at)
             out = RunFolder(str(folder / f"to-{steps.stop}"))
@@ -259,19 +262,6 @@ class Replay:
             yield Made(entry, steps, losses, at, state)
             if at is None:
                 return
-
-    def _first_parameters(self, entries: Sequence[Entry]) -> Arrays:
-        """Return the parameters that a replay of entries begins with; none for one that begins at a checkpoint.
-
-        Errors   ValueError if they are not known
-        """
-        if len(entries) > 1 and self.folder_of(entries[0]):
-            return {}
-        parameters, unknown = self.origin(entries)
-        there = ", ".join(path.name for path in checkpoints(self.run)) or "none"
-        rule, advice = "a good checkpoint must be before the step", f"Give a step after one of them: {unknown}."
-        require(not unknown, self.where, rule, {"run": self.run, "checkpoints": there}, advice)
-        return parameters
 
     def tensors_of(self, step: int, scheduler: Scheduler) -> StepTensors:
         """Return the tensors of a step, counted from 0, which have no values until `lead` has computed its state.
@@ -292,24 +282,28 @@ class Replay:
         Errors   ValueError if there is nothing to begin with, or a number is not finite on the way
         """
         step, job, entries = tensors.step, tensors.job, self.leading_to(tensors.step, start)
-        parameters, at, state = self._first_parameters(entries), self.folder_of(entries[0]), entries[0]
+        parameters, unknown = self.origin(entries)
+        there = ", ".join(path.name for path in checkpoints(self.run)) or "none"
+        rule, advice = "a good checkpoint must be before the step", f"Give a step after one of them: {unknown}."
+        require(not unknown, self.where, rule, {"run": self.run, "checkpoints": there}, advice)
+        at = self.folder_of(entries[0])
         with TemporaryDirectory(prefix=f"daskgpt-{self.where}-") as folder:
             for made in self.made_again(entries, parameters, tensors.scheduler, Path(folder), step):
-                at, state = made.folder, made.state
+                at = made.folder
                 rule, got = "every number must be finite until the step", {"step": step + 1}
                 advice = f"Give --step {made.steps.start + len(made.losses)}, say."
                 require(at is not None, self.where, rule, got, advice)
             if at:
-                tensors.begin(state_in(at, state, job))
+                tensors.begin(state_in(at, job))
             else:
                 moments = {name: np.zeros(tensor.shape, np.float32) for name, tensor in job.moments.items()}
                 tensors.begin(as_weights(parameters) | moments)
 
 
-def state_in(folder: Path, state: Entry, job: Job) -> dict[str, np.ndarray]:
-    """Return the state in a checkpoint by the names of a state; `state` has the entries of its state.json."""
-    checkpoint = read_checkpoint(folder, state, job.moments)
-    return as_weights(checkpoint.model.parameters) | dict(checkpoint.moments)
+def state_in(folder: Path, job: Job) -> dict[str, np.ndarray]:
+    """Return the state in a checkpoint by the names of a state."""
+    parameters, moments = read_checkpoint(folder, job.moments)
+    return as_weights(parameters) | moments
 
 
 def _made(job: Job, scheduler: Scheduler, start: Start, end: int) -> tuple[list[float], Path | None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import advice_on, locked, replacing, written
+from daskgpt.config.files import advice_on, locked, write_file, written
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
@@ -23,7 +23,6 @@ from daskgpt.training.chain import CHAIN, LINK, Chain
 from daskgpt.training.checkpoint import (
     LATEST,
     Best,
-    Checkpoint,
     checkpoints,
     point,
     prune,
@@ -131,8 +130,8 @@ class RunFolder:
         lines = list[str]()
         for title, values in sections.items():
             lines += [f"[{title}]", *(f"{name} = {_toml(value)}" for name, value in values.items()), ""]
-        with replacing(self.path / CONFIG, "RunFolder") as file:
-            file.write("\n".join(lines).encode(errors="backslashreplace"))  # names of files may have any bytes
+        content = "\n".join(lines).encode(errors="backslashreplace")  # names of files may have any bytes
+        write_file(self.path / CONFIG, content, "RunFolder")
 
     def log(self, record: Mapping[str, Any], say: Say) -> None:
         """Append the metrics of a step. Without room they wait and are written later, and a line says so once."""
@@ -194,27 +193,23 @@ class Saver:
         folder: RunFolder,
         scheduler: Scheduler,
         say: Say,
-        saved: int,
         best: Best,
         losses: Sequence[float],
+        news: dict[str, Any],
     ) -> None:
         """best     the best checkpoint of earlier processes
-        losses   of all steps so far
+        losses   of all steps so far: in the beginning, of those before the newest checkpoint
+        news     gets the metrics of each checkpoint
         """
         self.job, self.folder, self.scheduler, self.say, self.losses = job, folder, scheduler, say, losses
-        self.saved, self.best, self.since = saved, best, time.monotonic()
-        self.metrics: dict[str, Any] = {}
+        self.news = news
+        self.saved, self.best, self.since = len(losses), best if job.run.keep_best else Best(), time.monotonic()
 
     @property
     def chain(self) -> Chain:
         """The chain of the run."""
         assert self.folder.chain
         return self.folder.chain
-
-    def begin(self) -> None:
-        """Point `best` to the best checkpoint: an earlier process may have been killed before it did."""
-        self.best = self.best if self.job.run.keep_best else Best()
-        self.best.point(self.folder.path)
 
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
@@ -263,12 +258,7 @@ class Saver:
         except OSError as error:
             what = "is saved, but latest, best or older ones are not updated"
             self.say(f"checkpoint step {state.step} {what}: {reason(error)}")
-        self.metrics = {"checkpoint_step": state.step, "checkpoint_s": round(time.perf_counter() - start, 3)}
-
-    def news(self) -> dict[str, Any]:
-        """Return the metrics of a checkpoint that was written since the last call; empty if there was none."""
-        news, self.metrics = self.metrics, {}
-        return news
+        self.news |= {"checkpoint_step": state.step, "checkpoint_s": round(time.perf_counter() - start, 3)}
 
     def _write(self, state: State, facts: Mapping[str, Any]) -> None:
         job, arrays = self.job, fetched_arrays(self.scheduler, state)
@@ -277,7 +267,7 @@ class Saver:
         shapes = {name: tensor.shape for name, tensor in job.moments.items()}
         self.folder.require_held()
         self.folder.sync()  # first: a run continues behind the metrics of its checkpoint
-        write_checkpoint(self.folder.path, Checkpoint(state.step, model, arrays, shapes, facts), self.chain.add)
+        write_checkpoint(self.folder.path, state.step, model, arrays, shapes, facts, self.chain.add)
 
     def _failed(self, step: int, error: Exception, *, last: bool) -> None:
         """Report that a checkpoint is not written. Errors   OSError if it is the last one of the run"""

@@ -315,16 +315,20 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
     return {**sizes, "sha256": dataset.digest}
 
 
-def resumed_run(path: str, changes: Mapping[str, Mapping[str, Any]]) -> tuple[Job, Start]:
+def resumed_run(path: str, changes: Mapping[str, Mapping[str, Any]], *, connects: bool = True) -> tuple[Job, Start]:
     """Return the job of a run that continues from its newest good checkpoint, and what it starts with.
 
     path      the run folder, which is locked from here on
     changes   settings by section and name; each must be one of MAY_CHANGE, or have the run's own value
+    connects  whether a scheduler among them must answer
 
-    Errors    FileNotFoundError if there is no run or no good checkpoint; RuntimeError if another process trains it;
-              ValueError for a change that is refused, other data than the run's, and no step left
+    Errors    FileNotFoundError if there is no run or no good checkpoint; RuntimeError if another process trains it,
+              or no scheduler answers; ValueError for a change that is refused, other data than the run's, and no step
+              left
     """
     require_compiler()
+    if connects and (address := changes.get("dataflow", {}).get("scheduler")) is not None:
+        require_scheduler(address)
     require_named(path, "train", "resume")
     rule, advice = "--resume must name the folder of a run", "The newest checkpoint in it is taken."
     require(not is_checkpoint(Path(path)), "train", rule, {"resume": path}, advice)
@@ -353,7 +357,7 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
         _require_steps_left(job, state, path)
     job = replace(job, dataset=data_of_run("train", job.data, state))
     _require_steps_left(job, state, path)
-    checkpoint, done = read_checkpoint(checkpoint_folder, state, job.moments), state["step"]
+    (parameters, moments), done = read_checkpoint(checkpoint_folder, job.moments), state["step"]
     messages.append(f"resumed    {checkpoint_folder}: {done} of {job.steps} steps are done")
     units = state["arithmetic"], arithmetic(job)
     if units[0] != units[1]:
@@ -366,8 +370,8 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
     validated = [loss for record in records.values() if (loss := record.get("validation_loss")) is not None]
     return job, Start(
         folder,
-        checkpoint.model.parameters,
-        checkpoint.moments,
+        parameters,
+        moments,
         done,
         [nan if loss is None else loss for loss in losses],
         validated[-1] if validated else nan,

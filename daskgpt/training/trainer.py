@@ -22,7 +22,7 @@ from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
 from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
 from daskgpt.model.step import Arrays
-from daskgpt.schedulers.opening import open_scheduler, require_scheduler
+from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.schedulers.protocol import TOPIC, ClusterLost, Scheduler, WorkerLost
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.engine import Engine, LocalEngine, State, TaskEngine
@@ -184,9 +184,8 @@ def fit(
     if resume is not None:
         rule, advice = "a run that is resumed has its own parameters", "Leave parameters out, or resume."
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
-        if client is None and "scheduler" in (changes := _changes(dataflow)):
-            require_scheduler(changes["scheduler"])
-        job, start = resumed_run(os.fspath(resume), {name: _changes(given) for name, given in sections.items()})
+        changes = {name: _changes(given) for name, given in sections.items()}
+        job, start = resumed_run(os.fspath(resume), changes, connects=client is None)
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
         require(config is not None, "fit", rule, {"config": config}, advice)
@@ -228,7 +227,8 @@ def train(job: Job, start: Start, observers: Observers = Observers(), client: An
 def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) -> Result:
     """Train on an open scheduler. Ctrl-C or SIGTERM ends the run after a step, with a checkpoint.
 
-    Errors    KeyboardInterrupt at the second Ctrl-C: nothing more is saved
+    Errors    KeyboardInterrupt at the second Ctrl-C: nothing more is saved; RuntimeError if the cluster is lost, with
+              the checkpoint to resume from
     """
     scheduler.admit(job.precision.packed)
     require_memory(job, scheduler.memory_limits())
@@ -237,8 +237,11 @@ def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) 
         trainer = _Trainer(job, scheduler, start, observers, progress, stop_requested)
         try:
             return trainer.run()
-        except WorkerLost as error:
-            raise trainer.error_of(error) from None
+        except WorkerLost as loss:
+            kind, advice = RuntimeError, "Start again: there is no checkpoint."
+            if start.folder and checkpoints(start.folder.path):
+                kind, advice = CanGoOn, f"Continue with --resume {start.folder.path}."
+            raise refusal(kind, loss.where, loss.rule, loss.got, advice) from None
         finally:
             trainer.close()
 
@@ -259,6 +262,7 @@ class _Trainer:
     """One run, from what it starts with to its result.
 
     validated   validation losses of this process, by the number of steps made
+    news        metrics of what was done since the last step, for the line of the next one
     enough      whether `on_step` has ended the run
     """
 
@@ -272,7 +276,7 @@ class _Trainer:
     def __post_init__(self) -> None:
         job, scheduler, start, say = self.job, self.scheduler, self.start, self.progress.say
         self.folder, self.losses = start.folder, list(start.losses)
-        self.validated: dict[int, float] = {}
+        self.validated, self.news = dict[int, float](), dict[str, Any]()
         self.enough, self.began = False, time.perf_counter()
         self.engine = engine_of(job, scheduler, say)
         self.loader = BatchLoader(job.tokens, *job.batch_shape, job.run.seed, job.order)
@@ -283,12 +287,12 @@ class _Trainer:
         self.validation = Validation(job, self.engine, self.stop_requested)
         self.saver: Saver | None = None
         if self.folder:
-            self.saver = Saver(job, self.folder, scheduler, say, start.step, start.best, self.losses)
+            self.saver = Saver(job, self.folder, scheduler, say, start.best, self.losses, self.news)
         self.recovery: Recovery | None = None
         if self.engine.ranks:
             from daskgpt.training.recovery import Recovery
 
-            self.recovery = Recovery(cast(Any, self.engine), start, say)
+            self.recovery = Recovery(cast(Any, self.engine), start, say, self.news)
 
     def run(self) -> Result:
         """Train, save the model, and let the instruments write what they observed."""
@@ -296,7 +300,10 @@ class _Trainer:
         result, lost = None, None
         while result is None:
             try:
-                self._start_engine(lost)
+                if lost and self.recovery:
+                    self.engine.resume(self.recovery.back(lost, len(self.losses)))
+                else:
+                    self.engine.start(self.start.parameters, self.start.moments, self.start.step)
                 result = self._finished(stopped=self._train())
             except ClusterLost:
                 self._save_what_is_left()
@@ -362,7 +369,7 @@ class _Trainer:
             resolved = self._resolved()
             entry = start.entry or beginning(job, resolved, start.parameters)
             self.saver.folder.begin(resolved, entry)
-            self.saver.begin()
+            self.saver.best.point(self.saver.folder.path)  # an earlier process may have been killed before it did
         progress.say("\n".join([describe(job, self.scheduler, engine.described_chunks), *start.messages]))
         run = job.run
         self.scheduler.attend(progress.say, self.stop_requested, run.worker_seconds, run.worker_minutes)
@@ -371,13 +378,6 @@ class _Trainer:
         self.callbacks = [(one.begin(job, engine, job.steps), one) for one in self.observers.callbacks]
         self.began = time.perf_counter()
         progress.begin()
-
-    def _start_engine(self, lost: WorkerLost | None) -> None:
-        """Let the engine begin with the run's first state, or after a loss with the newest one that is left."""
-        if lost and self.recovery:
-            self.engine.resume(self.recovery.back(lost, len(self.losses)))
-        else:
-            self.engine.start(self.start.parameters, self.start.moments, self.start.step)
 
     def _together(self) -> int:
         """Return how many steps from the next one on run together: until the one after which something is due."""
@@ -412,10 +412,10 @@ class _Trainer:
                 if self.saver and self.saver.better(loss):
                     metrics["best"] = True
             self.progress.step(metrics)
-            if self.recovery:
-                metrics |= self.recovery.news()
+            metrics |= self.news
+            self.news.clear()
             if self.saver:
-                self.saver.folder.log(metrics | self.saver.news(), self.progress.say)
+                self.saver.folder.log(metrics, self.progress.say)
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
         with self.timed("validation" if "validation_loss" in metrics else "logs"):
@@ -480,10 +480,3 @@ class _Trainer:
         self.progress.close()
         if self.folder:
             self.folder.close()
-
-    def error_of(self, loss: WorkerLost) -> RuntimeError:
-        """Return the error of a run whose cluster is lost; it names the checkpoint to resume from."""
-        kind, advice = RuntimeError, "Start again: there is no checkpoint."
-        if self.folder and checkpoints(self.folder.path):
-            kind, advice = CanGoOn, f"Continue with --resume {self.folder.path}."
-        return refusal(kind, loss.where, loss.rule, loss.got, advice)

@@ -9,14 +9,13 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from batch_results import results_of
 from small_runs import FLAGS
 
 import daskgpt
 from daskgpt import convert, train
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.training.checkpoint import open_model_of
-from daskgpt.training.engine import State
-from daskgpt.training.inference import Inference
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 TEXT = inspect.getsource(argparse)
@@ -42,10 +41,9 @@ def test_llama_cpp_scores_and_writes_the_same(encoding, choices, tmp_path):
     ids = encode(get_encoding(open_model_of(run).encoding), TEXT + " naïve 日本語 \x00\t'll").tolist()
     assert theirs.tokenize((TEXT + " naïve 日本語 \x00\t'll").encode(), add_bos=False) == ids
     tokens = np.array(ids[: TEXTS * LENGTH], np.int32).reshape(TEXTS, LENGTH)
-    state = State.of_weights(config, parameters)
     with daskgpt.open_scheduler("threads", 2) as scheduler:
-        inference = Inference(config, tokens.shape, (1, LENGTH), state.layout, ("logits",))
-        ours = inference(scheduler, state, tokens, tokens)["logits"][..., : config.vocabulary].argmax(2)
+        found = results_of(scheduler, config, parameters, (tokens,), (1, LENGTH))["logits"]
+    ours = found[..., : config.vocabulary].argmax(2)
     same = 0
     for text, likeliest in zip(tokens, ours, strict=True):
         theirs.reset()

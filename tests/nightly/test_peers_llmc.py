@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from batch_results import results_of
 from conftest import GOLDEN
 from llmc_samples import DebugState, read_debug_state, write_debug_state
 from steps import run_step, state_of, step_of
@@ -21,8 +22,6 @@ from steps import run_step, state_of, step_of
 import daskgpt
 from daskgpt import convert
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.training.engine import State
-from daskgpt.training.inference import Inference
 
 SOURCE = os.environ.get("LLMC_SOURCE", "")
 pytestmark = pytest.mark.skipif(not (SOURCE and shutil.which("gcc")), reason="needs LLMC_SOURCE and gcc")
@@ -37,9 +36,7 @@ OPTIMIZER = OptimizerConfig(
 def computed(config, parameters, tokens, targets):
     """Debug state and ten losses, by daskgpt."""
     with daskgpt.open_scheduler("threads", 2) as scheduler:
-        state = State.of_weights(config, parameters)
-        wanted = ("logits", "loss", "gradients")
-        results = Inference(config, tokens.shape, tokens.shape, state.layout, wanted)(scheduler, state, tokens, targets)
+        results = results_of(scheduler, config, parameters, (tokens, targets), tokens.shape)
         step, losses = step_of(config, tokens.shape, tokens.shape, OPTIMIZER), []
         state = state_of(step, {name: values.copy() for name, values in parameters.items()})
         for _ in range(10):

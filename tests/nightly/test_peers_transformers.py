@@ -10,6 +10,7 @@ from textwrap import dedent
 
 import numpy as np
 import pytest
+from batch_results import results_of
 from conftest import SMALL, random_parameters
 from documents import ROOT
 from small_runs import losses_of
@@ -21,8 +22,6 @@ from daskgpt import convert, evaluate, generate, train
 from daskgpt.config.model import ModelConfig
 from daskgpt.data import tokenizer as encodings
 from daskgpt.data.dataset import shuffled
-from daskgpt.training.engine import State
-from daskgpt.training.inference import Inference
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason="PyTorch is not installed (the extra test-peers)")
@@ -50,10 +49,9 @@ def assert_same_logits(path, theirs):
     config, parameters = daskgpt.load(path)
     shape = (2, min(24, config.positions))
     tokens = np.random.default_rng(5).integers(0, config.vocabulary, shape).astype(np.int32)
-    weights = State.of_weights(config, parameters)
     with daskgpt.open_scheduler("threads", 2) as scheduler:
-        inference = Inference(config, shape, (1, shape[1] // 2), weights.layout, ("logits",))
-        ours = inference(scheduler, weights, tokens, tokens)["logits"][..., : config.vocabulary]
+        found = results_of(scheduler, config, parameters, (tokens,), (1, shape[1] // 2))["logits"]
+    ours = found[..., : config.vocabulary]
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     assert np.abs(expected).max() > 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from batch_results import results_of
 from llmc_samples import read_debug_state
 
 import daskgpt
@@ -14,8 +15,6 @@ from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import ChunkChoice
-from daskgpt.training.engine import State
-from daskgpt.training.inference import Inference
 
 # Largest allowed difference, as a share of the tensor's largest magnitude: float32 sums of a few thousand products in
 # another order than the float64 reference's differ by a few 1e-6.
@@ -27,12 +26,10 @@ def differences(model: Path, debug_state: Path, precision: str, dataflow: Datafl
     """Return the largest difference of each tensor as a share of its largest magnitude, by the rows of the table."""
     config, parameters = daskgpt.load(model)
     state, arithmetic = read_debug_state(debug_state, config), precision_of(precision)
-    shape, weights = state.tokens.shape, State.of_weights(config, parameters, arithmetic)
-    wanted = ("logits", "loss", "gradients")
+    batch, shape = (state.tokens, state.targets), state.tokens.shape
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
         chunk = ChunkChoice(config, shape, dataflow, scheduler.threads).first
-        inference = Inference(config, shape, chunk, weights.layout, wanted, arithmetic, groups=groups_of_batch(*shape))
-        results = inference(scheduler, weights, state.tokens, state.targets)
+        results = results_of(scheduler, config, parameters, batch, chunk, arithmetic, groups_of_batch(*shape))
     logits = results["logits"][..., : config.vocabulary]
     pairs = [("logits", logits, state.logits), ("loss", results["loss"], np.array(state.loss))]
     for name, tensor in tensors(config).items():

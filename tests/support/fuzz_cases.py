@@ -26,7 +26,7 @@ from daskgpt.formats.gguf import write_gguf
 from daskgpt.formats.huggingface import write_huggingface
 from daskgpt.formats.llmc import read_tokens, write_model
 from daskgpt.formats.stored_model import StoredModel
-from daskgpt.training.checkpoint import Checkpoint, write_checkpoint
+from daskgpt.training.checkpoint import write_checkpoint
 
 STEP = "step-00000003"
 BYTES = 200e6
@@ -70,7 +70,7 @@ def _write_checkpoint(folder: Path) -> None:
     parameters = _parameters()
     moments = {f"m.{name}": values for name, values in parameters.items()}
     shapes = {name: values.shape for name, values in moments.items()}
-    write_checkpoint(folder, Checkpoint(3, StoredModel(SMALL, parameters, "bytes"), moments, shapes))
+    write_checkpoint(folder, 3, StoredModel(SMALL, parameters, "bytes"), moments, shapes, {})
 
 
 def _write_foreign(folder: Path) -> None:
