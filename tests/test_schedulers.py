@@ -13,13 +13,11 @@ import pytest
 from dask import bag
 from distributed import Client, LocalCluster
 from distributed.client import AllExit
-from distributed.core import Status
 from machines import wait_until
 from small_runs import MODEL, fit, metrics_of, same
 
 import daskgpt
 from daskgpt.schedulers import connect, failures, machine, membership, opening
-from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import own_threads
 from daskgpt.schedulers.protocol import METRIC
 from daskgpt.training import recovery
@@ -120,36 +118,6 @@ def test_unusable_clients_are_refused(threads, small_text, monkeypatch):
         fit(small_text, client=client)
 
 
-@pytest.mark.parametrize(
-    ("said", "reason", "advice"),
-    [
-        ("no ssl_context given", "no certificate", "DASK_CONFIG"),
-        ("bad TLS certificate", "certificate differs", "DASK_CONFIG"),
-        ("encryption required", "asks for TLS", "begins with tls://"),
-        ("in <TCP (closed)>", "closed the connection", "tls:// where"),
-        ("refused\nand more", "refused", "dask scheduler"),
-        ("", "OSError", "dask scheduler"),
-    ],
-)
-def test_why_a_scheduler_does_not_answer(said, reason, advice):
-    answer = connect.reason_and_advice(OSError(said))
-    assert reason in answer[0]
-    assert "more" not in answer[0]
-    assert advice in answer[1]
-
-
-def test_losses_raise_one_error():
-    kinds = ("running", failures.WorkerLost, "worker"), ("closed", failures.ClusterLost, "scheduler")
-    for status, kind, keyword in kinds:
-        for error in (*failures.SIGNS[:1], *failures.SIGNS[2:]):
-            with (
-                pytest.raises(kind, match=keyword) as caught,
-                failures.losses_as_errors(SimpleNamespace(status=status)),
-            ):
-                raise error
-            assert type(caught.value) is kind
-
-
 @pytest.mark.parametrize(("count", "of"), [(1, 2), (2, 1)])
 def test_cluster_in_one_process_gives_the_bits_of_one_thread(count, of, small_text):
     """Each worker chooses grain and chunks by the kernel calls of its own steps."""
@@ -240,19 +208,9 @@ def test_recovery_continues_from_the_newest_state(client, small_text, run, again
     assert not pending, "later steps change a state in place"
 
 
-def recovering(who):
-    """Return a recovery that finds the given workers at each look, and its output."""
-    there, said = iter(who), []
-    monitor = SimpleNamespace(left={"b": "which sent no heartbeat"}, stuck={})
-    parts = {"addresses": lambda: set(next(there)), "look": lambda: None, "monitor": monitor}
-    scheduler = SimpleNamespace(in_place=False, client=SimpleNamespace(nthreads=dict), **parts)
-    job = SimpleNamespace(run=SimpleNamespace(snapshot_every=0))
-    engine = SimpleNamespace(scheduler=scheduler, job=job)
-    return recovery.Recovery(engine, None, said.append), said
-
-
 def test_run_without_progress_between_losses_ends():
-    counted, _ = recovering([])
+    job = SimpleNamespace(run=SimpleNamespace(snapshot_every=0))
+    counted = recovery.Recovery(SimpleNamespace(job=job, scheduler=None), None, print)
     loss = failures.WorkerLost("ClusterScheduler", "every worker must live until the end of a run", "KilledWorker")
     for done in range(20):
         counted.count(done, 0, loss)  # a step more each time
@@ -262,50 +220,6 @@ def test_run_without_progress_between_losses_ends():
         counted.count(19, 19, loss)
     with pytest.raises(failures.ClusterLost, match="10 in a row at step=19; the last: KilledWorker"):
         counted.count(19, 19, loss)
-
-
-def test_worker_changes_are_reported():
-    recovery, said = recovering(["a", "ab", "ab", "ac"])
-    for _ in range(4):
-        recovery._look()
-    assert said == ["workers    new: b", "workers    gone: b, which sent no heartbeat; new: c"]
-    assert recovery.engine.workers == 2
-    assert (recovery.gone, recovery.workers) == (["b"], {"a", "c"})
-
-
-def test_a_lost_cluster_is_reported_although_ranks_cannot_be_ended():
-    """The call that ends the other ranks fails as well, and must not take the place of the first error."""
-
-    def closed(*_, **__):
-        raise OSError("ConnectionPool closing.")
-
-    engine = RankEngine.__new__(RankEngine)
-    engine.run_name, engine.epoch = "run", "epoch"
-    engine.scheduler = SimpleNamespace(client=SimpleNamespace(run=closed))
-    with pytest.raises(failures.WorkerLost, match="a worker must live"), engine._aborting():
-        raise failures.WorkerLost("here", "a worker must live", "nothing")
-
-
-def test_a_paused_worker_is_named_once_with_its_memory(monkeypatch):
-    worker = {"name": 1, "status": "paused", "last_seen": 0.0, "memory_limit": 900e6}
-    worker["metrics"] = {METRIC: {}, "memory": 830e6}
-    monkeypatch.setattr(failures, "members", lambda client: {"tcp://a": worker})
-    monkeypatch.setattr(failures, "NAMED", 0.0)
-    monkeypatch.setattr(failures, "EVERY", 0.0)
-    monitor, said = failures.WorkerMonitor(None), []
-    monitor.say = said.append
-
-    def look():
-        worker["last_seen"] += 1.0
-        monitor.look()
-
-    look()
-    look()
-    assert said == ["workers    worker 1 (tcp://a) is paused: 0.83 of 0.90 GB, Dask's limit"]
-    assert monitor.stuck == {"tcp://a": "which is paused: 0.83 of 0.90 GB, Dask's limit"}
-    worker["status"] = "running"
-    look()
-    assert (monitor.stuck, monitor.watched["tcp://a"].named, len(said)) == ({}, "", 1)
 
 
 def test_recovery_interval_follows_cost(monkeypatch):
@@ -321,27 +235,6 @@ def test_recovery_interval_follows_cost(monkeypatch):
         due.append(points._due(8))
     assert due == [True, False, True, True, False, True]
     assert points.interval == math.inf  # steps are counted
-
-
-@pytest.mark.parametrize(
-    ("other", "there", "outcome"), [(False, True, ""), (True, True, "refused"), (True, False, "closed")]
-)
-def test_worker_with_other_sources_is_refused(other, there, outcome, monkeypatch):
-    closed = []
-    loop = SimpleNamespace(add_callback=lambda *_, **options: closed.append(options))
-    worker = SimpleNamespace(address="tcp://a:1", loop=loop, close=None, status=Status.running)
-    expected = membership.identity(True)
-    assert {"daskgpt", "numpy", "numba", "bfloat16 products"} <= expected.keys()
-    assert "bfloat16 products" not in membership.identity(False)
-    if other:
-        monkeypatch.setattr(membership, "_sources", lambda: "other")
-    plugin = membership.VersionCheck("name", expected, True, ["tcp://a:1"] if there else [])
-    if outcome == "refused":
-        with pytest.raises(RuntimeError, match=r"worker=tcp://a:1, daskgpt=.* \(the run: .*\)\."):
-            plugin.setup(worker)
-    else:
-        plugin.setup(worker)
-    assert bool(closed) == (outcome == "closed") == (worker.status == Status.paused)
 
 
 @pytest.mark.parametrize("same", [False, True])
@@ -370,10 +263,9 @@ def test_concurrent_runs_keep_their_plugins(same, threads, client, small_text):
 
 @pytest.mark.parametrize("setting", ["20ms", "40ms"])
 def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
-    (tick, profile, cycle, disk), asked = connect.BETWEEN_TASKS, {}
+    (tick, *_), asked = connect.BETWEEN_TASKS, {}
 
     def started(**options):
-        asked.update(options, heap=dask.config.get(connect.SPAWN)["MALLOC_ARENA_MAX"])
         asked.update({name: dask.config.get(name) for name in connect.BETWEEN_TASKS})
         return LocalCluster(**options | {"processes": False, "protocol": "tcp"})
 
@@ -390,16 +282,9 @@ def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
             assert not logging.getLogger("asyncio").filter(lost_wait(AllExit)), "a wait that its end cuts short"
         assert dask.config.get(tick) == setting, "of this process"
         assert dict(os.environ) == variables
-    options = {"n_workers": 1, "threads_per_worker": 1, "processes": True, "host": "127.0.0.1"}
-    options |= {
-        "dashboard_address": f"127.0.0.1:{connect.DASHBOARD_PORT}",
-        "heap": "1",
-        profile: "100ms",
-        cycle: "10s",
-        disk: False,
-    }
     assert not [warned for warned in recwarn if "Port" in str(warned.message)]
-    assert asked == options | {tick: "500ms" if setting == "20ms" else setting}
+    ours = {name: better for name, (_, better) in connect.BETWEEN_TASKS.items()}
+    assert asked == ours | ({} if setting == "20ms" else {tick: setting})
 
 
 REACHED = ["tcp://192.0.2.2:1", "tcp://[2001:db8::2]:1", "tcp://node0:1", "ws://192.0.2.2:1"]
@@ -415,6 +300,8 @@ def test_open_cluster_warns_once(host, monkeypatch, capsys):
 
 
 def test_identity_covers_every_source_file(tmp_path, monkeypatch):
+    assert {"daskgpt", "numpy", "numba", "bfloat16 products"} <= membership.identity(True).keys()
+    assert "bfloat16 products" not in membership.identity(False)
     monkeypatch.setattr(daskgpt, "__file__", str(tmp_path / "__init__.py"))
     digests = []
     for name, words in (("a.py", "1"), ("a.txt", "1"), ("a.py", "2"), ("b.py", "")):
@@ -422,20 +309,6 @@ def test_identity_covers_every_source_file(tmp_path, monkeypatch):
         digests.append(membership._sources.__wrapped__())
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
-
-
-def test_waiting_for_a_worker_ends(monkeypatch):
-    with LocalCluster(n_workers=0, **OPTIONS) as empty, Client(empty) as client:
-        scheduler, said = ClusterScheduler(client, ""), []
-        for asked, minutes, got in ((False, 0, "for 0 minutes"), (True, 1, "for 0 s, when a stop was requested")):
-            with pytest.raises(failures.ClusterLost, match=got):
-                scheduler.attend(said.append, lambda asked=asked: asked, 0, minutes)
-        assert len(said) == 2
-        there = iter([[], [], ["tcp://127.0.0.1:1"]])
-        monkeypatch.setattr("daskgpt.schedulers.cluster.running", lambda client: next(there))
-        scheduler.monitor.stop_requested = lambda: False
-        scheduler.await_worker()
-        assert said[2:] == ["workers    all are gone: the run ends unless one comes in 1 minutes"]
 
 
 def test_product_rate_counts_all_threads(monkeypatch):
