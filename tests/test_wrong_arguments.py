@@ -46,7 +46,6 @@ def sample(parameters=PARAMETERS, prompt=(1,), config=CONFIG, **options):
         (lambda: sample(temperature=np.inf), ValueError, "finite"),
         (lambda: sample(seed=1.5), TypeError, "whole number"),
         (lambda: daskgpt.save("model.safetensors", CONFIG, BROKEN), ValueError, "finite"),
-        (lambda: daskgpt.save("model.safetensors", CONFIG, DOUBLE), TypeError, "float32"),
     ],
 )
 def test_python_errors_are_one_line(call, kind, keyword, tmp_path, monkeypatch):
@@ -67,20 +66,6 @@ def test_huge_numbers_are_refused_at_once(flag, value, small_text, tmp_path):
     with pytest.raises((ValueError, SystemExit)):
         train.main([f"--{flag}", value, "--data", str(small_text), "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
-
-
-def test_too_little_memory_is_refused(monkeypatch):
-    parts = daskgpt.OptimizerConfig(), daskgpt.DataflowConfig(scheduler="threads"), daskgpt.RunConfig()
-    job = Job(daskgpt.preset("tiny"), daskgpt.DataConfig(), *parts)
-    held = 3 * 4 * value_count(job.config)  # weights and two moments
-    kept = 4 * 12 * 64 * 128 * 5  # an activation for each of four blocks, and one
-    for limit, fits in ((held + kept, True), (held + kept - 1, False)):
-        monkeypatch.setattr("daskgpt.training.job.memory_limit", lambda limit=limit: (limit, "this machine"))
-        if fits:
-            require_memory(job)
-        else:
-            with pytest.raises(ValueError, match="must fit"):
-                require_memory(job)
 
 
 def test_too_little_memory_of_workers_is_refused():
