@@ -207,7 +207,7 @@ def test_scheduler_asks_only_while_somebody_looks(cluster, collected):
     assert [call.name for call in collected.calls[worker.address]] == ["gelu.forward-h.0"]
     stream = task_stream.TaskStreamPlugin(local.scheduler)
     local.scheduler.add_plugin(stream)
-    soon = time.perf_counter() + 60
+    soon = time.perf_counter() + 5
     program.recent.append(spans_of(("receive.gelu.forward-h.0", 1, soon, soon)))
     wait_until(lambda: stream.buffer, "a call in the task stream")
     drawn = stream.buffer[-1]
@@ -233,6 +233,7 @@ def test_page_is_there_while_runs_are(cluster):
         f"{name}-h.0" for name in ("linear.forward", "linear.backward", "add.forward", "attention.forward", "adamw")
     ]
     assert len({task_color(name) for name in names}) == len(names), "layers and passes have colors of their own"
+    assert task_stream.colors["compute"]({"key": "adamw-h.0", "status": "error"}) == "black"
     assert task_color("inc-1") == task_stream.color_of_message({"key": "inc-1", "status": "OK"}), "others have Dask's"
     client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "one"))
     assert status(client) == 200
