@@ -68,6 +68,20 @@ def test_huge_numbers_are_refused_at_once(flag, value, small_text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_too_little_memory_is_refused(monkeypatch):
+    parts = daskgpt.OptimizerConfig(), daskgpt.DataflowConfig(scheduler="threads"), daskgpt.RunConfig()
+    job = Job(daskgpt.preset("tiny"), daskgpt.DataConfig(), *parts)
+    held = 3 * 4 * value_count(job.config)  # weights and two moments
+    kept = 4 * 12 * 64 * 128 * 5  # an activation for each of four blocks, and one
+    for limit, fits in ((held + kept, True), (held + kept - 1, False)):
+        monkeypatch.setattr("daskgpt.training.job.memory_limit", lambda limit=limit: (limit, "this machine"))
+        if fits:
+            require_memory(job)
+        else:
+            with pytest.raises(ValueError, match="must fit"):
+                require_memory(job)
+
+
 def test_too_little_memory_of_workers_is_refused():
     parts = daskgpt.OptimizerConfig(), daskgpt.DataflowConfig(scheduler="tcp://127.0.0.1:1"), daskgpt.RunConfig()
     job = Job(daskgpt.preset("tiny"), daskgpt.DataConfig(groups=2), *parts)
