@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from prepared_texts import forget_vocabularies, prepared, tokens_of
 
-import daskgpt
-from daskgpt import convert, generate
 from daskgpt.data import tokenizer
 from daskgpt.data.chat import template_of
 from daskgpt.data.dataset import BatchLoader, load_dataset
@@ -17,7 +15,6 @@ from daskgpt.formats import encoding as encodings
 from daskgpt.formats.byte_level import CHARACTERS, byte_level_bpe
 from daskgpt.formats.encoding import Encoding, know
 from daskgpt.formats.tokenizer_folder import tokenizer_files
-from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 
 ADDED = [
     {"content": "<|user|>", "special": True, "normalized": False},
@@ -127,21 +124,6 @@ def test_added_tokens_in_texts_pairs_and_prepared_folders(tmp_path, monkeypatch)
     assert 261 in tokens_of(out, "train")
     forget_vocabularies(monkeypatch)
     assert load_dataset(str(out)).encoding_name == name == encoding_named(str(out / "vocabulary.json"))
-
-
-def test_a_tokenizer_travels_with_its_model(tmp_path, monkeypatch, capsys):
-    folder, run = written(tmp_path / "folder"), tmp_path / "run.safetensors"
-    name = encoding_named(str(folder))
-    config = daskgpt.preset("tiny", blocks=1, heads=2, channels=16, positions=64, vocabulary=266)
-    daskgpt.save(run, config, daskgpt.initial_parameters(config, seed=0), encoding=name)
-    forget_vocabularies(monkeypatch)
-    assert encoding_and_length(open_model_of(run))[0] == name
-    assert generate.main([str(run), "--prompt", "<|user|> the word", "--tokens", "2", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out.startswith("<|user|> the word")
-    assert convert.main([str(run), str(tmp_path / "back")]) == 0
-    assert get_encoding(encoding_named(str(tmp_path / "back"))).tokens == get_encoding(name).tokens
-    assert encode(get_encoding(encoding_named(str(tmp_path / "back"))), LINE).tolist() == PLAIN
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 262
 
 
 # Ids above 65,535

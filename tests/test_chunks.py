@@ -13,15 +13,12 @@ from daskgpt import digest, train
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.graph.program import Span, calls_of
-from daskgpt.model.parameters import initial_parameters, parameter_count
+from daskgpt.model.parameters import initial_parameters
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import ChunkChoice, Trial, candidates, most_bytes
 from daskgpt.training.cost import Work
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job
-
-TINY = preset("tiny")
-
 
 MUCH, LITTLE = Work(tokens=0.01, attention=1.0), Work(tokens=1.0, attention=0.01)  # attention
 # A model, sequences and tokens of each, threads, chunks that are given, the work, and the chunk that is chosen.
@@ -48,22 +45,6 @@ CHUNKS = [
 @pytest.mark.parametrize(("name", "shape", "threads", "given", "work", "chunk"), CHUNKS, ids=str)
 def test_chunks_follow_threads_and_work(name, shape, threads, given, work, chunk):
     assert candidates(preset(name), shape, DataflowConfig(**given), threads, work)[0].chunk == chunk
-
-
-def test_expected_seconds_follow_the_formula():
-    """One thread has two chunks; a chunk of few rows or cut tokens is slower; the last round is filled by half."""
-    by_chunk = {
-        candidate.chunk: candidate
-        for candidate in candidates(TINY, (4, 64), DataflowConfig(), 4, Work(tokens=2.0, attention=1.0))
-    }
-    whole, cut = by_chunk[2, 64], by_chunk[2, 16]
-    assert (whole.count, cut.count) == (2, 8)
-    assert whole.seconds == pytest.approx(2 * (1 + 8 / 128) / 2 + 1 / 2 + 2 * 0.15e-3 / 4)
-    slower, tasks = 1 + 8 / 32 + 1.6 / 16, 8 * 4 * TINY.blocks
-    assert cut.seconds == pytest.approx(2 * slower * (2 / 8 + 1 / 4) / 2 + 1 / 2 + tasks * 0.15e-3 / 4)
-    work = Work.expected(TINY, (4, 64))
-    assert work.tokens == pytest.approx(4 * parameter_count(TINY, multiplied=True) * 256 / 100e9)
-    assert work.attention == pytest.approx(6 * TINY.blocks * TINY.channels * 65 * 6 * 256 / 100e9)
 
 
 def job(shape=(3, 12), config=SMALL, **dataflow):

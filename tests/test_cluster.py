@@ -8,17 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 import dask
-import numpy as np
 import pytest
-from conftest import SMALL, random_batch
 from distributed import Client
 from machines import KillItself, on_workers, wait_until
 from small_runs import OPTIMIZER, fit_in_parts, same
-from steps import run_step, state_of, step_of
 
 import daskgpt
-from daskgpt.config.run import OptimizerConfig
-from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.dask_internals import closes
 from daskgpt.schedulers.membership import members, running
 from daskgpt.schedulers.opening import require_scheduler
@@ -57,27 +52,6 @@ def test_address_of_a_worker_names_its_scheduler(cluster):
         worker = min(members(client))
     with pytest.raises(RuntimeError, match=rf"\(Worker\)\. Give that of its scheduler, {cluster.address}\."):
         require_scheduler(worker)
-
-
-def state_after_a_step(scheduler, precision):
-    precision, dials = precision_of(precision), {"in_place": scheduler.in_place}
-    step = step_of(SMALL, (4, 12), (2, 12), OptimizerConfig(), precision, **dials)
-    initial = state_of(step, daskgpt.initial_parameters(SMALL, 0))
-    return run_step(scheduler, step, initial, random_batch(SMALL, np.random.default_rng(1), (4, 12)), 10)[1]
-
-
-def test_recorded_spans_name_their_workers_and_times(cluster):
-    cluster.have(2)
-    begin = time.time()
-    with daskgpt.open_scheduler(cluster.address) as scheduler, scheduler.record() as processes:
-        scheduler.wait_for(state_after_a_step(scheduler, "float32").packs)
-    names = [f"worker {name}" for name in sorted(cluster.alive())]
-    assert [process.name for process in processes] == names
-    for process in processes:
-        assert process.threads == 1
-        assert process.spans
-        assert all(begin < process.offset + span.start <= process.offset + span.end for span in process.spans)
-        assert all(process.offset + span.end < time.time() for span in process.spans)
 
 
 def left_on(dask_scheduler):

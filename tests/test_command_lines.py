@@ -5,12 +5,9 @@ import shlex
 import numpy as np
 import pytest
 from command_lines import SMALL
-from conftest import GOLDEN
 from small_runs import metrics_of
 
 from daskgpt import generate, train
-
-MODEL, STATE = str(GOLDEN / "gpt2_small.bin"), str(GOLDEN / "gpt2_small_debug_state.bin")
 
 
 def begin(*arguments):
@@ -61,21 +58,3 @@ def test_training_learns_and_generate_reads_the_run(small_text, tmp_path, writte
     assert written(generate, trained, *arguments, "--seed", 5) != first
     greedy = [written(generate, trained, *arguments, "--temperature", 0, "--seed", seed) for seed in (1, 2)]
     assert greedy[0] == greedy[1] == written(generate, trained, *arguments, "--top-k", 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
-        (["--data", "nowhere.txt"], FileNotFoundError, "nowhere.txt"),
-        (["--data", "empty.txt"], ValueError, "empty.txt"),
-        (["--data", "short.txt"], ValueError, "short.txt"),
-        (["--init", "nowhere.bin"], FileNotFoundError, "nowhere.bin"),
-    ],
-)
-def test_bad_input_makes_no_folder(arguments, error, said, tmp_path, monkeypatch):
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "short.txt").write_text("too short")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=said):
-        begin(*arguments, "--out", "out")
-    assert not (tmp_path / "out").exists()

@@ -72,17 +72,6 @@ def test_commands_on_other_systems(system, command):
 NAME = os.fsdecode(b"caf\xe9")  # not UTF-8
 
 
-@pytest.fixture
-def inside(small_text, tmp_path, monkeypatch):
-    """A working folder with a text and a folder, both with names that are not UTF-8, and a file that is no text."""
-    monkeypatch.chdir(tmp_path)
-    Path(NAME).mkdir()
-    shutil.copy(small_text, Path(NAME, f"{NAME}.txt"))
-    Path(NAME, f"{NAME}.pdf").write_bytes(b"%PDF-1.7\n%\xe2\xe3")
-    monkeypatch.setattr("daskgpt.data.source.look", lambda *_: pytest.fail("nothing is to be read"))
-    return tmp_path
-
-
 def test_names_of_files_may_have_any_bytes(small_text, tmp_path, monkeypatch):
     (tmp_path / NAME).mkdir()
     monkeypatch.chdir(tmp_path / NAME)
@@ -107,12 +96,14 @@ def test_names_that_are_too_long_are_refused_first(small_text, tmp_path):
         train.main(["--data", str(small_text), "--out", str(tmp_path / ("a" * 300))])
 
 
-def test_names_below_a_folder_may_be_any(inside, small_text, monkeypatch, capsys):
-    monkeypatch.undo()
-    monkeypatch.chdir(inside)
-    Path(NAME).rename("folder")
-    fit(Path("folder"), inside / "run")
-    assert tensors_of(inside / "run") == tensors_of_text(small_text, inside)
+def test_names_below_a_folder_may_be_any(small_text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    shutil.copy(small_text, Path("folder", f"{NAME}.txt"))
+    Path("folder", f"{NAME}.pdf").write_bytes(b"%PDF-1.7\n%\xe2\xe3")
+    fit(Path("folder"), "run")
+    fit(small_text, "of-text")
+    assert tensors_of(Path("run")) == tensors_of(Path("of-text"))
     data = DataConfig(data="folder", sequence_length=16)
     told = open_dataset(data, 257).description
     assert "2 files, 1 left out: caf\\udce9.pdf" in told
@@ -120,12 +111,7 @@ def test_names_below_a_folder_may_be_any(inside, small_text, monkeypatch, capsys
     assert b"\xe9" not in b"".join(path.read_bytes() for path in Path("tokens").glob("*.json"))
 
 
-def tensors_of_text(small_text, folder):
-    fit(small_text, folder / "of-text")
-    return tensors_of(folder / "of-text")
-
-
-def test_text_that_is_not_utf8_is_named(inside, capsys, monkeypatch):
+def test_text_that_is_not_utf8_is_named(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["generate", "--prompt", NAME])
     with pytest.raises(SystemExit) as end:
         run_command(lambda arguments: len(arguments[1].encode()))

@@ -31,14 +31,6 @@ def job(config, optimizer, **dials):
     return replace(made, optimizer=OptimizerConfig(optimizer=optimizer, schedule="constant"))
 
 
-@pytest.mark.parametrize(("norm", "optimizer", "rate"), [("layernorm", SIGN, 3e-3), ("rmsnorm", "momentum", 0.1)])
-def test_extended_model_learns(norm, optimizer, rate, small_text):
-    config = replace(EXTENDED, vocabulary=257, padded_vocabulary=0, norm=norm)
-    own = OptimizerConfig(optimizer=optimizer, learning_rate=rate, schedule="constant")
-    losses = fit(small_text, config=config, optimizer=own, steps=40).losses
-    assert losses[-1] < losses[0] - 1
-
-
 def of_muon(tensor):
     """Numbers of the moments of a tensor: the matrices of the blocks have other ones than the rest."""
     return prod(tensor.shape) * (1 if tensor.block is not None and len(tensor.shape) == 2 else 2)

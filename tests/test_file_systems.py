@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from records import append_records, read_records
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
-from daskgpt.config.files import advice_on, appearing, check_writable, locked, replacing, sync_folder
+from daskgpt.config.files import advice_on, appearing, check_writable, replacing, sync_folder
 from daskgpt.formats import safetensors
 from daskgpt.formats.llmc import TOKENS, header_of, read_tokens
 from daskgpt.training.audit import Audit
@@ -158,21 +157,6 @@ def test_a_failing_disk_is_an_error(number, tmp_path, refusing):
 def test_folders_that_cannot_be_opened_are_not_flushed(tmp_path, refusing):
     refusing("open", errno.EACCES)
     sync_folder(tmp_path)
-
-
-def test_a_locked_file_is_not_locked_twice(tmp_path):
-    with locked(tmp_path / ".lock", "test", "nobody else"), pytest.raises(RuntimeError, match="nobody else"):
-        locked(tmp_path / ".lock", "test", "nobody else")
-    locked(tmp_path / ".lock", "test", "nobody else").close()
-
-
-def test_records_without_locks_and_sync(tmp_path, refusing):
-    path = Path(__file__).parents[1] / "docs" / "measurements" / "checkpoints.jsonl"
-    records = read_records(path)[:2]
-    refusing("flock", errno.EOPNOTSUPP, module=fcntl)
-    refusing("fsync", errno.EINVAL)
-    append_records(tmp_path / "records.jsonl", records)
-    assert read_records(tmp_path / "records.jsonl") == records
 
 
 def test_a_file_that_cannot_be_written_is_refused_with_its_reason(tmp_path, monkeypatch):

@@ -5,8 +5,7 @@ from importlib.metadata import files
 
 import numpy as np
 import pytest
-from conftest import SMALL, random_parameters
-from llmc_samples import in_shards
+from conftest import random_parameters
 from safetensors.numpy import save_file
 
 import daskgpt
@@ -67,15 +66,6 @@ def test_prefixes_masks_and_a_tied_head(tmp_path, prefix):
     assert_the_model(write(tmp_path / "b", arrays(prefix) | more | head))
 
 
-def test_shards(tmp_path):
-    folder = tmp_path / "a"
-    write_huggingface(folder, opened(), {})
-    in_shards(folder / "model.safetensors", 3000)
-    assert len(list(folder.glob("model-*"))) > 3
-    assert_the_model(folder)
-    assert_the_model(folder / "model.safetensors.index.json")
-
-
 @pytest.mark.parametrize("other", [None, {"format": "np"}, {"format": "pt", "total_size": "9"}])
 def test_metadata_of_shards_may_differ(tmp_path, other):
     names, folder = list(PARAMETERS), write(tmp_path / "a")
@@ -85,7 +75,8 @@ def test_metadata_of_shards_may_differ(tmp_path, other):
         save_file({name: arrays()[name] for name in part}, folder / file, metadata)
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert_the_model(folder)
+    for path in (folder, folder / "model.safetensors.index.json"):
+        assert_the_model(path)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match=r"missing=model-00002-of-00002.safetensors"):
         daskgpt.load(folder)
@@ -136,13 +127,6 @@ def test_written_folder_is_read_by_both_readers(tmp_path):
     (folder / "config.json").write_text(json.dumps(settings | {"n_head": 2}))
     with pytest.raises(ValueError, match=r"must describe one model; .*heads=4.*config.json=.*heads=2"):
         daskgpt.load(folder)
-
-
-def test_padding_is_left_out(tmp_path):
-    parameters = random_parameters(SMALL, np.random.default_rng(2))
-    parameters["wte.weight"][-1] = 3.0
-    write_huggingface(tmp_path / "a", opened(parameters, SMALL), {})
-    assert daskgpt.load(tmp_path / "a")[1]["wte.weight"].tobytes() == parameters["wte.weight"][:29].tobytes()
 
 
 NOT_WRITTEN = [

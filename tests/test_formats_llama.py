@@ -30,7 +30,6 @@ from daskgpt.formats.gguf import write_gguf
 from daskgpt.formats.huggingface import write_huggingface
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import StoredModel
-from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
 CONFIG = daskgpt.ModelConfig(
@@ -115,25 +114,6 @@ def test_shards_other_fields_and_names(tmp_path):
     assert_the_model(folder, tensors, FIELDS)
 
 
-@pytest.mark.parametrize(("kind", "stored"), [("F16", np.float16), ("BF16", to_bfloat16)])
-def test_16_bit_values_are_widened(kind, stored, tmp_path):
-    tensors = llama_tensors()
-    folder = write_folder(tmp_path / "a", {name: stored(values) for name, values in tensors.items()})
-    path = folder / "model.safetensors"
-    if kind == "BF16":
-        path.write_bytes(bfloat16(path))
-    widened = np.float32 if kind == "F16" else lambda values: (values.astype("u4") << 16).view("f4")
-    assert_the_model(folder, {name: widened(stored(values)) for name, values in tensors.items()}, FIELDS)
-
-
-def bfloat16(path):
-    """The content of a file, whose dtypes are changed from U16 to BF16."""
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    header = content[8 : 8 + size].replace(b'"U16"', b'"BF16"')
-    return len(header).to_bytes(8, "little") + header + content[8 + size :]
-
-
 REFUSED = [
     ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor must be a number; .*missing"),
     ({"rope_parameters": ROPE | {"high_freq_factor": 1.0}}, "rope_high must be above rope_low"),
@@ -146,9 +126,7 @@ REFUSED = [
     ({"hidden_act": "gelu"}, "hidden_act must be silu"),
     ({"attention_bias": True}, "mlp_bias must be the same as attention_bias"),
     ({"quantization_config": {"bits": 4}}, "quantization_config must be null"),
-    ({"rms_norm_eps": 0.0}, "must describe a model.*norm_eps must be above 0"),
     ({"num_key_value_heads": 3}, "must describe a model.*kv_heads must divide heads"),
-    ({"num_key_value_heads": "two"}, "must describe a model.*kv_heads must be a whole number"),
     ({"num_key_value_heads": 4}, r"k_proj.weight must have shape \(32, 32\)"),
     ({"tie_word_embeddings": False}, r"missing=lm_head.weight"),
     ({"model_type": "mixtral"}, "model_type must be gpt2 or llama or qwen2 or qwen3"),
@@ -249,14 +227,6 @@ def test_normalized_heads_are_not_written(tmp_path):
         write_gguf(tmp_path / "m.gguf", open_model_file(folder), KNOWN["bytes"])
 
 
-@pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0"])
-def test_fewer_bits_are_written(dtype, tmp_path):
-    write_gguf_llama(tmp_path / "theirs.gguf", tensors := llama_tensors())
-    assert convert.main([str(tmp_path / "theirs.gguf"), str(tmp_path / f"ours-{dtype}.gguf")]) == 0
-    held = write_gguf_llama(tmp_path / "expected.gguf", tensors, dtype.upper())
-    assert_the_model(tmp_path / f"ours-{dtype}.gguf", held, FIELDS)
-
-
 def test_a_gpt2_is_read_back(tmp_path):
     config = daskgpt.ModelConfig(blocks=2, heads=2, channels=32, hidden=96, vocabulary=257, positions=64)
     values = random_parameters(config, np.random.default_rng(1))
@@ -276,7 +246,6 @@ ENTRIES = [
     ({"attention__head_count": "four"}, "attention.head_count must be a number"),
     ({"attention__layer_norm_rms_epsilon": None}, "rms_epsilon must be a number; got .*=missing"),
     ({"tokenizer__ggml__eos_token_id": 5000}, "files must be whole; .*IndexError"),
-    ({"attention__layer_norm_rms_epsilon": 2.0}, "norm_eps must be at most 1"),
     ({"feed_forward_length": 65}, "gate_proj|ffn_gate.weight must have shape"),
     ({"block_count": 3}, "missing=blk.2"),
     ({"block_count": 100}, "every block must have its tensors"),

