@@ -8,14 +8,13 @@ temporary files (TMPDIR).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
-from daskgpt.config.settings import documented, setting
+from daskgpt.config.settings import setting
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.audit import Audit
 from daskgpt.training.job import compile_kernels
@@ -26,8 +25,6 @@ EPILOG = (
 )
 
 
-@documented
-@dataclass(frozen=True)
 class AuditConfig(PlacesConfig):
     """Settings of an audit."""
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.config.settings import documented, setting
+from daskgpt.config.settings import setting
 from daskgpt.data.dataset import MappedTokens, check_tokens, load_validation
 from daskgpt.data.pairs import Examples
 from daskgpt.data.source import PREPARED, recognize
@@ -38,8 +37,6 @@ from daskgpt.training.job import compile_kernels
 Figures = dict[str, Any]  # numbers by name, in the order of `--json`
 
 
-@documented
-@dataclass(frozen=True)
 class EvaluateConfig(DecodingConfig):
     """Settings of an evaluation."""
 

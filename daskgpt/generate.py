@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, add_flags, from_flags, run_command, text
-from daskgpt.config.settings import documented, setting
+from daskgpt.config.settings import setting
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Message, template_of
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats.encoding import Encoding
@@ -37,8 +37,6 @@ from daskgpt.training.job import compile_kernels
 PLACE = "{}"  # of what a user writes, in the form of prompts
 
 
-@documented
-@dataclass(frozen=True)
 class GenerateConfig(DecodingConfig, Choice):
     """Settings of generation."""
 

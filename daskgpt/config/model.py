@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from daskgpt.config.errors import nearest_divisor, require, require_known
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import Checked, setting
 
 
-@documented
-@dataclass(frozen=True)
 class ModelConfig(Checked):
     """Sizes of a decoder-only language model, and the choice of its layers. The defaults are tiny's sizes and
     GPT-2's choices.

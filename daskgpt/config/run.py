@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from daskgpt.config.errors import nearest_divisor, refusal
 from daskgpt.config.groups import check_groups, groups_setting
-from daskgpt.config.settings import Checked, count, count_or_share, documented, setting
+from daskgpt.config.settings import Checked, count, count_or_share, setting
 
 AUTO = {"auto": 0}
 
 
-@documented
-@dataclass(frozen=True)
 class DataConfig(Checked):
     """The source of tokens, and the size of a batch."""
 
@@ -51,8 +48,6 @@ class DataConfig(Checked):
         return self.batch_size * self.accumulate
 
 
-@documented
-@dataclass(frozen=True)
 class OptimizerConfig(Checked):
     """Updates of parameters, the learning rate over the steps, and regularization.
 
@@ -84,8 +79,6 @@ class OptimizerConfig(Checked):
     decay: str = setting("matrices", "which tensors decay: 2-D ones, or all", choices=("matrices", "all"))
 
 
-@documented
-@dataclass(frozen=True)
 class DataflowConfig(Checked):
     """Settings of the dataflow: the cuts of a step into tasks, what runs them, and the precision of products.
 
@@ -125,8 +118,6 @@ class DataflowConfig(Checked):
     threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one per core", most=2**12)
 
 
-@documented
-@dataclass(frozen=True)
 class RunConfig(Checked):
     """One training run: its length, its start, and its output."""
 

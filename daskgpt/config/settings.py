@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from inspect import cleandoc
 from numbers import Integral, Real
 from textwrap import indent, wrap
-from typing import Any, TypeVar
+from typing import Any, dataclass_transform
 
 from daskgpt.config.errors import refusal, require, require_known, require_named
 from daskgpt.config.rows import is_from_outside
@@ -27,8 +27,6 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 }
 KINDS = {int: ("a whole number", "an int", Integral), float: ("a number", "a float", Real)}
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
-
-Config = TypeVar("Config", bound=type)
 
 
 def setting(
@@ -61,12 +59,23 @@ def setting(
     return field(default=default, metadata=metadata | {"bounds": bounds, "parse": parse})
 
 
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Checked:
-    """A configuration whose fields `setting` made, and whose values have their types and lie within their bounds.
+    """A configuration whose fields `setting` made, and whose values have their types and lie within their bounds. Its
+    subclasses are frozen dataclasses, and their docstrings list the fields, for `help` and notebooks.
 
     Errors   TypeError for a value of another type, ValueError for one that is not allowed, both naming the field
     """
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+        rows: list[str] = []
+        for f in fields(cls):
+            text = wrap(help_of(f), DOC_WIDTH, initial_indent="    ", subsequent_indent="    ")
+            rows += [f"{f.name}: {f.type}", *text]
+        listed = indent("\n".join(rows), " " * len(FIELDS))
+        cls.__doc__ = f"{cleandoc(cls.__doc__ or '')}\n\n{FIELDS}{listed[len(FIELDS) :]}\n"
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -122,16 +131,6 @@ def help_of(f: Field[Any], default: str = "") -> str:
     unit = f" [{f.metadata['unit']}]" if f.metadata["unit"] else ""
     text, _, meaning = f.metadata["help"].partition("; empty = ")
     return f"{text}{choices}{unit} (default: {default or meaning or _word(f, f.default)})"
-
-
-def documented(config: Config) -> Config:
-    """Write the fields of a dataclass, all made by `setting`, into its docstring, for `help` and notebooks."""
-    rows: list[str] = []
-    for f in fields(config):
-        rows += [f"{f.name}: {f.type}", *wrap(help_of(f), DOC_WIDTH, initial_indent="    ", subsequent_indent="    ")]
-    listed = indent("\n".join(rows), " " * len(FIELDS))
-    config.__doc__ = f"{cleandoc(config.__doc__ or '')}\n\n{FIELDS}{listed[len(FIELDS) :]}\n"
-    return config
 
 
 def _matched(text: str, rest: str) -> re.Match[str]:

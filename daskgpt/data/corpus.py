@@ -13,7 +13,7 @@ from os.path import abspath
 from typing import NamedTuple
 
 from daskgpt.config.errors import require
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import Checked, setting
 from daskgpt.data import reading
 from daskgpt.data.reading import DOCUMENT, FIELD, LAST, PARQUET, File
 from daskgpt.data.source import TEXT, recognize
@@ -23,8 +23,6 @@ WHERE = "prepare"
 PARTITIONS = 1024  # most partitions of plain text; more blocks than that are divided among so many
 
 
-@documented
-@dataclass(frozen=True)
 class PrepareConfig(Checked):
     """Input, output and workers of the preparation.
 
