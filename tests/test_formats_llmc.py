@@ -109,7 +109,7 @@ REFUSED = [
     *[({}, 748_800 - missing, "748800 bytes.*truncated") for missing in (1, 4, 300_000)],
     *[({1: 5}, 374_912 - missing, "374912 bytes.*truncated") for missing in (1, 4)],
     ({}, 748_807, "7 bytes follow"),
-    ({5: 5}, None, "multiple of heads"),
+    ({5: 5}, None, "heads must divide"),
     ({4: 0}, None, "blocks must be at least 1"),
     ({7: 508}, None, "padded_vocabulary must be at least"),
     *[({at: value, 7: MOST}, None, "at most") for at, value in ((4, MOST), (6, MOST - 3), (3, MOST))],

@@ -164,7 +164,7 @@ WRONG_CONFIGURATIONS = [
     ({"version": 2}, "version must be 1"),
     ({"rotations": 3, "turns": 1}, "unexpected keyword"),
     ({"blocks": 10**4}, "every block must have its tensors"),
-    ({"heads": 3}, "multiple of heads"),
+    ({"heads": 3}, "heads must divide"),
     ({"norm": "batchnorm"}, "norm must be known"),
     ({"norm": "rmsnorm"}, "unknown=h.0.ln_1.bias .5 in all"),
     ({"blocks": 3}, "missing=h.2.attn.c_attn.bias .12 in all"),

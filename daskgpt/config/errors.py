@@ -70,6 +70,12 @@ def nearest(name: str, names: list[str]) -> str:
     return f"Did you mean {close[0]}?" if close else f"Choose from {', '.join(names)}."
 
 
+def require_divisor(where: str, name: str, part: int, whole_name: str, whole: int) -> None:
+    """Raise ValueError unless a part divides a whole; the message has both names, and the nearest divisor as advice."""
+    rule, advice = f"{name} must divide {whole_name}", f"Try {name}={nearest_divisor(whole, part)}."
+    require(part > 0 and whole % part == 0, where, rule, {name: part, whole_name: whole}, advice)
+
+
 def nearest_divisor(number: int, wanted: int) -> int:
     """Return the divisor nearest to `wanted`, the larger of two; 1 if none is near."""
     # Both may come from a broken file and be huge: the search goes outward and is bounded.

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import Field, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
@@ -87,26 +87,12 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
     for f in fields(config):
         group.add_argument(
             "--" + f.name.replace("_", "-"),
-            type=_type(f),
+            type=text if f.metadata["blank"] else f.metadata["parse"] or type(f.default),
             default=argparse.SUPPRESS,
             choices=None if f.metadata["rows"] else f.metadata["choices"] or None,
             metavar=f.metadata["unit"].upper() or ("NUMBER" if isinstance(f.default, int | float) else f.name.upper()),
             help=help_of(f, "the preset's" if of_preset else "").replace("%", "%%"),
         )
-
-
-def _type(f: Field[Any]) -> Callable[[str], Any]:
-    words = f.metadata["words"]
-    if f.metadata["blank"]:
-        return text
-    if not words:
-        return f.metadata["parse"] or type(f.default)
-
-    def number(text: str) -> int:
-        return words[text] if text in words else int(text)
-
-    number.__name__ = f"number or {' or '.join(words)}"  # shown by argparse for a text that is neither
-    return number
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from daskgpt.config.errors import nearest_divisor, refusal
-from daskgpt.config.groups import check_groups, groups_setting
+from daskgpt.config.errors import require_divisor
+from daskgpt.config.groups import groups_setting
 from daskgpt.config.settings import Checked, count, count_or_share, setting
-
-AUTO = {"auto": 0}
 
 
 class DataConfig(Checked):
@@ -40,7 +38,7 @@ class DataConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.groups:
-            check_groups("DataConfig", self.groups, "batch_size", self.sequences)
+            require_divisor("DataConfig", "groups", self.groups, "batch_size", self.sequences)
 
     @property
     def sequences(self) -> int:
@@ -85,10 +83,8 @@ class DataflowConfig(Checked):
     The result is bitwise identical under all of these settings except the precision.
     """
 
-    batch_chunk: int = setting(0, "sequences in a chunk, a divisor of B; auto or 0 = by threads and times", words=AUTO)
-    sequence_chunk: int = setting(
-        0, "tokens of each sequence in a chunk, a divisor of T; auto or 0 = chosen", words=AUTO
-    )
+    batch_chunk: int = setting(0, "sequences in a chunk, a divisor of B; auto or 0 = by threads and times", auto=0)
+    sequence_chunk: int = setting(0, "tokens of each sequence in a chunk, a divisor of T; auto or 0 = chosen", auto=0)
     scheduler: str = setting(
         "auto",
         "sync, threads, local (a cluster here), tcp://host:port, or file:scheduler.json; auto = the address in "
@@ -142,7 +138,7 @@ class RunConfig(Checked):
         "on a cluster, steps between copies of the state on other workers; auto = at most 1 % of the time; 0 = none",
         unit="steps",
         least=-1,
-        words={"auto": -1},
+        auto=-1,
     )
     worker_minutes: float = setting(10.0, "how long to wait for a worker of a cluster if all are lost", unit="minutes")
     worker_seconds: float = setting(
@@ -154,20 +150,15 @@ class RunConfig(Checked):
     )
 
 
-def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig, size: str = "batch_size") -> None:
+def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig) -> None:
     """Check the sizes of chunks.
-
-    size     name of the number of sequences in an error
 
     Errors   ValueError if a chunk does not divide the number of sequences or their length
     """
-    for name, whole_name, part, whole in (
-        ("batch_chunk", size, dataflow.batch_chunk, batch_size),
-        ("sequence_chunk", "sequence_length", dataflow.sequence_chunk, sequence_length),
-    ):
-        if part and whole % part:
-            rule, advice = f"{name} must divide {whole_name}", f"Try {name}={nearest_divisor(whole, part)}."
-            raise refusal(ValueError, "DataflowConfig", rule, {name: part, whole_name: whole}, advice)
+    if dataflow.batch_chunk:
+        require_divisor("DataflowConfig", "batch_chunk", dataflow.batch_chunk, "batch_size", batch_size)
+    if dataflow.sequence_chunk:
+        require_divisor("DataflowConfig", "sequence_chunk", dataflow.sequence_chunk, "sequence_length", sequence_length)
 
 
 # Recipes: settings of a run that belong together, under one name of `daskgpt.train --preset`; flags override them.
