@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from daskgpt.config.errors import UNSET, refusal
 from daskgpt.config.files import NO_ROOM
 from daskgpt.config.model import PRESETS, ModelConfig
-from daskgpt.config.settings import count, duration, help_of
+from daskgpt.config.settings import help_of
 from daskgpt.config.stopping import STOPPED, CanGoOn
 
 
@@ -62,6 +62,13 @@ class Parser(argparse.ArgumentParser):
             self.register("type", kind, name)
         self.register("type", Path, lambda value: Path(name(value)))
 
+    def read(self, arguments: list[str], *configs: type) -> tuple[Any, ...]:
+        """Return the values of a command line, and these configurations, whose flags are added."""
+        for config in configs:
+            add_flags(self, config)
+        values = self.parse_args(arguments)
+        return values, *(from_flags(config, values) for config in configs)
+
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -100,18 +107,6 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     text = f"size of the model: {', '.join(PRESETS)} (default: tiny)"
     parser.add_argument("--preset", default="tiny", help=text)
     add_flags(parser, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
-
-
-def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    """Add flags that describe a step instead of running it."""
-    text = "print tasks, memory and predicted time of a step, and whether it fits in memory, without running it"
-    parser.add_argument("--plan", action="store_true", help=text)
-    text = "with --plan: number of workers of --threads threads (default 1) that share the step; prints what each "
-    parser.add_argument("--workers", type=int, help=f"{text}sends, runs and holds")
-    text = "with --workers: bits per second of the link of each worker, such as 10G (default: all are on this machine)"
-    parser.add_argument("--bandwidth", type=count, default=0, help=text)
-    text = "with --bandwidth: time of a message on a link, such as 50us (default: 0s)"
-    parser.add_argument("--latency", type=duration, default=0.0, help=text)
 
 
 def given_flags(config: type, values: argparse.Namespace) -> dict[str, Any]:

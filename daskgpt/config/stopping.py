@@ -10,7 +10,7 @@ from types import FrameType
 
 # Exit code of a command that was stopped and can be continued: EX_TEMPFAIL of sysexits.h. A second signal gives 130.
 STOPPED = 75
-HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # a closed terminal; Windows has none
+ASKING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # Ctrl-C, `kill`, a closed terminal
 
 
 class CanGoOn(RuntimeError):
@@ -57,14 +57,14 @@ def finishing_first(say: Callable[[str], None], what: str = "step") -> Iterator[
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal requested
         if requested:
-            if number in HANGUP:
+            if number == signal.SIGHUP:
                 return
             raise KeyboardInterrupt
         requested = True
         with suppress(RuntimeError, OSError):  # in the middle of a line to the same stream, or the terminal is gone
             say(f"stopping after this {what}, and saving; a second signal stops at once without saving")
 
-    with _handled(ask, signal.SIGINT, signal.SIGTERM, *HANGUP):
+    with _handled(ask, *ASKING):
         yield lambda: requested
 
 
@@ -80,9 +80,9 @@ def delayed_interrupts() -> Iterator[None]:
     def remember(number: int, frame: FrameType | None) -> None:
         heard.add(number)
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, *HANGUP})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
     try:
-        with _handled(remember, signal.SIGINT, signal.SIGTERM, *HANGUP):
+        with _handled(remember, *ASKING):
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
