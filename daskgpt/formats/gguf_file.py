@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require, require_package
-from daskgpt.formats.stored_model import mapped, require_file, short
+from daskgpt.formats.stored_model import StoredTensor, mapped, require_file, short
 
 READ = "read_gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -27,18 +27,16 @@ _ALIGNMENT = "general.alignment"
 
 
 @dataclass(frozen=True, eq=False)
-class GGUFTensor:
-    """A tensor in a file.
+class GGUFTensor(StoredTensor):
+    """A tensor in a file; matrices are (out, in).
 
-    values   its bytes, a row of the tensor in each row
-    shape    matrices are (out, in)
+    values   a row of the tensor in each row
+    dtype    of what is read
     kind     number format, by the library's name
     """
 
-    values: np.ndarray
-    shape: tuple[int, ...]
-    kind: str
-    dtype = "F32"  # of what is read
+    dtype: str = "F32"
+    kind: str = ""
 
     def read(self) -> np.ndarray:
         """Return the values, float32."""
@@ -137,7 +135,7 @@ def _content(values: np.ndarray) -> tuple[dict[str, Any], dict[str, GGUFTensor]]
     for name, shape, kind, start, row in places:
         count = prod(shape[:-1])
         tensors[name] = GGUFTensor(
-            values[begin + start : begin + start + count * row].reshape(*shape[:-1], row), shape, kind
+            values[begin + start : begin + start + count * row].reshape(*shape[:-1], row), shape, kind=kind
         )
     if len(tensors) < len(places):
         raise ValueError("two tensors have one name")

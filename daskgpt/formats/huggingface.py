@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from daskgpt.formats.layouts import (
     parts_of,
     published_shapes,
 )
-from daskgpt.formats.safetensors import ENDING, ENTRY, INDEX_ENDING, StoredTensor, TensorFiles
+from daskgpt.formats.safetensors import ENDING, ENTRY, INDEX_ENDING, TensorFiles
 from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel, config_from, held, read_json, short
 from daskgpt.formats.tokenizer_folder import encoding_in
 from daskgpt.model.parameters import tensors
@@ -144,7 +145,7 @@ def open_huggingface(path: FilePath) -> StoredModel:
         stored_config = replace(stored_config.shortest(), padded_vocabulary=0)  # config.json has none
         rule = f"{CONFIG} and the file's own metadata must describe one model"
         require(stored_config == config, READ, rule, {"path": file, "metadata": stored_config, CONFIG: config}, DAMAGED)
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[str, Any] = {}
     for name, tensor in files.items():
         bare = _bare(name, family)
         if not MASK.fullmatch(bare):

@@ -90,7 +90,7 @@ def open_model(path: FilePath) -> StoredModel:
     require(rows >= 1, where, rule, {"path": path, "padded_vocabulary": rows}, "Write the file again.")
     config = stored_model.config_from(sizes, path, where, rule)
     dtype = DTYPES[header[1]]
-    mapped_dtype = np.dtype("<f4" if dtype == "F32" else "<u2")
+    mapped_dtype = np.dtype(stored_model.DTYPES[dtype])
     _check_size(path, where, mapped_dtype.itemsize * value_count(config))
     # The order of the file is that of the table, blocks in turn.
     table, values = tensors(config), stored_model.mapped(path, mapped_dtype, HEADER_BYTES)
@@ -98,7 +98,7 @@ def open_model(path: FilePath) -> StoredModel:
 
     def read(name: str) -> np.ndarray:
         shape, begin = table[name].shape, begins[name]
-        return held(table[name].shape, np.asarray(values[begin : begin + math.prod(shape)]).reshape(shape), dtype)
+        return held(shape, values[begin : begin + math.prod(shape)].reshape(shape))
 
     return StoredModel(config, ReadLater(table, read), kind="llm.c", dtype=READABLE[dtype], files=(path,))
 
