@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os.path
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import TypeVar
@@ -23,6 +24,22 @@ def refusal(kind: type[E], where: str, rule: str, got: Mapping[str, object] | st
     """
     description = got if isinstance(got, str) else ", ".join(f"{name}={value}" for name, value in got.items())
     return kind(f"{where}: {rule}; got {description}. {advice}")
+
+
+@contextmanager
+def refusing(
+    errors: type[Exception] | tuple[type[Exception], ...],
+    where: str,
+    rule: str,
+    got: Mapping[str, object],
+    advice: str,
+) -> Iterator[None]:
+    """Raise errors of a library or of foreign content as a `refusal`, a ValueError, whose values end with the error."""
+    try:
+        yield
+    except errors as error:
+        said = short(f"{type(error).__name__}: {error}", 200).rstrip(".")
+        raise refusal(ValueError, where, rule, {**got, "error": said}, advice) from error
 
 
 def require(
@@ -62,6 +79,12 @@ def require_package(name: str, extra: str, where: str) -> None:
     """Raise RuntimeError unless a package is installed; `extra` is the extra of daskgpt that installs it."""
     rule, advice = f"{name} must be installed", f"Run pip install 'daskgpt[{extra}]'."
     require(find_spec(name) is not None, where, rule, "no such package", advice, RuntimeError)
+
+
+def short(value: object, most: int = 40) -> str:
+    """Return a value of a foreign file as one printable line of at most `most` characters."""
+    text = "".join(character if character.isprintable() else "?" for character in str(value)[: 2 * most])
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def nearest(name: str, names: list[str]) -> str:

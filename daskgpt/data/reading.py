@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, cast
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import refusal, refusing
 from daskgpt.config.files import readable
 
 WHERE = "data"
@@ -89,12 +89,9 @@ def opened_parquet(file: File, where: str = WHERE) -> Iterator[Any]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    try:
-        with ParquetFile(file.path) as parquet:
-            yield parquet
-    except pyarrow.ArrowException as error:
-        problem = f"file={file.path} ({str(error).splitlines()[0][:100]})"
-        raise refusal(ValueError, where, "the file must be complete Parquet", problem, "Make it again.") from error
+    rule, got = "the file must be complete Parquet", {"file": file.path}
+    with refusing(pyarrow.ArrowException, where, rule, got, "Make it again."), ParquetFile(file.path) as parquet:
+        yield parquet
 
 
 def blocks(file: File, where: str = WHERE, start: int = 0, stop: int = LAST) -> Iterator[tuple[int, bytes]]:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusing, require
 from daskgpt.config.files import digest_of, digest_of_file, locked, remove, replacing, sync_folder, written
 from daskgpt.formats.encoding import is_learned, read_vocabulary
 from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, token_header
@@ -129,13 +129,11 @@ def read_manifest(folder: Path, where: str) -> Manifest:
         rule = "the preparation of the folder must be complete"
         advice = "Give the same daskgpt.prepare command again: it continues."
     require(is_complete(folder), where, rule, {"folder": folder}, advice, FileNotFoundError)
-    try:
+    rule, advice = "the manifest must be unchanged", "Prepare it again."
+    with refusing((ValueError, TypeError, KeyError, AttributeError), where, rule, {"path": path}, advice):
         fields = json.loads(path.read_bytes())
-        check, damage = fields.pop("check"), ""
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        fields, check, damage = {}, "", type(error).__name__
-    got = {"path": path, "check": damage or str(check)[:12]}
-    require(check == digest_of(fields), where, "the manifest must be unchanged", got, "Prepare it again.")
+        check = fields.pop("check")
+    require(check == digest_of(fields), where, rule, {"path": path, "check": str(check)[:12]}, advice)
     rule, got = f"its version must be {VERSION}", {"path": path, "version": fields.pop("version")}
     require(got["version"] == VERSION, where, rule, got, "A newer daskgpt wrote it: use that version.")
     del fields["kind"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusal, require, short
 from daskgpt.formats.byte_level import CHARACTERS, END_OF_TEXT, byte_level_bpe, decoded
 from daskgpt.formats.encoding import (
     KNOWN,
@@ -28,7 +28,6 @@ from daskgpt.formats.encoding import (
     read_vocabulary,
 )
 from daskgpt.formats.llmc import id_dtype
-from daskgpt.formats.stored_model import short
 from daskgpt.formats.tokenizer_folder import TOKENIZER, encoding_in
 
 PADDING = 128  # greatest number of ids that a model may have beyond those of its encoding

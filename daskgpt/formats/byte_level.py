@@ -11,8 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models
 
-from daskgpt.config.errors import refusal, require
-from daskgpt.formats.stored_model import short
+from daskgpt.config.errors import refusal, require, short
 
 WHERE = "read_tokenizer"
 OTHERS = "Other tokenizers are not supported: remove its files from the folder, and name an --encoding."

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken
 
-from daskgpt.config.errors import require, require_package
+from daskgpt.config.errors import require, require_package, short
 from daskgpt.config.files import replacing
 from daskgpt.config.model import ModelConfig
 from daskgpt.formats.byte_level import (
@@ -31,7 +31,7 @@ from daskgpt.formats.byte_level import (
 from daskgpt.formats.encoding import Encoding, content_of, know
 from daskgpt.formats.gguf_file import READ, GGUFTensor, open_gguf_file
 from daskgpt.formats.layouts import FAMILIES, GPT2, LLAMA, Part, explicit, family_of, open_tensors, paired, parts_of
-from daskgpt.formats.stored_model import FilePath, StoredModel, config_from, held, pieces, short
+from daskgpt.formats.stored_model import FilePath, StoredModel, config_from, held, pieces
 from daskgpt.model.parameters import Tensor, tensors
 
 WRITE = "write_gguf"

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require, require_package
-from daskgpt.formats.stored_model import StoredTensor, mapped, require_file, short
+from daskgpt.config.errors import refusing, require, require_package, short
+from daskgpt.formats.stored_model import StoredTensor, mapped, require_file
 
 READ = "read_gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -88,12 +88,9 @@ def open_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """
     require_file(path, READ)
     require_package("gguf", "gguf", READ)
-    try:
+    rule, got = "the file must be a complete GGUF file", {"path": path, "bytes": path.stat().st_size}
+    with refusing((ValueError, KeyError, RecursionError), READ, rule, got, "It is of another kind, or damaged."):
         entries, tensors = _content(mapped(path))
-    except (ValueError, KeyError, RecursionError) as error:
-        rule, advice = "the file must be a complete GGUF file", "It is of another kind, or damaged."
-        got = {"path": path, "bytes": f"{path.stat().st_size} ({short(error, 120)})"}
-        raise refusal(ValueError, READ, rule, got, advice) from error
     for name, tensor in tensors.items():
         rule, advice = f"tensors must be {', '.join(TYPES)}", "Convert it with llama.cpp, or give the original model."
         require(tensor.kind in TYPES, READ, rule, {"path": path, short(name): tensor.kind}, advice)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt import __version__
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusing, require, short
 from daskgpt.config.files import appearing, replacing
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import require_allowed
@@ -36,7 +36,7 @@ from daskgpt.formats.layouts import (
     published_shapes,
 )
 from daskgpt.formats.safetensors import ENDING, ENTRY, INDEX_ENDING, TensorFiles
-from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel, config_from, held, read_json, short
+from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel, config_from, held, read_json
 from daskgpt.formats.tokenizer_folder import encoding_in
 from daskgpt.model.parameters import tensors
 
@@ -351,20 +351,17 @@ def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig,
     got: dict[str, object] = {"path": path, "entries": short(", ".join(sorted(metadata)), 80) or "none"}
     require(ENTRY in metadata, READ_OWN, rule, got, ALONE)
     rule = f"the metadata's {ENTRY} must match its checksum"
-    try:
+    errors = (ValueError, RecursionError, AttributeError, TypeError, KeyError)
+    with refusing(errors, READ_OWN, rule, {"path": path}, FOREIGN):
         entry = json.loads(metadata[ENTRY])
         check = entry.pop(CHECK)
-    except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
-        raise refusal(ValueError, READ_OWN, rule, f"path={path} ({type(error).__name__})", FOREIGN) from error
     require(check == _checksum(entry), READ_OWN, rule, {"path": path, CHECK: short(check)}, FOREIGN)
     rule, advice = f"the version must be {VERSION}", "Read it with the daskgpt that wrote it, or a newer one."
     require(entry["version"] == VERSION, READ_OWN, rule, {"path": path, "version": short(entry["version"])}, advice)
     if LEARNED in entry:
         know(entry[LEARNED], str(path))
-    try:  # a setting that is newer than the file has its default
-        config = ModelConfig(**entry["model"])
+    rule = "the metadata must describe a model that is supported"
+    with refusing((ValueError, TypeError), READ_OWN, rule, {"path": path}, advice):
+        config = ModelConfig(**entry["model"])  # a setting that is newer than the file has its default
         require_allowed(map(str, asdict(config).values()), READ_OWN)
-        return config, entry["encoding"], entry["sequence_length"]
-    except (ValueError, TypeError) as error:
-        rule = "the metadata must describe a model that is supported"
-        raise refusal(ValueError, READ_OWN, rule, {"path": path}, short(error, 200)) from error
+    return config, entry["encoding"], entry["sequence_length"]

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import require, short
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.stored_model import READABLE, ReadLater, StoredTensor, held, require_defaults, short
+from daskgpt.formats.stored_model import READABLE, ReadLater, StoredTensor, held, require_defaults
 from daskgpt.model.parameters import Tensor, tensors
 
 FOREIGN = "Another program wrote it, or it is damaged; adapters must be merged first (peft: merge_and_unload)."

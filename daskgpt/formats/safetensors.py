@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, deserialize, safe_open
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusing, require, short
 from daskgpt.config.files import replacing, write_hashed
-from daskgpt.formats.stored_model import FilePath, StoredTensor, mapped, pieces, read_json, require_file, short
+from daskgpt.formats.stored_model import FilePath, StoredTensor, mapped, pieces, read_json, require_file
 
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
 ENTRY = "daskgpt"  # this program's entry of the metadata, a JSON object
@@ -97,12 +97,9 @@ class TensorFiles(dict[str, StoredTensor]):
         require_file(path, self.where)
         with open(path, "rb") as file:  # names the path if the system refuses
             size = int.from_bytes(file.read(8), "little")
-            try:
+            rule, got = "the file must be a complete safetensors file", {"path": path, "bytes": path.stat().st_size}
+            with refusing(SafetensorError, self.where, rule, got, "It is of another kind, or damaged."):
                 _check(path)
-            except SafetensorError as error:
-                rule, advice = "the file must be a complete safetensors file", "It is of another kind, or damaged."
-                got = {"path": path, "bytes": f"{path.stat().st_size} ({short(error, 120)})"}
-                raise refusal(ValueError, self.where, rule, got, advice) from error
             header = json.loads(file.read(size))
         values, metadata = mapped(path, offset=8 + size), header.pop("__metadata__", None)
         for name, entry in header.items():

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusing, require
 from daskgpt.config.model import ModelConfig
 
 # The dtypes of values that can be read, by safetensors' names; bfloat16 is read as the uint16 of its bits.
@@ -125,10 +125,9 @@ def config_from(settings: Mapping[str, Any], path: Path, where: str, rule: str) 
 
     Errors   ValueError with the rule if they describe none
     """
-    try:
-        return ModelConfig(**settings).shortest()
-    except (ValueError, TypeError) as error:
-        raise refusal(ValueError, where, rule, {"path": path}, str(error)) from error
+    with refusing((ValueError, TypeError), where, rule, {"path": path}, "Other models are not supported."):
+        config = ModelConfig(**settings)
+    return config.shortest()
 
 
 def held(shape: tuple[int, ...], values: np.ndarray) -> np.ndarray:
@@ -200,15 +199,7 @@ def read_json(path: Path, where: str, what: str, most: int = MAX_JSON_BYTES) -> 
     size = path.stat().st_size
     rule, advice = f"{what} must be a JSON object of at most {most:,} bytes", "Copy or write it again."
     require(size <= most, where, rule, {"path": path, "bytes": size}, advice)
-    try:
+    with refusing((ValueError, RecursionError), where, rule, {"path": path}, advice):
         value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise refusal(ValueError, where, rule, {"path": f"{path} ({type(error).__name__})"}, advice) from error
     require(isinstance(value, dict), where, rule, {"path": path, "kind": type(value).__name__}, advice)
     return dict(value)
-
-
-def short(value: object, most: int = 40) -> str:
-    """Return a value of a foreign file as one printable line of at most `most` characters."""
-    text = "".join(character if character.isprintable() else "?" for character in str(value)[: 2 * most])
-    return text if len(text) <= most else f"{text[: most - 3]}..."
