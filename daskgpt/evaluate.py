@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
     values, options = flags.read(arguments, EvaluateConfig)
     require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, for example.")
-    source = recognize(options.data, where="evaluate")
+    source = recognize(options.data)
     data = f"{source.name} ({source.described})"
     model = open_model_of(values.model)
     encoding_name, length = encoding_and_length(model, options.encoding)

@@ -81,7 +81,7 @@ class Preparation:
         with token_folder.begun_folder(self.config.out, decides) as folder:
             self.existed = token_folder.is_complete(folder)
             if self.existed:
-                return token_folder.read_manifest(folder, WHERE)
+                return token_folder.read_manifest(folder)
             partitions, stop = corpus.partitions(self.files), Stop()
             learned = tokenizer.is_to_be_learned(self.encoding)
             encoding = self._learned(folder, partitions) if learned else self.encoding

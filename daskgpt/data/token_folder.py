@@ -106,19 +106,19 @@ def is_complete(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def encoding_of(folder: Path, where: str) -> str:
+def encoding_of(folder: Path) -> str:
     """Return the name of a folder's encoding, which is known from here on.
 
     Errors   as of `read_manifest`; ValueError if its vocabulary is another one than that of its tokens
     """
-    encoding = read_manifest(folder, where).encoding
+    encoding = read_manifest(folder).encoding
     name = read_vocabulary(folder / VOCABULARY_FILE) if is_learned(encoding) else encoding
     rule, got = f"the vocabulary must be unchanged, {encoding}", {"folder": folder, "encoding": name}
-    require(name == encoding, where, rule, got, "Prepare it again.")
+    require(name == encoding, WHERE, rule, got, "Prepare it again.")
     return encoding
 
 
-def read_manifest(folder: Path, where: str) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a folder.
 
     Errors   FileNotFoundError if it has none; ValueError if it is damaged or of another version
@@ -128,14 +128,14 @@ def read_manifest(folder: Path, where: str) -> Manifest:
     if (folder / JOURNAL).is_file():
         rule = "the preparation of the folder must be complete"
         advice = "Give the same daskgpt.prepare command again: it continues."
-    require(is_complete(folder), where, rule, {"folder": folder}, advice, FileNotFoundError)
+    require(is_complete(folder), WHERE, rule, {"folder": folder}, advice, FileNotFoundError)
     rule, advice = "the manifest must be unchanged", "Prepare it again."
-    with refusing((ValueError, TypeError, KeyError, AttributeError), where, rule, {"path": path}, advice):
+    with refusing((ValueError, TypeError, KeyError, AttributeError), WHERE, rule, {"path": path}, advice):
         fields = json.loads(path.read_bytes())
         check = fields.pop("check")
-    require(check == digest_of(fields), where, rule, {"path": path, "check": str(check)[:12]}, advice)
+    require(check == digest_of(fields), WHERE, rule, {"path": path, "check": str(check)[:12]}, advice)
     rule, got = f"its version must be {VERSION}", {"path": path, "version": fields.pop("version")}
-    require(got["version"] == VERSION, where, rule, got, "A newer daskgpt wrote it: use that version.")
+    require(got["version"] == VERSION, WHERE, rule, got, "A newer daskgpt wrote it: use that version.")
     del fields["kind"]
     fields.pop("skipped", 0)  # of earlier versions
     return Manifest(**_parsed(fields))
