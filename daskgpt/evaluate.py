@@ -53,7 +53,6 @@ def main(arguments: list[str]) -> int:
     values, options = flags.read(arguments, EvaluateConfig)
     require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, for example.")
     source = recognize(options.data)
-    data = f"{source.name} ({source.described})"
     model = open_model_of(values.model)
     encoding_name, length = encoding_and_length(model, options.encoding)
     encoding = get_encoding(encoding_name)

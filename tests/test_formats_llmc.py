@@ -154,14 +154,13 @@ def test_bad_parameters_are_not_written(tmp_path, change, error, keyword):
 
 
 WRONG_PLACES = [
-    ("model.bin", 4, ValueError, "version must be 3"),
-    (".", 3, ValueError, "path must name a file"),
-    ("absent/model.bin", 3, FileNotFoundError, "folder must exist"),
+    (".", ValueError, "path must name a file"),
+    ("absent/model.bin", FileNotFoundError, "folder must exist"),
 ]
 
 
-@pytest.mark.parametrize(("path", "version", "error", "keyword"), WRONG_PLACES)
-def test_bad_paths_and_versions_are_refused(tmp_path, path, version, error, keyword):
+@pytest.mark.parametrize(("path", "error", "keyword"), WRONG_PLACES)
+def test_bad_paths_are_refused(tmp_path, path, error, keyword):
     with pytest.raises(error, match=keyword):
-        write_model(tmp_path / path, SMALL, small_parameters(), version)
+        write_model(tmp_path / path, SMALL, small_parameters())
     assert os.listdir(tmp_path) == []

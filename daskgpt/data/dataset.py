@@ -133,18 +133,18 @@ def load_dataset(
     piece of one that was cut for validation. Pairs become examples (`data/pairs.py`). Of prepared tokens the shards
     stay memory-mapped.
 
-    source           see `data/source.py`
-    validation_data  another source, of which prepared tokens give their held-out part; "" holds out a part of the first
+    source                see `data/source.py`
+    validation_fraction   above 0 and below 1
+    validation_data       another source, of which prepared tokens give their held-out part; "" holds out a part of the
+                          first
 
     Shapes   each part at least (sequence_length + 1,), one sequence and its targets
     Dtype    that of the ids
     Cost     everything but token files is held in memory
-    Errors   ValueError for an unknown encoding, a fraction outside 0 and 1, ids beyond the vocabulary, too little text,
+    Errors   ValueError for an unknown encoding, ids beyond the vocabulary, too little text,
              changed shards; FileNotFoundError if a source or GPT-2's vocabulary is missing
     """
     where = "load_dataset"
-    rule = "validation_fraction must lie between 0 and 1"
-    require(0 < validation_fraction < 1, where, rule, {"validation_fraction": validation_fraction}, "Try 0.1.")
     training = recognize(source) if isinstance(source, str) else source
     validating = recognize(validation_data) if validation_data else None
     name = encoding_for(training, encoding)

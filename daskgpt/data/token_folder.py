@@ -68,11 +68,6 @@ class Contents:
     train: Part = field(default_factory=Part)
     val: Part = field(default_factory=Part)
 
-    def add(self, other: Contents) -> None:
-        """Append what follows."""
-        self.train.add(other.train)
-        self.val.add(other.val)
-
 
 @dataclass
 class Manifest(Contents):
@@ -101,11 +96,6 @@ def is_prepared(folder: Path) -> bool:
         return KIND.encode() in file.read(2**12) or any(folder.glob(f"{PARTS[0]}_*.bin"))
 
 
-def is_complete(folder: Path) -> bool:
-    """Return whether a preparation of a folder came to its end."""
-    return (folder / MANIFEST).is_file()
-
-
 def encoding_of(folder: Path) -> str:
     """Return the name of a folder's encoding, which is known from here on.
 
@@ -128,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
     if (folder / JOURNAL).is_file():
         rule = "the preparation of the folder must be complete"
         advice = "Give the same daskgpt.prepare command again: it continues."
-    require(is_complete(folder), WHERE, rule, {"folder": folder}, advice, FileNotFoundError)
+    require(path.is_file(), WHERE, rule, {"folder": folder}, advice, FileNotFoundError)
     rule, advice = "the manifest must be unchanged", "Prepare it again."
     with refusing((ValueError, TypeError, KeyError, AttributeError), WHERE, rule, {"path": path}, advice):
         fields = json.loads(path.read_bytes())

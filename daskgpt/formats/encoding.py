@@ -104,10 +104,7 @@ class Encoding:
 
     @cached_property
     def library(self) -> Tokenizer:
-        """The tokenizer of the library `tokenizers`, for other programs.
-
-        Errors   ValueError if a token is not a merge of two earlier ones
-        """
+        """The tokenizer of the library `tokenizers`, for other programs."""
         if self.pipeline:
             return self.pipeline
         if self.content:

@@ -112,7 +112,7 @@ def _content(values: np.ndarray) -> tuple[dict[str, Any], dict[str, GGUFTensor]]
     alignment = entries.get(_ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1:
         raise ValueError(f"{_ALIGNMENT} {short(alignment)}")
-    places, end = [], 0  # of the tensors, without gaps
+    places, last, end = [], 0, 0  # of the tensors, without gaps
     for _ in range(tensor_count):
         name, axes = header.text(), header.number(4)
         shape = tuple(header.number(8) for _ in range(axes))[::-1]
@@ -120,20 +120,16 @@ def _content(values: np.ndarray) -> tuple[dict[str, Any], dict[str, GGUFTensor]]
         block, size = GGML_QUANT_SIZES[kind]
         if header.number(8) != end or not shape or shape[-1] % block:
             raise ValueError(f"{name} is not where it must be")
-        row = shape[-1] // block * size
-        places.append((name, shape, kind.name, end, row))
-        end += prod(shape[:-1]) * row
-        end += -end % alignment
+        last = end + prod(shape) // block * size
+        places.append((name, shape, kind.name, slice(end, last)))
+        end = last + -last % alignment
     begin = header.place + -header.place % alignment
-    last = places[-1][3] + prod(places[-1][1][:-1]) * places[-1][4] if places else 0
     if not last <= len(values) - begin <= end:
         raise ValueError("the tensors have another size")
     tensors = {}
-    for name, shape, kind, start, row in places:
-        count = prod(shape[:-1])
-        tensors[name] = GGUFTensor(
-            values[begin + start : begin + start + count * row].reshape(*shape[:-1], row), shape, kind=kind
-        )
+    for name, shape, kind, place in places:
+        rows = values[begin:][place].reshape(*shape[:-1], -1)
+        tensors[name] = GGUFTensor(rows, shape, kind=kind)
     if len(tensors) < len(places):
         raise ValueError("two tensors have one name")
     return entries, tensors

@@ -285,7 +285,8 @@ def write_run_model(path: FilePath, model: StoredModel, family: str = GPT2) -> s
 
     family   whose names and layout of tensors the file has; GPT-2's can hold every model
 
-    Layout   Hugging Face's, in the table's order; metadata "daskgpt": configuration, encoding, sequence length
+    Layout   Hugging Face's, in the table's order; metadata "daskgpt": configuration, encoding with the content of a
+             learned one, sequence length
     Dtype    float32
     Cost     16 MiB, and a tensor if tensors are read later
     Returns  the SHA-256 of the file
@@ -309,17 +310,13 @@ def write_run_model(path: FilePath, model: StoredModel, family: str = GPT2) -> s
         possible = published_shapes(config, tensor, part)
         # Only the shape of the token table depends on its values.
         shapes[name] = possible[0] if len(possible) == 1 else view(name).shape
-    return safetensors.write_tensor_file(path, shapes, view, metadata_of(model), where=WRITE_OWN)
-
-
-def metadata_of(model: StoredModel) -> dict[str, str]:
-    """Return the metadata of a model's file, including a learned vocabulary."""
-    entry: dict[str, object] = {"version": VERSION, "daskgpt": __version__, "model": asdict(model.config)}
+    entry: dict[str, object] = {"version": VERSION, "daskgpt": __version__, "model": asdict(config)}
     entry |= {"encoding": model.encoding, "sequence_length": model.sequence_length}
     if is_learned(model.encoding):  # no other place has it
         entry[LEARNED] = known_encoding(model.encoding).content
     # transformers reads a file only if its metadata names a library; the layout is the same for all.
-    return {"format": "pt", ENTRY: json.dumps(entry | {CHECK: _checksum(entry)})}
+    metadata = {"format": "pt", ENTRY: json.dumps(entry | {CHECK: _checksum(entry)})}
+    return safetensors.write_tensor_file(path, shapes, view, metadata, where=WRITE_OWN)
 
 
 def _checksum(entry: Mapping[str, object]) -> int:

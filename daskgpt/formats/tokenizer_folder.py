@@ -50,8 +50,6 @@ def tokenizer_files(encoding: Encoding, positions: int) -> dict[str, bytes]:
     """Return the files of a tokenizer by name: tokenizer.json and tokenizer_config.json.
 
     positions   longest sequence of the model [tokens]
-
-    Errors      as of `Encoding.library`
     """
     end = next(iter(encoding.specials))
     settings: dict[str, object] = {"bos_token": encoding.bos_token or None, "eos_token": end, "unk_token": end}
