@@ -19,9 +19,9 @@ from daskgpt.config.errors import require_in_imports  # at once: it looks whethe
 
 __version__ = "0.1.0"
 
-if find_spec("fcntl") is None:  # on Windows
-    _rule, _got = "the system must be Linux, or much like it", {"platform": sys.platform}
-    require_in_imports(False, _rule, _got, "On Windows, use WSL: run wsl --install, and install daskgpt there.")
+_rule, _got = "the system must be Linux, or much like it", {"platform": sys.platform}
+_advice = "On Windows, use WSL: run wsl --install, and install daskgpt there."
+require_in_imports(find_spec("fcntl") is not None, _rule, _got, _advice)  # Windows has none
 
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # A command of this package has only begun its imports here: until `run_command`, Ctrl-C just ends it. An exception

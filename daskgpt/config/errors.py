@@ -55,11 +55,10 @@ def require_in_imports(holds: bool, rule: str, got: Mapping[str, object], advice
 
     A command has not begun then, and nothing could catch the error: its line is printed, and the process exits with 2.
     """
-    try:
-        require(holds, "daskgpt", rule, got, advice, RuntimeError)
-    except RuntimeError as error:
+    if not holds:
+        error = refusal(RuntimeError, "daskgpt", rule, got, advice)
         if not IS_COMMAND:
-            raise
+            raise error
         print(error, file=sys.stderr, flush=True)
         sys.exit(2)
 

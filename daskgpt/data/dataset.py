@@ -24,6 +24,7 @@ from daskgpt.formats.llmc import id_dtype, read_tokens
 
 Batch = tuple[Any, ...]  # tokens, targets, and of pairs loss weights of the targets; each (B, T)
 RANDOM, EPOCHS = "random", "epochs"
+WHERE = "load_dataset"
 HASHED_TOKENS = 2**22  # at a time
 
 
@@ -87,7 +88,7 @@ class Dataset:
         """Return the number of sequences that hold the training part once."""
         return _sequences(self.training, sequence_length, sequence_length)
 
-    def checked(self, where: str, batch_size: int, sequence_length: int) -> Dataset:
+    def checked(self, batch_size: int, sequence_length: int) -> Dataset:
         """Return the dataset. Each pair fills a sequence, so any number of them suffices.
 
         Errors   ValueError if training has fewer tokens than a batch and one more, or validation fewer than a sequence
@@ -97,7 +98,7 @@ class Dataset:
         for kind, tokens, sequences in () if isinstance(self.training, Examples) else parts:
             rule = f"the {kind} part must hold a batch of {sequences} x {sequence_length} tokens and one more"
             got, advice = {"data": self.origin, "tokens": tokens.size}, "Give more text or a smaller batch."
-            require(tokens.size > sequences * sequence_length, where, rule, got, advice)
+            require(tokens.size > sequences * sequence_length, WHERE, rule, got, advice)
         return self
 
     @cached_property
@@ -144,7 +145,6 @@ def load_dataset(
     Errors   ValueError for an unknown encoding, ids beyond the vocabulary, too little text,
              changed shards; FileNotFoundError if a source or GPT-2's vocabulary is missing
     """
-    where = "load_dataset"
     training = recognize(source) if isinstance(source, str) else source
     validating = recognize(validation_data) if validation_data else None
     name = encoding_for(training, encoding)
@@ -153,12 +153,12 @@ def load_dataset(
     if validating:
         same, got = (training.kind == PAIRS) == (validating.kind == PAIRS), {"data": training.kind}
         rule, advice = "both sources must be pairs, or none", "Give --validation-data of the same kind."
-        require(same, where, rule, got | {"validation_data": validating.kind}, advice)
+        require(same, WHERE, rule, got | {"validation_data": validating.kind}, advice)
         other = load_validation(validating, dataset.encoding_name, sequence_length)
         origin = f"{dataset.origin}, validation on {other.origin}"
         shards = (dataset.digest, other.digest)
         dataset = replace(dataset, validation=other.validation, origin=origin, shards=shards, prompt=other.prompt)
-    return dataset.checked(where, 1, sequence_length)
+    return dataset.checked(1, sequence_length)
 
 
 def load_validation(source: Source, encoding: str, sequence_length: int = 1) -> Dataset:
@@ -181,16 +181,16 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
 
     Errors    ValueError for an unknown encoding, or another one than that of the token files
     """
-    where, written = "load_dataset", source.encoding
+    written = source.encoding
     if source.kind == PREPARED:
         written = encoding_of(Path(source.name).expanduser())
     name = wanted or written or ("gpt2" if source.kind == TOKENS else default)
     learned = tokenizer.is_to_be_learned(name)
     tokenizer.size_to_learn(name) if learned else tokenizer.vocabulary_size(name)  # known without reading anything
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source.name}
-    require(source.kind == TEXT or not learned, where, rule, got, "Name the encoding of these tokens.")
+    require(source.kind == TEXT or not learned, WHERE, rule, got, "Name the encoding of these tokens.")
     rule, got = "the encoding must be that of the tokens", {"encoding": name, "source": f"{source.name} ({written})"}
-    require(written in ("", name), where, rule, got, "Leave --encoding out.")
+    require(written in ("", name), WHERE, rule, got, "Leave --encoding out.")
     return name
 
 
@@ -266,7 +266,7 @@ def _prepared(folder: Path) -> Dataset:
             same, got = rows[-1].size == shard.tokens, {"path": path, "tokens": rows[-1].size}
             if path.stat().st_mtime_ns > written:
                 same = same and digest_of_file(path) == shard.sha256
-            require(same, "load_dataset", "a shard must be unchanged", got, "Prepare it again.")
+            require(same, WHERE, "a shard must be unchanged", got, "Prepare it again.")
             shards.append(shard.sha256)
     training, validation = map(MappedTokens, parts)
     origin = f"{folder} ({len(shards)} shards)"

@@ -75,6 +75,13 @@ def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[Sequence[str]], spli
     return Tokenizer.from_str(json.dumps({"pre_tokenizer": split, "decoder": _LEVEL, "model": model}))
 
 
+def library_of(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> Tokenizer:
+    """Return a tokenizer that splits text as GPT-2's, with tokens in the order of their merges, and special tokens."""
+    library = byte_level_bpe({named(token): i for token, i in ranks.items()} | {**specials}, merges_of(ranks))
+    library.add_special_tokens([END_OF_TEXT])
+    return library
+
+
 def splitting_of(pipeline: Mapping[str, Any]) -> str:
     """Return llama.cpp's name for the way in which a pipeline splits text; "" if it has none."""
     parts = pipeline["pre_tokenizer"].get("pretokenizers", [pipeline["pre_tokenizer"]])

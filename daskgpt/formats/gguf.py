@@ -20,15 +20,8 @@ from tokenizers import AddedToken
 from daskgpt.config.errors import require, require_package, short
 from daskgpt.config.files import replacing
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.byte_level import (
-    CHARACTERS,
-    SPLITTINGS,
-    byte_level_bpe,
-    check_byte_level,
-    splitting_of,
-    whole_files,
-)
-from daskgpt.formats.encoding import Encoding, content_of, know
+from daskgpt.formats.byte_level import SPLITTINGS, byte_level_bpe, check_byte_level, named, splitting_of, whole_files
+from daskgpt.formats.encoding import Encoding, know_library
 from daskgpt.formats.gguf_file import READ, GGUFTensor, open_gguf_file
 from daskgpt.formats.layouts import FAMILIES, GPT2, LLAMA, Part, explicit, family_of, open_tensors, paired, parts_of
 from daskgpt.formats.stored_model import FilePath, StoredModel, config_from, held, pieces
@@ -161,7 +154,7 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
         pairs = [pair.split(" ") for pair in tokenizer["merges"]]
         merges = [pair for pair in pairs if "".join(pair) in ids]
         special = {token: kinds[i] == TokenType.CONTROL for token, i in ids.items() if kinds[i] != TokenType.NORMAL}
-        if not merges and list(ids)[:-1] == [CHARACTERS[byte] for byte in range(256)]:
+        if not merges and list(ids)[:-1] == [*named(bytes(range(256)))]:
             return "bytes"
         end, bos = tokens[tokenizer["eos_token_id"]], tokenizer.get("bos_token_id")
         others = {"chat_template": str(entries.get(TEMPLATE, "")), "bos_token": "" if bos is None else tokens[bos]}
@@ -169,8 +162,7 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
         library = byte_level_bpe(ids, merges, tokenizer["pre"])
         library.add_tokens(added)
         check_byte_level(path, library)
-        content = content_of(library, end, **others)
-    return know(content, str(path))
+    return know_library(library, end, str(path), **others)
 
 
 def write_gguf(path: FilePath, model: StoredModel, encoding: Encoding, dtype: str = "float32") -> None:

@@ -187,7 +187,7 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     parts = {name: getattr(data, name) for name in PARTS}
     dataset = load_dataset(source, encoding, sequence_length=data.sequence_length, **parts)
     if source.kind == PREPARED:
-        dataset.checked("load_dataset", data.sequences, data.sequence_length)
+        dataset.checked(data.sequences, data.sequence_length)
     return dataset
 
 
