@@ -77,6 +77,12 @@ def replacing(path: str | os.PathLike[str], where: str) -> Iterator[BinaryIO]:
         os.replace(temporary, Path(path))
 
 
+def write_whole(path: str | os.PathLike[str], content: bytes, where: str) -> None:
+    """Write a file of this content, which is complete or absent. Errors   as of `replacing`"""
+    with replacing(path, where) as file:
+        file.write(content)
+
+
 @contextmanager
 def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
     """Yield a folder under a temporary name; it gets the final name when its content is on the disk.
@@ -93,7 +99,7 @@ def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         sync_folder(temporary)
-        if free and target.is_dir():
+        if target.is_dir():
             target.rmdir()  # not every file system renames over an empty folder
         os.replace(temporary, target)
         sync_folder(target.parent)

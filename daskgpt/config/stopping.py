@@ -44,13 +44,12 @@ def heeding_interrupts() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def finishing_first(say: Callable[[str], None], what: str = "step") -> Iterator[Callable[[], bool]]:
-    """Stop at Ctrl-C, SIGTERM or SIGHUP (a closed terminal), but only after `what`; yield a check for it.
+def finishing_first(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Stop at Ctrl-C, SIGTERM or SIGHUP (a closed terminal), but only after the step; yield a check for it.
 
     The second Ctrl-C or SIGTERM interrupts at once. A second SIGHUP does not: shells send it together with others.
 
-    say    prints a line
-    what   name of the work that is finished first
+    say   prints a line
     """
     requested = False
 
@@ -62,7 +61,7 @@ def finishing_first(say: Callable[[str], None], what: str = "step") -> Iterator[
             raise KeyboardInterrupt
         requested = True
         with suppress(RuntimeError, OSError):  # in the middle of a line to the same stream, or the terminal is gone
-            say(f"stopping after this {what}, and saving; a second signal stops at once without saving")
+            say("stopping after this step, and saving; a second signal stops at once without saving")
 
     with _handled(ask, *ASKING):
         yield lambda: requested

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import digest_of, replacing
+from daskgpt.config.files import digest_of, write_whole
 from daskgpt.data import corpus, reading, token_folder, tokenizer
 from daskgpt.data.corpus import WHERE, PrepareConfig, Section
 from daskgpt.data.token_folder import MANIFEST, PARTS, VOCABULARY_FILE, Contents, Manifest, TokenWriter
@@ -86,8 +86,7 @@ class Preparation:
             learned = tokenizer.is_to_be_learned(self.encoding)
             encoding = self._learned(folder, partitions) if learned else self.encoding
             if is_learned(encoding):
-                with replacing(folder / VOCABULARY_FILE, WHERE) as file:
-                    file.write(known_encoding(encoding).content.encode())
+                write_whole(folder / VOCABULARY_FILE, known_encoding(encoding).content.encode(), WHERE)
             task = partial(tokenize, encoding=encoding, config=self.config, folder=folder.absolute(), stop=stop)
             tokens = bag.from_sequence(enumerate(partitions), partition_size=1).map(task)
             try:

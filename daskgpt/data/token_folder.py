@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import refusing, require
-from daskgpt.config.files import digest_of, digest_of_file, locked, remove, replacing, sync_folder, written
+from daskgpt.config.files import digest_of, digest_of_file, locked, remove, replacing, sync_folder, write_whole, written
 from daskgpt.formats.encoding import is_learned, read_vocabulary
 from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, token_header
 
@@ -157,8 +157,7 @@ def begun_folder(path: str, decides: Mapping[str, Any]) -> Iterator[Path]:
             )
             require((folder / JOURNAL).read_bytes() == content, WHERE, rule, {"out": folder}, advice)
         else:
-            with replacing(folder / JOURNAL, WHERE) as file:
-                file.write(content)
+            write_whole(folder / JOURNAL, content, WHERE)
         yield folder
 
 
@@ -171,16 +170,14 @@ def complete(folder: Path, manifest: Manifest) -> None:
     content = json.dumps(fields | {"check": digest_of(fields)}, indent=1, ensure_ascii=False).encode() + b"\n"
     with written(folder, WHERE):
         sync_folder(folder)
-    with replacing(folder / MANIFEST, WHERE) as file:
-        file.write(content)
+    write_whole(folder / MANIFEST, content, WHERE)
     for path in (*folder.glob(".partition_*.json"), *folder.glob(".*.tmp")):
         remove(path)
 
 
 def write_contents(folder: Path, number: int, contents: Contents) -> None:
     """Write the contents of a partition, whose files are complete. Errors   OSError if the system refuses"""
-    with replacing(folder / f".partition_{number:06}.json", WHERE) as file:
-        file.write(json.dumps(asdict(contents)).encode())
+    write_whole(folder / f".partition_{number:06}.json", json.dumps(asdict(contents)).encode(), WHERE)
 
 
 def read_contents(folder: Path, number: int) -> Contents | None:

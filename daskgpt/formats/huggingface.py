@@ -18,7 +18,7 @@ import numpy as np
 
 from daskgpt import __version__
 from daskgpt.config.errors import refusing, require, short
-from daskgpt.config.files import appearing, replacing
+from daskgpt.config.files import appearing, write_whole
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import require_allowed
 from daskgpt.formats import safetensors
@@ -242,8 +242,7 @@ def write_huggingface(
             GENERATION: _text(ids | {"_from_model_config": True}),
         }
         for name, content in (texts | dict(tokenizer)).items():
-            with replacing(inside / name, WRITE) as file:
-                file.write(content)
+            write_whole(inside / name, content, WRITE)
 
 
 def _model_type(config: ModelConfig, family: str) -> str:
