@@ -151,7 +151,8 @@ def begun_folder(path: str, decides: Mapping[str, Any]) -> Iterator[Path]:
         lock = locked(folder / LOCK, WHERE, "no other process must write the folder")
     with lock:
         if JOURNAL in names:
-            rule, same = "the folder must not be of other inputs or settings", (folder / JOURNAL).read_bytes() == content
+            same = (folder / JOURNAL).read_bytes() == content
+            rule = "the folder must not be of other inputs or settings"
             require(same, WHERE, rule, {"out": folder}, "Name another with --out, or remove it.")
         else:
             write_whole(folder / JOURNAL, content, WHERE)
