@@ -142,7 +142,9 @@ def flip_in_file(folder: Path, name: str, draw: random.Random) -> str:
     path = folder / name
     tensor, stored = draw.choice(list(TensorFiles(path, "audit_faults").items()))
     content = bytearray(path.read_bytes())
-    content[stored.begin + draw.randrange(4 * prod(stored.shape))] ^= 1 << draw.randrange(8)
+    data = 8 + int.from_bytes(content[:8], "little")  # where the tensors begin, behind the header
+    begin = data + json.loads(content[8:data])[tensor]["data_offsets"][0]
+    content[begin + draw.randrange(4 * prod(stored.shape))] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
     return tensor
 

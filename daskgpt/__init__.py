@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import signal
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from daskgpt.config.errors import require_in_imports  # at once: it looks whether this is a command
 
 __version__ = "0.1.0"
 
-try:
-    import fcntl as _fcntl
-except ImportError:
-    _fcntl = None  # type: ignore[assignment]
-if sys.platform == "win32" or _fcntl is None:
-    _rule, _got = "the system must be Linux, or much like it", {"platform": sys.platform}
-    require_in_imports(False, _rule, _got, "On Windows, use WSL: run wsl --install, and install daskgpt there.")
+_rule, _got = "the system must be Linux, or much like it", {"platform": sys.platform}
+_advice = "On Windows, use WSL: run wsl --install, and install daskgpt there."
+require_in_imports(find_spec("fcntl") is not None, _rule, _got, _advice)  # Windows has none
 
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # A command of this package has only begun its imports here: until `run_command`, Ctrl-C just ends it. An exception

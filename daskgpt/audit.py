@@ -8,14 +8,13 @@ temporary files (TMPDIR).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from daskgpt.config.errors import require
-from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
+from daskgpt.config.flags import Parser, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
-from daskgpt.config.settings import documented, setting
+from daskgpt.config.settings import setting
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.audit import Audit
 from daskgpt.training.job import compile_kernels
@@ -26,8 +25,6 @@ EPILOG = (
 )
 
 
-@documented
-@dataclass(frozen=True)
 class AuditConfig(PlacesConfig):
     """Settings of an audit."""
 
@@ -39,11 +36,7 @@ def main(arguments: list[str]) -> int:
     """Print a line for each fault of the chain and for each stretch, and a verdict."""
     flags = Parser(prog="daskgpt.audit", description=__doc__, epilog=EPILOG)
     flags.add_argument("run", metavar="RUN", type=Path, help="run folder")
-    add_flags(flags, AuditConfig)
-    add_flags(flags, DataflowConfig)
-    values = flags.parse_args(arguments)
-    options: AuditConfig = from_flags(AuditConfig, values)
-    dataflow: DataflowConfig = from_flags(DataflowConfig, values)
+    values, options, dataflow = flags.read(arguments, AuditConfig, DataflowConfig)
     if options.share:
         require_scheduler(dataflow.scheduler)
     audit = Audit(values.run, given_flags(DataflowConfig, values), options.data, options.init)

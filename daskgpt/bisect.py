@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
+from daskgpt.config.flags import Parser, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
@@ -43,10 +43,7 @@ def main(arguments: list[str]) -> int:
     flags = Parser(prog="daskgpt.bisect", description=__doc__, epilog=EPILOG)
     for name in ("one", "other"):
         flags.add_argument(name, metavar=f"RUN_{'AB'[name == 'other']}", type=Path, help="run folder, or a model")
-    add_flags(flags, PlacesConfig)
-    add_flags(flags, DataflowConfig)
-    values = flags.parse_args(arguments)
-    places, dataflow = from_flags(PlacesConfig, values), from_flags(DataflowConfig, values)
+    values, places, dataflow = flags.read(arguments, PlacesConfig, DataflowConfig)
     require_scheduler(dataflow.scheduler)
     paths = values.one, values.other
     if not all((path / CHAIN).is_file() for path in paths):

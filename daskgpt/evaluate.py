@@ -15,15 +15,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from daskgpt.config.errors import require
-from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
-from daskgpt.config.settings import documented, setting
+from daskgpt.config.flags import Parser, run_command
+from daskgpt.config.settings import setting
 from daskgpt.data.dataset import MappedTokens, check_tokens, load_validation
 from daskgpt.data.pairs import Examples
 from daskgpt.data.source import PREPARED, recognize
@@ -38,8 +37,6 @@ from daskgpt.training.job import compile_kernels
 Figures = dict[str, Any]  # numbers by name, in the order of `--json`
 
 
-@documented
-@dataclass(frozen=True)
 class EvaluateConfig(DecodingConfig):
     """Settings of an evaluation."""
 
@@ -53,12 +50,9 @@ def main(arguments: list[str]) -> int:
     flags = Parser(prog="daskgpt.evaluate", description=__doc__)
     flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
     flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
-    add_flags(flags, EvaluateConfig)
-    values = flags.parse_args(arguments)
-    options: EvaluateConfig = from_flags(EvaluateConfig, values)
+    values, options = flags.read(arguments, EvaluateConfig)
     require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, for example.")
-    source = recognize(options.data, where="evaluate")
-    data = f"{source.name} ({source.described})"
+    source = recognize(options.data)
     model = open_model_of(values.model)
     encoding_name, length = encoding_and_length(model, options.encoding)
     encoding = get_encoding(encoding_name)

@@ -23,8 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from daskgpt.config.errors import require
-from daskgpt.config.flags import Parser, add_flags, from_flags, run_command, text
-from daskgpt.config.settings import documented, setting
+from daskgpt.config.flags import Parser, run_command, text
+from daskgpt.config.settings import setting
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Message, template_of
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats.encoding import Encoding
@@ -37,8 +37,6 @@ from daskgpt.training.job import compile_kernels
 PLACE = "{}"  # of what a user writes, in the form of prompts
 
 
-@documented
-@dataclass(frozen=True)
 class GenerateConfig(DecodingConfig, Choice):
     """Settings of generation."""
 
@@ -101,9 +99,7 @@ def main(arguments: list[str]) -> int:
     help_text = "text to continue, or what a user says to a chat model (default: a new line); may be repeated"
     flags.add_argument("--prompt", action="append", type=text, help=help_text)
     flags.add_argument("-i", "--interactive", action="store_true", help="chat with the model in the terminal")
-    add_flags(flags, GenerateConfig)
-    values = flags.parse_args(arguments)
-    options: GenerateConfig = from_flags(GenerateConfig, values)
+    values, options = flags.read(arguments, GenerateConfig)
     model = open_model_of(values.model)
     encoding_name, context = encoding_and_length(model, options.encoding)
     weights = Weights(model.config, model.loaded().parameters, options.precision)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import replacing
+from daskgpt.config.files import write_file
 from daskgpt.config.flags import Parser, run_command
 
 
@@ -23,8 +23,7 @@ def main(arguments: list[str]) -> int:
     from daskgpt.profiling.plots import picture, read_runs  # refuses to be imported without matplotlib
 
     content = picture(read_runs(values.runs), kind[1:])
-    with replacing(values.out, "plot") as file:
-        file.write(content)
+    write_file(values.out, content, "plot")
     print(f"plot written to {values.out}")
     return 0
 

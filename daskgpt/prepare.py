@@ -12,7 +12,7 @@ import time
 
 from tqdm import tqdm
 
-from daskgpt.config.flags import Parser, add_flags, called, from_flags, run_command
+from daskgpt.config.flags import Parser, called, run_command
 from daskgpt.data.corpus import PrepareConfig
 from daskgpt.data.preparation import Preparation
 from daskgpt.data.token_folder import Manifest, Part
@@ -25,9 +25,7 @@ def main(arguments: list[str]) -> int:
     begin = time.perf_counter()
     flags = Parser(prog="daskgpt.prepare", description=__doc__)
     flags.add_argument("inputs", metavar="INPUT", nargs="+", help="file, folder or glob")
-    add_flags(flags, PrepareConfig)
-    values = flags.parse_args(arguments)
-    config: PrepareConfig = from_flags(PrepareConfig, values)
+    values, config = flags.read(arguments, PrepareConfig)
     require_scheduler(config.scheduler)
     preparation = Preparation(values.inputs, config)
     with (

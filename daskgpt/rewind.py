@@ -25,7 +25,7 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.files import check_writable, replacing
-from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
+from daskgpt.config.flags import Parser, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.sanitize import readable
@@ -46,10 +46,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--out", metavar="FILE.npy", type=Path, help="write the tensor, for numpy.load")
     text = "print the sequences of the batch with their losses, the largest first"
     flags.add_argument("--rows", action="store_true", help=text)
-    add_flags(flags, PlacesConfig)
-    add_flags(flags, DataflowConfig)
-    values = flags.parse_args(arguments)
-    places, dataflow = from_flags(PlacesConfig, values), from_flags(DataflowConfig, values)
+    values, places, dataflow = flags.read(arguments, PlacesConfig, DataflowConfig)
     require_scheduler(dataflow.scheduler)
     if values.out:
         rule, advice = "--out must be given with one --tensor", "Name one tensor."

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 from daskgpt.config.errors import require
-from daskgpt.config.flags import Parser, add_flags, add_plan_flags, called, from_flags, given_flags, run_command
+from daskgpt.config.flags import Parser, add_flags, called, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.config.settings import count, duration
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.data.tokenizer import encode, get_encoding
@@ -49,7 +50,14 @@ def parser() -> Parser:
         help="continue a run in its folder from its newest good checkpoint; settings stay, except those that are given "
         f"again: {', '.join(changeable())}; --data may name another place of the same data",
     )
-    add_plan_flags(flags)
+    text = "print tasks, memory and predicted time of a step, and whether it fits in memory, without running it"
+    flags.add_argument("--plan", action="store_true", help=text)
+    text = "with --plan: number of workers of --threads threads (default 1) that share the step; prints what each "
+    flags.add_argument("--workers", type=int, help=f"{text}sends, runs and holds")
+    text = "with --workers: bits per second of the link of each worker, such as 10G (default: all are on this machine)"
+    flags.add_argument("--bandwidth", type=count, default=0, help=text)
+    text = "with --bandwidth: time of a message on a link, such as 50us (default: 0s)"
+    flags.add_argument("--latency", type=duration, default=0.0, help=text)
     add_flags(flags, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
     for config in (*SECTIONS.values(), TimelineConfig):
         if config is not ModelConfig:

@@ -119,7 +119,7 @@ def test_added_tokens_in_texts_pairs_and_prepared_folders(tmp_path, monkeypatch)
     pairs = load_dataset(str(tmp_path / "p.jsonl"), encoding_named(folder), sequence_length=8)
     assert pairs.training.tokens[:5].tolist() == [261, 32, 263, 262, 262]
     out = prepared(tmp_path, tmp_path / "t.txt", "--encoding", folder)
-    name = read_manifest(out, "test").encoding
+    name = read_manifest(out).encoding
     assert name == encoding_named(folder)
     assert 261 in tokens_of(out, "train")
     forget_vocabularies(monkeypatch)

@@ -132,7 +132,7 @@ def test_pairs_are_recognized_by_content(name, records, tmp_path):
     source = recognize(str(tmp_path / name.split("/")[0]))
     assert source.kind == "pairs"
     assert pairs_of(source) == (PAIRS, [])
-    with pytest.raises(ValueError, match=r"prepare: the source must hold text; got .*holds pairs.*--preset finetune"):
+    with pytest.raises(ValueError, match=r"data: the source must hold text; got .*holds pairs.*--preset finetune"):
         prepare.main([str(tmp_path / name), "--out", str(tmp_path / "tokens")])
 
 

@@ -108,7 +108,7 @@ REFUSED = [
     *[({}, 748_800 - missing, "748800 bytes.*truncated") for missing in (1, 4, 300_000)],
     *[({1: 5}, 374_912 - missing, "374912 bytes.*truncated") for missing in (1, 4)],
     ({}, 748_807, "7 bytes follow"),
-    ({5: 5}, None, "multiple of heads"),
+    ({5: 5}, None, "heads must divide"),
     ({4: 0}, None, "blocks must be at least 1"),
     ({7: 508}, None, "padded_vocabulary must be at least"),
     *[({at: value, 7: MOST}, None, "at most") for at, value in ((4, MOST), (6, MOST - 3), (3, MOST))],
@@ -131,8 +131,11 @@ def test_files_that_are_refused(tmp_path, numbers, size, keyword):
     assert llmc_samples.peak_bytes(refuse) < 10e6
 
 
-@pytest.mark.parametrize(("path", "version", "keyword"), [("model.bin", 4, "version must"), (".", 3, "name a file")])
-def test_bad_paths_and_versions_are_refused(tmp_path, path, version, keyword):
-    with pytest.raises(ValueError, match=keyword):
-        write_model(tmp_path / path, SMALL, small_parameters(), version)
+@pytest.mark.parametrize(
+    ("path", "error", "keyword"),
+    [(".", ValueError, "path must name a file"), ("absent/model.bin", FileNotFoundError, "folder must exist")],
+)
+def test_bad_paths_are_refused(tmp_path, path, error, keyword):
+    with pytest.raises(error, match=keyword):
+        write_model(tmp_path / path, SMALL, small_parameters())
     assert os.listdir(tmp_path) == []

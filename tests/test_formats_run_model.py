@@ -150,7 +150,7 @@ def test_bad_metadata_is_refused(path, metadata, keyword):
 WRONG_CONFIGURATIONS = [
     ({"version": 2}, "version must be 1"),
     ({"rotations": 3, "turns": 1}, "unexpected keyword"),
-    ({"heads": 3}, "multiple of heads"),
+    ({"heads": 3}, "heads must divide"),
     ({"norm": "batchnorm"}, "norm must be known"),
     ({"norm": "rmsnorm"}, "unknown=h.0.ln_1.bias .5 in all"),
     ({"positions": 2**24}, "wpe.weight must have shape"),

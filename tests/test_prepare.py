@@ -31,7 +31,7 @@ from daskgpt.training.start import open_dataset
 
 def codec_of(folder: Path) -> Encoding:
     load_dataset(str(folder))  # which makes a learned vocabulary known
-    return get_encoding(read_manifest(folder, "test").encoding)
+    return get_encoding(read_manifest(folder).encoding)
 
 
 def pieces_of(folder: Path, part: str) -> list[bytes]:
@@ -87,7 +87,7 @@ def test_pieces_of_both_parts_are_the_whole_text(encoding, learned, tmp_path):
 
 
 def test_manifest_and_shards_agree(expected, corpus):
-    manifest = read_manifest(expected, "test")
+    manifest = read_manifest(expected)
     pieces = [piece for part in ("train", "val") for piece in pieces_of(expected, part)]
     for name, part in (("train", manifest.train), ("val", manifest.val)):
         row = tokens_of(expected, name)
@@ -147,7 +147,7 @@ def test_partitions_change_no_token(tmp_path, monkeypatch):
     for most in (1024, 2, 1):
         monkeypatch.setattr(corpora, "PARTITIONS", most)
         folders.append(prepared(tmp_path, *sorted(tmp_path.glob("?.*")), *BYTES, out=f"most {most}"))
-    counts = [len(read_manifest(folder, "test").train.shards) for folder in folders]
+    counts = [len(read_manifest(folder).train.shards) for folder in folders]
     assert counts[0] > 6 > counts[1] > counts[2] == 1
     for part in ("train", "val"):
         for folder in folders[1:]:
@@ -161,7 +161,7 @@ def test_row_groups_are_partitions(tmp_path, monkeypatch):
     parquet.write_table(arrow.table({"text": documents}), tmp_path / "a.parquet", row_group_size=7)
     monkeypatch.setattr(reading, "BLOCK_BYTES", 20_000)
     many = prepared(tmp_path, tmp_path / "a.parquet", *BYTES, out="many")
-    assert len(read_manifest(many, "test").train.shards) > 3
+    assert len(read_manifest(many).train.shards) > 3
     monkeypatch.setattr(corpora, "PARTITIONS", 1)
     one = prepared(tmp_path, tmp_path / "a.parquet", *BYTES, out="one")
     for part in ("train", "val"):
@@ -176,7 +176,7 @@ def test_a_partition_without_held_out_text_has_no_file_of_it(tmp_path):
     for number, path in enumerate(paths):
         path.write_text(json.dumps({"text": f"{number}" * (reading.BLOCK_BYTES // 3)}))
     folder = prepared(tmp_path, *paths, *BYTES)
-    manifest = read_manifest(folder, "test")
+    manifest = read_manifest(folder)
     assert 0 < len(manifest.val.shards) < len(manifest.train.shards)
     assert {path.name for path in folder.glob("*.bin")} == {
         shard.file for part in (manifest.train, manifest.val) for shard in part.shards
@@ -423,7 +423,7 @@ def test_training_refuses_mismatched_tokens(expected, tmp_path):
 
 
 def test_a_part_holds_one_token_more_than_its_sequences(expected):
-    manifest = read_manifest(expected, "test")
+    manifest = read_manifest(expected)
     tokens, batches = manifest.val.tokens, (manifest.train.tokens - 1) // 64
     data = DataConfig(data=str(expected))
     for batch_size, length in ((1, tokens - 1), (batches, 64)):

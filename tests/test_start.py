@@ -119,7 +119,7 @@ def test_gpt2_preset_uses_gpt2_encoding(small_text, tmp_path, monkeypatch):
 
 WRONG = [
     ("--preset tyni", "Did you mean tiny"),
-    ("--heads 3", "channels=128, heads=3. Try heads=4"),
+    ("--heads 3", "heads=3, channels=128. Try heads=4"),
     ("--steps 0", "steps=0"),
     ("--steps 10 --epochs 1", "steps=10, epochs=1"),
     ("--out TEXT", "must be a folder or new"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os.path
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import TypeVar
@@ -25,6 +26,22 @@ def refusal(kind: type[E], where: str, rule: str, got: Mapping[str, object] | st
     return kind(f"{where}: {rule}; got {description}. {advice}")
 
 
+@contextmanager
+def refusing(
+    errors: type[Exception] | tuple[type[Exception], ...],
+    where: str,
+    rule: str,
+    got: Mapping[str, object],
+    advice: str,
+) -> Iterator[None]:
+    """Raise errors of a library or of foreign content as a `refusal`, a ValueError, whose values end with the error."""
+    try:
+        yield
+    except errors as error:
+        said = short(f"{type(error).__name__}: {error}", 200).rstrip(".")
+        raise refusal(ValueError, where, rule, {**got, "error": said}, advice) from error
+
+
 def require(
     holds: bool, where: str, rule: str, got: Mapping[str, object] | str, advice: str, kind: type[Exception] = ValueError
 ) -> None:
@@ -38,11 +55,10 @@ def require_in_imports(holds: bool, rule: str, got: Mapping[str, object], advice
 
     A command has not begun then, and nothing could catch the error: its line is printed, and the process exits with 2.
     """
-    try:
-        require(holds, "daskgpt", rule, got, advice, RuntimeError)
-    except RuntimeError as error:
+    if not holds:
+        error = refusal(RuntimeError, "daskgpt", rule, got, advice)
         if not IS_COMMAND:
-            raise
+            raise error
         print(error, file=sys.stderr, flush=True)
         sys.exit(2)
 
@@ -64,10 +80,22 @@ def require_package(name: str, extra: str, where: str) -> None:
     require(find_spec(name) is not None, where, rule, "no such package", advice, RuntimeError)
 
 
+def short(value: object, most: int = 40) -> str:
+    """Return a value of a foreign file as one printable line of at most `most` characters."""
+    text = "".join(character if character.isprintable() else "?" for character in str(value)[: 2 * most])
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def nearest(name: str, names: list[str]) -> str:
     """Return `Did you mean x?` for a misspelt name, or the list of all names."""
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     return f"Did you mean {close[0]}?" if close else f"Choose from {', '.join(names)}."
+
+
+def require_divisor(where: str, name: str, part: int, whole_name: str, whole: int) -> None:
+    """Raise ValueError unless a part divides a whole; the message has both names, and the nearest divisor as advice."""
+    rule, advice = f"{name} must divide {whole_name}", f"Try {name}={nearest_divisor(whole, part)}."
+    require(part > 0 and whole % part == 0, where, rule, {name: part, whole_name: whole}, advice)
 
 
 def nearest_divisor(number: int, wanted: int) -> int:

@@ -99,7 +99,7 @@ def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         sync_folder(temporary)
-        if free and target.is_dir():
+        if target.is_dir():
             target.rmdir()  # not every file system renames over an empty folder
         os.replace(temporary, target)
         sync_folder(target.parent)

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import Field, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from daskgpt.config.errors import UNSET, refusal
 from daskgpt.config.files import NO_ROOM
 from daskgpt.config.model import PRESETS, ModelConfig
-from daskgpt.config.settings import count, duration, help_of
+from daskgpt.config.settings import help_of
 from daskgpt.config.stopping import STOPPED, CanGoOn
 
 
@@ -62,6 +62,13 @@ class Parser(argparse.ArgumentParser):
             self.register("type", kind, name)
         self.register("type", Path, lambda value: Path(name(value)))
 
+    def read(self, arguments: list[str], *configs: type) -> tuple[Any, ...]:
+        """Return the values of a command line, and these configurations, whose flags are added."""
+        for config in configs:
+            add_flags(self, config)
+        values = self.parse_args(arguments)
+        return values, *(from_flags(config, values) for config in configs)
+
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -87,7 +94,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
     for f in fields(config):
         group.add_argument(
             "--" + f.name.replace("_", "-"),
-            type=_type(f),
+            type=text if f.metadata["blank"] else f.metadata["parse"] or type(f.default),
             default=argparse.SUPPRESS,
             choices=None if f.metadata["rows"] else f.metadata["choices"] or None,
             metavar=f.metadata["unit"].upper() or ("NUMBER" if isinstance(f.default, int | float) else f.name.upper()),
@@ -95,37 +102,11 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
         )
 
 
-def _type(f: Field[Any]) -> Callable[[str], Any]:
-    words = f.metadata["words"]
-    if f.metadata["blank"]:
-        return text
-    if not words:
-        return f.metadata["parse"] or type(f.default)
-
-    def number(text: str) -> int:
-        return words[text] if text in words else int(text)
-
-    number.__name__ = f"number or {' or '.join(words)}"  # shown by argparse for a text that is neither
-    return number
-
-
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add --preset, and a flag for each number of the model, which overrides the preset's."""
     text = f"size of the model: {', '.join(PRESETS)} (default: tiny)"
     parser.add_argument("--preset", default="tiny", help=text)
     add_flags(parser, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
-
-
-def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    """Add flags that describe a step instead of running it."""
-    text = "print tasks, memory and predicted time of a step, and whether it fits in memory, without running it"
-    parser.add_argument("--plan", action="store_true", help=text)
-    text = "with --plan: number of workers of --threads threads (default 1) that share the step; prints what each "
-    parser.add_argument("--workers", type=int, help=f"{text}sends, runs and holds")
-    text = "with --workers: bits per second of the link of each worker, such as 10G (default: all are on this machine)"
-    parser.add_argument("--bandwidth", type=count, default=0, help=text)
-    text = "with --bandwidth: time of a message on a link, such as 50us (default: 0s)"
-    parser.add_argument("--latency", type=duration, default=0.0, help=text)
 
 
 def given_flags(config: type, values: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from daskgpt.config.errors import nearest_divisor, refusal
 from daskgpt.config.settings import setting
 
 # The least number of tokens in a group. A further group costs an addition per number of a gradient, 0.1 ns in a cache
@@ -57,7 +56,7 @@ def groups_setting() -> Any:
     return setting(
         0,
         "G, groups of sequences that are summed separately; divides B; auto or 0 = by the batch's shape",
-        words={"auto": 0},
+        auto=0,
     )
 
 
@@ -75,11 +74,3 @@ def groups_of_batch(batch_size: int, sequence_length: int, given: int = 0) -> in
         if batch_size // groups * sequence_length >= least:
             return groups
     return 1
-
-
-def check_groups(where: str, groups: int, name: str, sequences: int) -> None:
-    """Check the number of groups. Errors   ValueError if it does not divide that of the sequences (of this name)"""
-    if groups < 1 or sequences % groups:
-        near = nearest_divisor(sequences, groups)
-        rule = f"groups must divide {name}"
-        raise refusal(ValueError, where, rule, {"groups": groups, name: sequences}, f"Try groups={near}.")

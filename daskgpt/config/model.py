@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from daskgpt.config.errors import nearest_divisor, require, require_known
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.errors import require, require_divisor, require_known
+from daskgpt.config.settings import Checked, setting
 
 
-@documented
-@dataclass(frozen=True)
 class ModelConfig(Checked):
     """Sizes of a decoder-only language model, and the choice of its layers. The defaults are tiny's sizes and
     GPT-2's choices.
@@ -56,12 +54,10 @@ class ModelConfig(Checked):
         super().__post_init__()
         if self.padded_vocabulary == 0:
             object.__setattr__(self, "padded_vocabulary", self.vocabulary)
-        where, got = "ModelConfig", {"channels": self.channels, "heads": self.heads}
-        rule, heads = "channels must be a multiple of heads", nearest_divisor(self.channels, self.heads)
-        require(bool(self.head_size) or self.channels % self.heads == 0, where, rule, got, f"Try heads={heads}.")
-        rule, got = "kv_heads must divide heads", {"kv_heads": self.kv_heads, "heads": self.heads}
-        advice = f"Try kv_heads={nearest_divisor(self.heads, self.kv_heads or self.heads)}."
-        require(self.heads % self.key_heads == 0, where, rule, got, advice)
+        where = "ModelConfig"
+        if not self.head_size:
+            require_divisor(where, "heads", self.heads, "channels", self.channels)
+        require_divisor(where, "kv_heads", self.key_heads, "heads", self.heads)
         rule, got = "rotary positions must have an even head_size", {"head_size": self.head_channels}
         require(self.position != "rotary" or self.head_channels % 2 == 0, where, rule, got, "Take fewer or more heads.")
         rule, turns = "rope_high must be above rope_low", {"rope_high": self.rope_high, "rope_low": self.rope_low}
@@ -99,27 +95,21 @@ class ModelConfig(Checked):
         """Features of the model for which kernels are compiled, see `kernels.compilation.Kernel`."""
         return frozenset({self.norm, self.position, self.qk_norm, self.activation})
 
-    @property
-    def _usual(self) -> dict[str, int]:
-        """Sizes that follow from others unless they are given."""
-        return {"kv_heads": self.heads, "head_size": self.channels // self.heads, "hidden": 4 * self.channels}
-
     def shortest(self) -> ModelConfig:
         """Return the same model with a 0 for each size that follows from others."""
-        unneeded: dict[str, Any] = {name: 0 for name, size in self._usual.items() if getattr(self, name) == size}
+        usual = {"kv_heads": self.heads, "head_size": self.channels // self.heads, "hidden": 4 * self.channels}
+        unneeded: dict[str, Any] = {name: 0 for name, size in usual.items() if getattr(self, name) == size}
         return replace(self, **unneeded)
 
-    def beyond_gpt2(self, *allowed: str) -> str:
-        """Return the choices and sizes that GPT-2 does not have, such as `position=rotary`; empty if there are none.
-
-        allowed   fields that are left out
-        """
-        gpt2 = {name: getattr(ModelConfig, name) for name in (*CHOICES, "norm_eps")} | self._usual
-        values = {name: getattr(self, name) for name in gpt2.keys() - set(allowed)}
-        return ", ".join(sorted(f"{name}={value}" for name, value in values.items() if value not in (0, gpt2[name])))
+    def beyond_gpt2(self) -> str:
+        """Return the choices and sizes that GPT-2 does not have, such as `position=rotary`; empty if there are none."""
+        values = {name: getattr(self.shortest(), name) for name in (*CHOICES, *SIZES_OF_OTHERS)}
+        others = [f"{name}={value}" for name, value in values.items() if value != getattr(ModelConfig, name)]
+        return ", ".join(sorted(others))
 
 
 CHOICES = ("norm", "position", "qk_norm", "attention", "activation", "bias", "head")
+SIZES_OF_OTHERS = ("norm_eps", "kv_heads", "head_size", "hidden")
 
 
 _PUBLISHED: dict[str, Any] = {"vocabulary": 50257, "padded_vocabulary": 50304, "positions": 1024}
@@ -148,7 +138,7 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     ModelConfig(blocks=2, heads=12, channels=768, vocabulary=50257, padded_vocabulary=50304, positions=1024, ...)
     >>> preset("tiny", heads=3)
     Traceback (most recent call last):
-    ValueError: ModelConfig: channels must be a multiple of heads; got channels=128, heads=3. Try heads=4.
+    ValueError: ModelConfig: heads must divide channels; got heads=3, channels=128. Try heads=4.
     """
     require_known(name, PRESETS, "preset", "preset")
     if "vocabulary" in overrides and "padded_vocabulary" not in overrides:

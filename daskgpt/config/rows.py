@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TypeVar, cast
 
-from daskgpt.config.errors import refusal, require, require_known
+from daskgpt.config.errors import refusing, require, require_known
 
 T = TypeVar("T")
 SEPARATOR = ":"
@@ -34,11 +34,9 @@ def row_of(name: str, table: Mapping[str, T], where: str, what: str) -> T:
         require_known(name, table, where, what)
         return table[name]
     module, _, attribute = name.partition(SEPARATOR)
-    try:
+    rule, advice = f"{what} must name a row of a module", "Put its folder on PYTHONPATH, of workers too."
+    with refusing((ImportError, AttributeError, ValueError), where, rule, {what: name}, advice):
         row = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        rule, got = f"{what} must name a row of a module", {what: name, "error": str(error)[:100]}
-        raise refusal(ValueError, where, rule, got, "Put its folder on PYTHONPATH, of workers too.") from error
     kind = type(next(iter(table.values())))
     rule, got = f"{what} must name a row of the kind {kind.__name__}", {what: name, "type": type(row).__name__}
     require(isinstance(row, kind), where, rule, got, "Make one of the package's class.", TypeError)
@@ -52,11 +50,9 @@ def digests_of_modules(names: Iterable[str]) -> dict[str, str]:
     """
     digests = {}
     for module in sorted({name.partition(SEPARATOR)[0] for name in names if is_from_outside(name)}):
-        try:
+        rule, advice = "a module whose rows are named must be a file of source", "Write its rows into a file."
+        with refusing((OSError, TypeError), "model", rule, {"module": module}, advice):
             source = inspect.getsource(importlib.import_module(module))
-        except (OSError, TypeError) as error:
-            rule, advice = "a module whose rows are named must be a file of source", "Write its rows into a file."
-            raise refusal(ValueError, "model", rule, {"module": module}, advice) from error
         digests[module] = hashlib.sha256(source.encode()).hexdigest()[:12]
     return digests
 

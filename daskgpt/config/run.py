@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from daskgpt.config.errors import nearest_divisor, refusal
-from daskgpt.config.groups import check_groups, groups_setting
-from daskgpt.config.settings import Checked, count, count_or_share, documented, setting
-
-AUTO = {"auto": 0}
+from daskgpt.config.errors import require_divisor
+from daskgpt.config.groups import groups_setting
+from daskgpt.config.settings import Checked, count, count_or_share, setting
 
 
-@documented
-@dataclass(frozen=True)
 class DataConfig(Checked):
     """The source of tokens, and the size of a batch."""
 
@@ -43,7 +38,7 @@ class DataConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.groups:
-            check_groups("DataConfig", self.groups, "batch_size", self.sequences)
+            require_divisor("DataConfig", "groups", self.groups, "batch_size", self.sequences)
 
     @property
     def sequences(self) -> int:
@@ -51,8 +46,6 @@ class DataConfig(Checked):
         return self.batch_size * self.accumulate
 
 
-@documented
-@dataclass(frozen=True)
 class OptimizerConfig(Checked):
     """Updates of parameters, the learning rate over the steps, and regularization.
 
@@ -84,18 +77,14 @@ class OptimizerConfig(Checked):
     decay: str = setting("matrices", "which tensors decay: 2-D ones, or all", choices=("matrices", "all"))
 
 
-@documented
-@dataclass(frozen=True)
 class DataflowConfig(Checked):
     """Settings of the dataflow: the cuts of a step into tasks, what runs them, and the precision of products.
 
     The result is bitwise identical under all of these settings except the precision.
     """
 
-    batch_chunk: int = setting(0, "sequences in a chunk, a divisor of B; auto or 0 = by threads and times", words=AUTO)
-    sequence_chunk: int = setting(
-        0, "tokens of each sequence in a chunk, a divisor of T; auto or 0 = chosen", words=AUTO
-    )
+    batch_chunk: int = setting(0, "sequences in a chunk, a divisor of B; auto or 0 = by threads and times", auto=0)
+    sequence_chunk: int = setting(0, "tokens of each sequence in a chunk, a divisor of T; auto or 0 = chosen", auto=0)
     scheduler: str = setting(
         "auto",
         "sync, threads, local (a cluster here), tcp://host:port, or file:scheduler.json; auto = the address in "
@@ -125,8 +114,6 @@ class DataflowConfig(Checked):
     threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one per core", most=2**12)
 
 
-@documented
-@dataclass(frozen=True)
 class RunConfig(Checked):
     """One training run: its length, its start, and its output."""
 
@@ -151,7 +138,7 @@ class RunConfig(Checked):
         "on a cluster, steps between copies of the state on other workers; auto = at most 1 % of the time; 0 = none",
         unit="steps",
         least=-1,
-        words={"auto": -1},
+        auto=-1,
     )
     worker_minutes: float = setting(10.0, "how long to wait for a worker of a cluster if all are lost", unit="minutes")
     worker_seconds: float = setting(
@@ -163,20 +150,15 @@ class RunConfig(Checked):
     )
 
 
-def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig, size: str = "batch_size") -> None:
+def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig) -> None:
     """Check the sizes of chunks.
-
-    size     name of the number of sequences in an error
 
     Errors   ValueError if a chunk does not divide the number of sequences or their length
     """
-    for name, whole_name, part, whole in (
-        ("batch_chunk", size, dataflow.batch_chunk, batch_size),
-        ("sequence_chunk", "sequence_length", dataflow.sequence_chunk, sequence_length),
-    ):
-        if part and whole % part:
-            rule, advice = f"{name} must divide {whole_name}", f"Try {name}={nearest_divisor(whole, part)}."
-            raise refusal(ValueError, "DataflowConfig", rule, {name: part, whole_name: whole}, advice)
+    if dataflow.batch_chunk:
+        require_divisor("DataflowConfig", "batch_chunk", dataflow.batch_chunk, "batch_size", batch_size)
+    if dataflow.sequence_chunk:
+        require_divisor("DataflowConfig", "sequence_chunk", dataflow.sequence_chunk, "sequence_length", sequence_length)
 
 
 # Recipes: settings of a run that belong together, under one name of `daskgpt.train --preset`; flags override them.

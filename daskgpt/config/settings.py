@@ -6,12 +6,12 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from inspect import cleandoc
 from numbers import Integral, Real
 from textwrap import indent, wrap
-from typing import Any, TypeVar
+from typing import Any, dataclass_transform
 
 from daskgpt.config.errors import refusal, require, require_known, require_named
 from daskgpt.config.rows import is_from_outside
@@ -28,8 +28,6 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 KINDS = {int: ("a whole number", "an int", Integral), float: ("a number", "a float", Real)}
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
-Config = TypeVar("Config", bound=type)
-
 
 def setting(
     default: str | int | float | bool,
@@ -37,7 +35,7 @@ def setting(
     *,
     unit: str = "",
     choices: tuple[str, ...] = (),
-    words: Mapping[str, int] | None = None,
+    auto: int | None = None,
     blank: bool = False,
     rows: bool = False,
     parse: Callable[[str], Any] | None = None,
@@ -46,7 +44,7 @@ def setting(
     """Return a dataclass field that can be a flag, with help, unit and allowed values. Its default decides its type.
 
     choices   allowed texts; empty = all
-    words     words that stand for numbers: {"auto": 0}
+    auto      number that the word auto stands for, if it is a value
     blank     whether white space is a valid value; it is not for names, which most texts are
     rows      whether the choices are rows of a table; a row of another module may then be given: package.module:ROW
     parse     function that converts a text to the number, such as `count` or `count_or_share`
@@ -56,17 +54,37 @@ def setting(
         bounds = {"most": MOST} | bounds
     if "above" not in bounds:
         bounds = {"least": 0} | bounds
-    metadata: dict[str, object] = {"help": help, "unit": unit, "choices": choices, "words": words or {}}
-    metadata |= {"blank": blank, "rows": rows}
-    return field(default=default, metadata=metadata | {"bounds": bounds, "parse": parse})
+    if auto is not None:
+        parse = _number_or_auto(auto)
+    metadata: dict[str, object] = {"help": help, "unit": unit, "choices": choices, "auto": auto, "parse": parse}
+    return field(default=default, metadata=metadata | {"blank": blank, "rows": rows, "bounds": bounds})
 
 
+def _number_or_auto(auto: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        return auto if text == "auto" else int(text)
+
+    parse.__name__ = "number or auto"  # shown by argparse for a text that is neither
+    return parse
+
+
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Checked:
-    """A configuration whose fields `setting` made, and whose values have their types and lie within their bounds.
+    """A configuration whose fields `setting` made, and whose values have their types and lie within their bounds. Its
+    subclasses are frozen dataclasses, and their docstrings list the fields, for `help` and notebooks.
 
     Errors   TypeError for a value of another type, ValueError for one that is not allowed, both naming the field
     """
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+        rows: list[str] = []
+        for f in fields(cls):
+            text = wrap(help_of(f), DOC_WIDTH, initial_indent="    ", subsequent_indent="    ")
+            rows += [f"{f.name}: {f.type}", *text]
+        listed = indent("\n".join(rows), " " * len(FIELDS))
+        cls.__doc__ = f"{cleandoc(cls.__doc__ or '')}\n\n{FIELDS}{listed[len(FIELDS) :]}\n"
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -80,7 +98,7 @@ class Checked:
 
 
 def _of_type(where: str, f: Field[Any], value: Any) -> Any:
-    """Return the value as the type of the field: NumPy integers and words become numbers, a path becomes a text."""
+    """Return the value as the type of the field: NumPy integers and auto become numbers, a path becomes a text."""
     parse = f.metadata["parse"]
     wanted: Any = int if parse else type(f.default)
     if isinstance(value, str | os.PathLike) and wanted is str:
@@ -88,8 +106,6 @@ def _of_type(where: str, f: Field[Any], value: Any) -> Any:
         if text != f.default and not f.metadata["blank"]:
             require_named(text, where, f.name)
         return text
-    if isinstance(value, str) and value in f.metadata["words"]:
-        return f.metadata["words"][value]
     if isinstance(value, str) and parse:
         try:
             return parse(value)
@@ -110,28 +126,13 @@ def _check_bounds(where: str, f: Field[Any], value: float) -> None:
         require(holds(value, bound), where, f"{f.name} must be {words} {bound:,}", got, advice)
 
 
-def _word(f: Field[Any], value: object) -> str:
-    """Return the word for a number, or the value itself."""
-    words: dict[str, int] = f.metadata["words"]
-    return next((word for word, number in words.items() if number == value), str(value)) or "none"
-
-
 def help_of(f: Field[Any], default: str = "") -> str:
     """Return the help of a field with choices, unit and default, which `default` or text after "; empty = " says."""
     choices = f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
     unit = f" [{f.metadata['unit']}]" if f.metadata["unit"] else ""
     text, _, meaning = f.metadata["help"].partition("; empty = ")
-    return f"{text}{choices}{unit} (default: {default or meaning or _word(f, f.default)})"
-
-
-def documented(config: Config) -> Config:
-    """Write the fields of a dataclass, all made by `setting`, into its docstring, for `help` and notebooks."""
-    rows: list[str] = []
-    for f in fields(config):
-        rows += [f"{f.name}: {f.type}", *wrap(help_of(f), DOC_WIDTH, initial_indent="    ", subsequent_indent="    ")]
-    listed = indent("\n".join(rows), " " * len(FIELDS))
-    config.__doc__ = f"{cleandoc(config.__doc__ or '')}\n\n{FIELDS}{listed[len(FIELDS) :]}\n"
-    return config
+    own = "auto" if f.default == f.metadata["auto"] else str(f.default)
+    return f"{text}{choices}{unit} (default: {default or meaning or own or 'none'})"
 
 
 def _matched(text: str, rest: str) -> re.Match[str]:

@@ -10,7 +10,7 @@ from types import FrameType
 
 # Exit code of a command that was stopped and can be continued: EX_TEMPFAIL of sysexits.h. A second signal gives 130.
 STOPPED = 75
-HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # a closed terminal; Windows has none
+ASKING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # Ctrl-C, `kill`, a closed terminal
 
 
 class CanGoOn(RuntimeError):
@@ -44,27 +44,26 @@ def heeding_interrupts() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def finishing_first(say: Callable[[str], None], what: str = "step") -> Iterator[Callable[[], bool]]:
-    """Stop at Ctrl-C, SIGTERM or SIGHUP (a closed terminal), but only after `what`; yield a check for it.
+def finishing_first(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Stop at Ctrl-C, SIGTERM or SIGHUP (a closed terminal), but only after the step; yield a check for it.
 
     The second Ctrl-C or SIGTERM interrupts at once. A second SIGHUP does not: shells send it together with others.
 
-    say    prints a line
-    what   name of the work that is finished first
+    say   prints a line
     """
     requested = False
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal requested
         if requested:
-            if number in HANGUP:
+            if number == signal.SIGHUP:
                 return
             raise KeyboardInterrupt
         requested = True
         with suppress(RuntimeError, OSError):  # in the middle of a line to the same stream, or the terminal is gone
-            say(f"stopping after this {what}, and saving; a second signal stops at once without saving")
+            say("stopping after this step, and saving; a second signal stops at once without saving")
 
-    with _handled(ask, signal.SIGINT, signal.SIGTERM, *HANGUP):
+    with _handled(ask, *ASKING):
         yield lambda: requested
 
 
@@ -80,9 +79,9 @@ def delayed_interrupts() -> Iterator[None]:
     def remember(number: int, frame: FrameType | None) -> None:
         heard.add(number)
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, *HANGUP})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
     try:
-        with _handled(remember, signal.SIGINT, signal.SIGTERM, *HANGUP):
+        with _handled(remember, *ASKING):
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

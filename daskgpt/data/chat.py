@@ -11,7 +11,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusal, refusing, require
 from daskgpt.formats.encoding import Encoding
 
 WHERE = "chat"
@@ -67,12 +67,10 @@ class ChatTemplate:
 
         Errors   ValueError if the template refuses the messages
         """
-        try:
-            return self.template.render(messages=messages, add_generation_prompt=reply, **self.names)
-        except (TemplateError, TypeError) as error:
-            roles = [message.get("role") for message in messages]
-            rule, got = "the chat template must take these messages", {"roles": roles, "error": str(error)[:80]}
-            raise refusal(ValueError, WHERE, rule, got, "Correct their roles and contents.") from None
+        rule, got = "the chat template must take these messages", {"roles": [m.get("role") for m in messages]}
+        with refusing((TemplateError, TypeError), WHERE, rule, got, "Correct their roles and contents."):
+            text = self.template.render(messages=messages, add_generation_prompt=reply, **self.names)
+        return text
 
     def parts(self, messages: Sequence[Message]) -> list[Part]:
         """Return a conversation's text up to the assistant's last message, divided where its messages begin and end.

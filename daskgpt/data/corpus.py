@@ -13,7 +13,7 @@ from os.path import abspath
 from typing import NamedTuple
 
 from daskgpt.config.errors import require
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import Checked, setting
 from daskgpt.data import reading
 from daskgpt.data.reading import DOCUMENT, FIELD, LAST, PARQUET, File
 from daskgpt.data.source import TEXT, recognize
@@ -23,8 +23,6 @@ WHERE = "prepare"
 PARTITIONS = 1024  # most partitions of plain text; more blocks than that are divided among so many
 
 
-@documented
-@dataclass(frozen=True)
 class PrepareConfig(Checked):
     """Input, output and workers of the preparation.
 
@@ -55,7 +53,7 @@ def list_sources(inputs: list[str], config: PrepareConfig) -> tuple[list[File], 
 
     Errors   as of `recognize`; ValueError for inputs without text
     """
-    sources = [recognize(name, (TEXT,), config.field, WHERE) for name in inputs]
+    sources = [recognize(name, (TEXT,), config.field) for name in inputs]
     files = [replace(file, path=abspath(file.path)) for source in sources for file in source.files if file.size]
     rule, advice = "the inputs must hold text", "Give files, folders or globs that do."
     require(bool(files), WHERE, rule, {"inputs": " ".join(inputs)[:200]}, advice)
@@ -97,7 +95,7 @@ def partitions(files: list[File]) -> list[list[Section]]:
 
 def _sections(file: File) -> Iterator[Section]:
     if file.form == PARQUET:
-        with reading.opened_parquet(file, WHERE) as parquet:
+        with reading.opened_parquet(file) as parquet:
             for number in range(parquet.num_row_groups):
                 yield Section(file, number, number + 1, parquet.metadata.row_group(number).total_byte_size)
     elif file.packing:
@@ -124,16 +122,14 @@ def documents(section: Section, config: PrepareConfig) -> Iterator[Document]:
 
     Errors   ValueError for invalid files, OSError for unreadable ones, when they are reached
     """
-    file, places, fraction = section.file, (section.start, section.stop), config.validation_fraction
-    if file.form == DOCUMENT:
-        for start, block in reading.blocks(file, WHERE, *places):
-            text, origin = reading.decoded(block, file, start, WHERE), f"{file.path}, from byte {start:,} on"
+    file, fraction = section.file, config.validation_fraction
+    for place, text in reading.texts(file, config.field, section.start, section.stop):
+        if file.form == DOCUMENT:
             for held_out, parts in enumerate(split_text([text], fraction)):
+                origin = f"{file.path}, from byte {place:,} on"
                 yield from (Document(part, bool(held_out), origin) for part in parts if part.strip())
-        return
-    for number, record in reading.texts(file, config.field, WHERE, *places):
-        if record.strip():
-            yield Document(record, _is_held_out(record, fraction), f"{file.path}, document {number}")
+        elif text.strip():
+            yield Document(text, _is_held_out(text, fraction), f"{file.path}, document {place}")
 
 
 def _is_held_out(text: str, fraction: float) -> bool:

@@ -19,11 +19,12 @@ from daskgpt.data import tokenizer
 from daskgpt.data.pairs import Examples, read_examples
 from daskgpt.data.source import PAIRS, PREPARED, STANDARD_LIBRARY, TEXT, TOKENS, Source, recognize
 from daskgpt.data.text import SPANS, read_text, split_text, split_tokens
-from daskgpt.data.token_folder import MANIFEST, Part, encoding_of, read_manifest
+from daskgpt.data.token_folder import MANIFEST, encoding_of, read_manifest
 from daskgpt.formats.llmc import id_dtype, read_tokens
 
 Batch = tuple[Any, ...]  # tokens, targets, and of pairs loss weights of the targets; each (B, T)
 RANDOM, EPOCHS = "random", "epochs"
+WHERE = "load_dataset"
 HASHED_TOKENS = 2**22  # at a time
 
 
@@ -87,7 +88,7 @@ class Dataset:
         """Return the number of sequences that hold the training part once."""
         return _sequences(self.training, sequence_length, sequence_length)
 
-    def checked(self, where: str, batch_size: int, sequence_length: int) -> Dataset:
+    def checked(self, batch_size: int, sequence_length: int) -> Dataset:
         """Return the dataset. Each pair fills a sequence, so any number of them suffices.
 
         Errors   ValueError if training has fewer tokens than a batch and one more, or validation fewer than a sequence
@@ -97,7 +98,7 @@ class Dataset:
         for kind, tokens, sequences in () if isinstance(self.training, Examples) else parts:
             rule = f"the {kind} part must hold a batch of {sequences} x {sequence_length} tokens and one more"
             got, advice = {"data": self.origin, "tokens": tokens.size}, "Give more text or a smaller batch."
-            require(tokens.size > sequences * sequence_length, where, rule, got, advice)
+            require(tokens.size > sequences * sequence_length, WHERE, rule, got, advice)
         return self
 
     @cached_property
@@ -133,18 +134,17 @@ def load_dataset(
     piece of one that was cut for validation. Pairs become examples (`data/pairs.py`). Of prepared tokens the shards
     stay memory-mapped.
 
-    source           see `data/source.py`
-    validation_data  another source, of which prepared tokens give their held-out part; "" holds out a part of the first
+    source                see `data/source.py`
+    validation_fraction   above 0 and below 1
+    validation_data       another source, of which prepared tokens give their held-out part; "" holds out a part of the
+                          first
 
     Shapes   each part at least (sequence_length + 1,), one sequence and its targets
     Dtype    that of the ids
     Cost     everything but token files is held in memory
-    Errors   ValueError for an unknown encoding, a fraction outside 0 and 1, ids beyond the vocabulary, too little text,
+    Errors   ValueError for an unknown encoding, ids beyond the vocabulary, too little text,
              changed shards; FileNotFoundError if a source or GPT-2's vocabulary is missing
     """
-    where = "load_dataset"
-    rule = "validation_fraction must lie between 0 and 1"
-    require(0 < validation_fraction < 1, where, rule, {"validation_fraction": validation_fraction}, "Try 0.1.")
     training = recognize(source) if isinstance(source, str) else source
     validating = recognize(validation_data) if validation_data else None
     name = encoding_for(training, encoding)
@@ -153,12 +153,12 @@ def load_dataset(
     if validating:
         same, got = (training.kind == PAIRS) == (validating.kind == PAIRS), {"data": training.kind}
         rule, advice = "both sources must be pairs, or none", "Give --validation-data of the same kind."
-        require(same, where, rule, got | {"validation_data": validating.kind}, advice)
+        require(same, WHERE, rule, got | {"validation_data": validating.kind}, advice)
         other = load_validation(validating, dataset.encoding_name, sequence_length)
         origin = f"{dataset.origin}, validation on {other.origin}"
         shards = (dataset.digest, other.digest)
         dataset = replace(dataset, validation=other.validation, origin=origin, shards=shards, prompt=other.prompt)
-    return dataset.checked(where, 1, sequence_length)
+    return dataset.checked(1, sequence_length)
 
 
 def load_validation(source: Source, encoding: str, sequence_length: int = 1) -> Dataset:
@@ -181,17 +181,16 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
 
     Errors    ValueError for an unknown encoding, or another one than that of the token files
     """
-    where, written = "load_dataset", source.encoding
+    written = source.encoding
     if source.kind == PREPARED:
-        folder = Path(source.name).expanduser()
-        written = encoding_of(folder, where)
+        written = encoding_of(Path(source.name).expanduser())
     name = wanted or written or ("gpt2" if source.kind == TOKENS else default)
     learned = tokenizer.is_to_be_learned(name)
     tokenizer.size_to_learn(name) if learned else tokenizer.vocabulary_size(name)  # known without reading anything
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source.name}
-    require(source.kind == TEXT or not learned, where, rule, got, "Name the encoding of these tokens.")
+    require(source.kind == TEXT or not learned, WHERE, rule, got, "Name the encoding of these tokens.")
     rule, got = "the encoding must be that of the tokens", {"encoding": name, "source": f"{source.name} ({written})"}
-    require(written in ("", name), where, rule, got, "Leave --encoding out.")
+    require(written in ("", name), WHERE, rule, got, "Leave --encoding out.")
     return name
 
 
@@ -206,7 +205,10 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
         return Dataset(parts[0], parts[-1], codec.n_vocab, name, origin, EPOCHS, (digest,), prompt)
     if source.kind == TOKENS:
         vocabulary = tokenizer.vocabulary_size(name)
-        tokens = _token_files(source, vocabulary)
+        rows = [read_tokens(file.path) for file in source.files]
+        for file, row in zip(source.files, rows):
+            check_tokens(row, vocabulary, file.path)
+        tokens = rows[0] if len(rows) == 1 else np.concatenate(rows)
         origin = f"{source.name} ({source.described})"
         if fraction == 0:
             return Dataset(tokens, tokens[:0], vocabulary, name, origin)
@@ -223,14 +225,6 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
     encoded = ([tokenizer.encode(codec, text, source.name) for text in part] for part in texts)
     training, validation = (_join(part, codec.eot_token) for part in encoded)
     return Dataset(training, validation, codec.n_vocab, name, origin)
-
-
-def _token_files(source: Source, vocabulary: int) -> np.ndarray:
-    """Return the ids of token files in a row. Errors   ValueError for ids beyond the vocabulary"""
-    rows = [read_tokens(file.path) for file in source.files]
-    for file, row in zip(source.files, rows):
-        check_tokens(row, vocabulary, file.path)
-    return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
@@ -262,25 +256,21 @@ def _prepared(folder: Path) -> Dataset:
     Cost     headers are read, and all of a shard that was written to after the manifest
     Errors   FileNotFoundError if it is incomplete; ValueError for changed shards
     """
-    where = "load_dataset"
-    manifest = read_manifest(folder, where)
-    training, validation = (_mapped(folder, part, where) for part in (manifest.train, manifest.val))
-    shards = tuple(shard.sha256 for shard in manifest.train.shards + manifest.val.shards)
+    manifest, shards = read_manifest(folder), list[str]()
+    written = (folder / MANIFEST).stat().st_mtime_ns
+    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for rows, part in zip(parts, (manifest.train, manifest.val)):
+        for shard in part.shards:
+            path = folder / shard.file
+            rows.append(read_tokens(path))
+            same, got = rows[-1].size == shard.tokens, {"path": path, "tokens": rows[-1].size}
+            if path.stat().st_mtime_ns > written:
+                same = same and digest_of_file(path) == shard.sha256
+            require(same, WHERE, "a shard must be unchanged", got, "Prepare it again.")
+            shards.append(shard.sha256)
+    training, validation = map(MappedTokens, parts)
     origin = f"{folder} ({len(shards)} shards)"
-    return Dataset(training, validation, manifest.ids, manifest.encoding, origin, EPOCHS, shards)
-
-
-def _mapped(folder: Path, part: Part, where: str) -> MappedTokens:
-    """Map the shards of a part; one that was written to after the manifest is compared with its SHA-256."""
-    rows: list[np.ndarray] = []
-    for shard in part.shards:
-        path = folder / shard.file
-        rows.append(read_tokens(path))
-        same, got = rows[-1].size == shard.tokens, {"path": path, "tokens": rows[-1].size}
-        if path.stat().st_mtime_ns > (folder / MANIFEST).stat().st_mtime_ns:
-            same = same and digest_of_file(path) == shard.sha256
-        require(same, where, "a shard must be unchanged", got, "Prepare it again.")
-    return MappedTokens(rows)
+    return Dataset(training, validation, manifest.ids, manifest.encoding, origin, EPOCHS, tuple(shards))
 
 
 # Batches
@@ -306,14 +296,10 @@ def batch(
                  sequences, of which an epoch sees each once, in an order of its own (`shuffled`)
     vocabulary   bound of every id; 0 = not checked
 
-    Shapes   tokens (N,) -> tokens (B, T), targets (B, T), of pairs weights (B, T)
+    Shapes   tokens (N,), N > T -> tokens (B, T), targets (B, T), of pairs weights (B, T)
     Dtype    int32, weights float64
-    Errors   ValueError for sizes below 1, a negative seed or step, fewer than T + 1 tokens, or an id beyond the
-             vocabulary
+    Errors   ValueError for an id beyond the vocabulary
     """
-    _check_sizes("batch", tokens, batch_size=batch_size, sequence_length=sequence_length)
-    got = {"seed": seed, "step": step}
-    require(seed >= 0 and step >= 0, "batch", "seed and step must not be negative", got, "Give 0 or more.")
     stride = sequence_length if order == EPOCHS else 1
     count = _sequences(tokens, sequence_length, stride)
     if order == EPOCHS:
@@ -350,11 +336,9 @@ def validation_batches(tokens: Tokens, *, batch_size: int, sequence_length: int,
 
     They overlap where tokens are few. Of pairs, each batch has other examples, and there are fewer batches if need be.
 
-    Shapes   tokens (N,) -> count times tokens (B, T), targets (B, T), of pairs weights (B, T)
+    Shapes   tokens (N,), N > T -> count times tokens (B, T), targets (B, T), of pairs weights (B, T)
     Dtype    int32, weights float64
-    Errors   ValueError for sizes below 1 or fewer than T + 1 tokens, before the first batch is made
     """
-    _check_sizes("validation_batches", tokens, batch_size=batch_size, sequence_length=sequence_length, count=count)
     if isinstance(tokens, Examples):
         return iter(tokens.validation_batches(batch_size, sequence_length, count))
     windows = batch_size * count
@@ -366,14 +350,6 @@ def validation_batches(tokens: Tokens, *, batch_size: int, sequence_length: int,
 def _windows(tokens: np.ndarray | MappedTokens, starts: np.ndarray, sequence_length: int) -> Batch:
     windows = tokens[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int32)
     return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
-
-
-def _check_sizes(where: str, tokens: Tokens, **sizes: int) -> None:
-    for name, size in sizes.items():
-        require(size >= 1, where, f"{name} must be at least 1", {name: size}, "Give a positive number.")
-    least = sizes["sequence_length"] + 1
-    rule, advice = f"there must be at least {least} tokens", "Give more text or a smaller sequence_length."
-    require(isinstance(tokens, Examples) or tokens.size >= least, where, rule, {"tokens": tokens.size}, advice)
 
 
 class BatchLoader:

@@ -8,8 +8,8 @@ attention never reads another example.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,12 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
-from daskgpt.data.reading import records, whole
+from daskgpt.data.reading import WHERE, records, whole
 from daskgpt.data.source import CHATS, Source, pair_fields
 from daskgpt.data.text import runs
 from daskgpt.data.tokenizer import encode
 from daskgpt.formats.encoding import Encoding
 
-WHERE = "read_pairs"
 Conversation = tuple[tuple[str, str], ...]  # role and content of each message
 Weighted = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, targets, and loss weights of the targets
 PAIR = (USER, ASSISTANT)
@@ -48,7 +47,7 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str]]:
             field = next(name for name in CHATS if name in file.fields)
             role, content = CHATS[field]
             parse, rule = partial(_chat, field), f'a record must have "{field}", each with "{role}" and "{content}"'
-        for number, conversation in records(parse, rule, "Correct it.", file, WHERE):
+        for number, conversation in records(parse, rule, "Correct it.", file):
             if all(text for _, text in conversation) and any(role == ASSISTANT for role, _ in conversation):
                 conversations.append(conversation)
             else:
@@ -82,10 +81,11 @@ class Examples:
     lengths: np.ndarray
     counted: np.ndarray
     filler: int
-    starts: np.ndarray = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "starts", np.cumsum(self.lengths) - self.lengths)
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Places of the first tokens of the examples, (n,) int64."""
+        return np.asarray(np.cumsum(self.lengths) - self.lengths)
 
     @property
     def size(self) -> int:

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import digest_of, replacing
+from daskgpt.config.files import digest_of, write_file
 from daskgpt.data import corpus, reading, token_folder, tokenizer
 from daskgpt.data.corpus import WHERE, PrepareConfig, Section
-from daskgpt.data.token_folder import PARTS, VOCABULARY_FILE, Contents, Manifest, TokenWriter
+from daskgpt.data.token_folder import MANIFEST, PARTS, VOCABULARY_FILE, Contents, Manifest, TokenWriter
 from daskgpt.formats.encoding import KNOWN, is_learned, known_encoding, read_vocabulary
 from daskgpt.formats.llmc import id_dtype
 
@@ -79,15 +79,14 @@ class Preparation:
 
         decides = {"settings": self.settings, "files": [[file.name, file.size, file.modified] for file in self.files]}
         with token_folder.begun_folder(self.config.out, decides) as folder:
-            self.existed = token_folder.is_complete(folder)
+            self.existed = (folder / MANIFEST).is_file()
             if self.existed:
-                return token_folder.read_manifest(folder, WHERE)
+                return token_folder.read_manifest(folder)
             partitions, stop = corpus.partitions(self.files), Stop()
             learned = tokenizer.is_to_be_learned(self.encoding)
             encoding = self._learned(folder, partitions) if learned else self.encoding
             if is_learned(encoding):
-                with replacing(folder / VOCABULARY_FILE, WHERE) as file:
-                    file.write(known_encoding(encoding).content.encode())
+                write_file(folder / VOCABULARY_FILE, known_encoding(encoding).content.encode(), WHERE)
             task = partial(tokenize, encoding=encoding, config=self.config, folder=folder.absolute(), stop=stop)
             tokens = bag.from_sequence(enumerate(partitions), partition_size=1).map(task)
             try:
@@ -122,7 +121,8 @@ class Preparation:
         for number in range(partitions):
             contents = token_folder.read_contents(folder, number)
             assert contents is not None, f"partition {number} was written"
-            whole.add(contents)
+            whole.train.add(contents.train)
+            whole.val.add(contents.val)
         documents, fraction = whole.train.documents + whole.val.documents, self.config.validation_fraction
         got = {"documents": documents, "validation_fraction": fraction}
         for kind, part in (("training", whole.train), ("validation", whole.val)):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, cast
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import refusal, refusing
 from daskgpt.config.files import readable
 
 WHERE = "data"
@@ -61,7 +61,7 @@ def _open(file: File) -> BinaryIO:
 
 
 @contextmanager
-def opened(file: File, where: str = WHERE) -> Iterator[BinaryIO]:
+def opened(file: File) -> Iterator[BinaryIO]:
     """Yield the bytes of a file, decompressed.
 
     Errors   OSError if it cannot be read; ValueError for damaged compression
@@ -72,32 +72,29 @@ def opened(file: File, where: str = WHERE) -> Iterator[BinaryIO]:
     except (OSError, EOFError, zlib.error) as error:
         if getattr(error, "errno", None) is None:  # of damaged compression
             rule, got = "a compressed file must be complete", f"file={file.path} ({error})"
-            raise refusal(ValueError, where, rule, got, "Make it again.") from error
-        with readable(file.path, where):
+            raise refusal(ValueError, WHERE, rule, got, "Make it again.") from error
+        with readable(file.path, WHERE):
             raise
 
 
-def beginning(file: File, size: int, where: str) -> bytes:
+def beginning(file: File, size: int) -> bytes:
     """Return the first bytes of a file, decompressed. Errors   as of `opened`"""
-    with opened(file, where) as stream:
+    with opened(file) as stream:
         return stream.read(size)
 
 
 @contextmanager
-def opened_parquet(file: File, where: str = WHERE) -> Iterator[Any]:
+def opened_parquet(file: File) -> Iterator[Any]:
     """Yield a file of Parquet. Errors   ValueError for a damaged one"""
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    try:
-        with ParquetFile(file.path) as parquet:
-            yield parquet
-    except pyarrow.ArrowException as error:
-        problem = f"file={file.path} ({str(error).splitlines()[0][:100]})"
-        raise refusal(ValueError, where, "the file must be complete Parquet", problem, "Make it again.") from error
+    rule, got = "the file must be complete Parquet", {"file": file.path}
+    with refusing(pyarrow.ArrowException, WHERE, rule, got, "Make it again."), ParquetFile(file.path) as parquet:
+        yield parquet
 
 
-def blocks(file: File, where: str = WHERE, start: int = 0, stop: int = LAST) -> Iterator[tuple[int, bytes]]:
+def blocks(file: File, start: int = 0, stop: int = LAST) -> Iterator[tuple[int, bytes]]:
     """Yield a text in blocks of whole lines, with their places [bytes]: a block has the lines that begin between
     neighboring multiples of BLOCK_BYTES.
 
@@ -105,7 +102,7 @@ def blocks(file: File, where: str = WHERE, start: int = 0, stop: int = LAST) -> 
 
     Errors        as of `opened`
     """
-    with opened(file, where) as stream:
+    with opened(file) as stream:
         if start:
             stream.seek(start - 1)
             start += len(stream.readline()) - 1
@@ -114,15 +111,15 @@ def blocks(file: File, where: str = WHERE, start: int = 0, stop: int = LAST) -> 
             start += len(content)
 
 
-def _records(file: File, where: str, start: int, stop: int, field: str | None) -> Iterator[tuple[int, Any]]:
+def _records(file: File, start: int, stop: int, field: str | None) -> Iterator[tuple[int, Any]]:
     if file.form == PARQUET:
-        with opened_parquet(file, where) as parquet:
+        with opened_parquet(file) as parquet:
             groups = range(start, min(stop, parquet.num_row_groups))
             first = 1 + sum(parquet.metadata.row_group(number).num_rows for number in range(start))
             batches = parquet.iter_batches(ROWS, row_groups=groups, columns=field and [field])
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), first)
         return
-    lines = (line for _, block in blocks(file, where, start, stop) for line in block.removesuffix(b"\n").split(b"\n"))
+    lines = (line for _, block in blocks(file, start, stop) for line in block.removesuffix(b"\n").split(b"\n"))
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -132,7 +129,7 @@ def _records(file: File, where: str, start: int, stop: int, field: str | None) -
             got = {"path": file.path, "line": number} | ({"from byte": start} if start else {})
             got |= {"found": f"{type(error).__name__}: {str(error)[:60]}"}
             advice = "Correct it; texts that are no JSON need an ending such as .txt."
-            raise refusal(ValueError, where, "every line must be JSON in UTF-8", got, advice) from None
+            raise refusal(ValueError, WHERE, "every line must be JSON in UTF-8", got, advice) from None
 
 
 def records(
@@ -140,7 +137,6 @@ def records(
     rule: str,
     advice: str,
     file: File,
-    where: str = WHERE,
     start: int = 0,
     stop: int = LAST,
     field: str | None = None,
@@ -153,24 +149,31 @@ def records(
     Errors   ValueError with the rule, naming the first record for which `parse` raises an error for another content,
              or the first line that is not JSON, or not UTF-8; as of `opened`
     """
-    for number, record in _records(file, where, start, stop, field):
+    for number, record in _records(file, start, stop, field):
         try:
             value = parse(record)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             got = {"path": file.path, "line": number, "found": f"{type(error).__name__}: {str(error)[:120]}"}
-            raise refusal(ValueError, where, rule, got, advice) from None
+            raise refusal(ValueError, WHERE, rule, got, advice) from None
         yield number, value
 
 
-def texts(
-    file: File, field: str = FIELD, where: str = WHERE, start: int = 0, stop: int = LAST
-) -> Iterator[tuple[int, str]]:
-    """Yield the texts of a file's records, with their numbers.
+def texts(file: File, field: str = FIELD, start: int = 0, stop: int = LAST) -> Iterator[tuple[int, str]]:
+    """Yield the texts of a file's records with their numbers, or the blocks of a document with their places [bytes].
 
-    start, stop   as of `records`
+    start, stop   as of `records` and `blocks`
 
-    Errors   ValueError naming the first record without a text; as of `records`
+    Errors   ValueError naming the first record without a text, or the first byte that is not UTF-8; as of `records`
     """
+    if file.form == DOCUMENT:
+        for place, content in blocks(file, start, stop):
+            try:
+                yield place, content.decode()
+            except UnicodeDecodeError as error:
+                got = {"source": file.path, "first wrong byte": place + error.start}
+                advice = "Convert it, for example with iconv -t UTF-8 (-c leaves out what is none)."
+                raise refusal(ValueError, WHERE, "the file must be UTF-8 text", got, advice) from error
+        return
 
     def text_of(record: Any) -> str:
         text = record.get(field, record) if isinstance(record, dict) else record
@@ -181,19 +184,9 @@ def texts(
 
     rule = f"the field {field} of every record must be text"
     advice = "Correct it, or name another with prepare --field."
-    yield from records(text_of, rule, advice, file, where, start, stop, field)
+    yield from records(text_of, rule, advice, file, start, stop, field)
 
 
 def whole(text: str) -> str:
     """Return a text with ? for each half of a character, as JSON may hold."""
     return text.encode(errors="replace").decode()
-
-
-def decoded(content: bytes, file: File, start: int = 0, where: str = WHERE) -> str:
-    """Return a text of a file. Errors   ValueError naming the first byte that is not UTF-8; `start` is the text's"""
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        got = {"source": file.path, "first wrong byte": start + error.start}
-        advice = "Convert it, for example with iconv -t UTF-8 (-c leaves out what is none)."
-        raise refusal(ValueError, where, "the file must be UTF-8 text", got, advice) from error

@@ -77,7 +77,7 @@ class Source:
         return text
 
 
-def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FIELD, where: str = WHERE) -> Source:
+def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FIELD) -> Source:
     """Return what a path or a glob holds.
 
     accepted   kinds that the caller can use
@@ -88,7 +88,7 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
                RuntimeError for a format whose library is not installed; OSError if a file cannot be read
     """
     rule = "a source must be named"
-    require(bool(source.strip()), where, rule, {"source": repr(source)}, f"Give a path, or {STANDARD_LIBRARY}.")
+    require(bool(source.strip()), WHERE, rule, {"source": repr(source)}, f"Give a path, or {STANDARD_LIBRARY}.")
     if source == STANDARD_LIBRARY:
         return Source(source, TEXT, standard_library(Path(sysconfig.get_path("stdlib"))))
     path, rule = Path(source).expanduser(), f"the source must hold {' or '.join(accepted)}"
@@ -97,16 +97,16 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
         kind, advice = _folder_kind(path)
         if kind == PREPARED and PREPARED in accepted:
             return Source(source, PREPARED)
-        require(not kind, where, rule, {"source": f"{source} ({kind})"}, advice)
+        require(not kind, WHERE, rule, {"source": f"{source} ({kind})"}, advice)
         paths, others = files_below(path)
         left_out = [(folder.relative_to(path).as_posix(), f"is {_folder_kind(folder)[0]}") for folder in others]
         named = [(file, file.relative_to(path).as_posix()) for file in paths]
         # Of token files, those for validation may be among them.
         taken = [kind for kind in KINDS if kind in accepted and kind != TOKENS]
     else:
-        named = [(file, file.name) for file in matching_files(source, where)]
+        named = [(file, file.name) for file in matching_files(source, WHERE)]
         taken = [kind for kind in KINDS if kind in accepted]
-    files = [look(file, name, taken, field, where) for file, name in named]
+    files = [look(file, name, taken, field) for file, name in named]
     kind = next((kind for kind in taken if any(file.kind == kind for file in files)), "")
     if kind:
         left_out += [(file.name, file.reason or f"holds {file.kind}") for file in files if file.kind != kind]
@@ -115,18 +115,18 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
     if file := next((file for file in files if file.size), None):
         place = source if path.is_file() else f"{source}: {file.name}"
         what = f"source={place} ({file.reason or f'holds {file.kind}'})"
-        raise refusal(ValueError, where, rule, what, file.advice or _USES[file.kind])
+        raise refusal(ValueError, WHERE, rule, what, file.advice or _USES[file.kind])
     what, advice = "empty", "Give a source that holds text."
     if left_out:  # folders below this one
         what, (kind, advice) = " ".join(left_out[0]), _folder_kind(others[0])
         advice = f"Name it: {others[0]}." if kind in accepted else advice
-    raise refusal(ValueError, where, rule, f"source={source} ({what})", advice)
+    raise refusal(ValueError, WHERE, rule, f"source={source} ({what})", advice)
 
 
 def _encoding_beside(files: Collection[File]) -> str:
     """Return the encoding of token files by the manifests of their folders, which must agree; "" without one."""
     folders = {Path(file.path).resolve().parent for file in files}  # a link may point to a shard
-    names = {encoding_of(folder, WHERE) if is_prepared(folder) else "" for folder in folders}
+    names = {encoding_of(folder) if is_prepared(folder) else "" for folder in folders}
     rule, got = "token files must be of one encoding", {"encodings": ", ".join(sorted(names))}
     require(len(names) == 1, WHERE, rule, got, "Name files of one folder.")
     return names.pop()
@@ -145,24 +145,24 @@ _PACKINGS = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _RECORD_ENDINGS = {".jsonl", ".ndjson"}
 
 
-def look(path: Path, name: str, accepted: Collection[str], field: str, where: str) -> File:
+def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
     """Return what a file is, by its first bytes and its surroundings.
 
     Errors    as of `recognize`
     """
-    with readable(path, where):
+    with readable(path, WHERE):
         status = path.stat()
-    start = reading.beginning(File(str(path), name), LOOKED_AT, where)
+    start = reading.beginning(File(str(path), name), LOOKED_AT)
     packing = next((packing for magic, packing in _PACKINGS.items() if start.startswith(magic)), "")
     file = File(str(path), name, packing=packing, size=status.st_size, modified=status.st_mtime_ns)
     is_parquet = start.startswith(b"PAR1")
     if is_parquet or packing == "zstd":
-        require_package("pyarrow", "prepare", where)
+        require_package("pyarrow", "prepare", WHERE)
     if is_parquet:
-        with reading.opened_parquet(file, where) as parquet:
+        with reading.opened_parquet(file) as parquet:
             file = replace(file, form=PARQUET, fields=tuple(parquet.schema_arrow.names))
         return _of_records(file, accepted, field, records=True)
-    start = reading.beginning(file, LOOKED_AT, where) if packing else start
+    start = reading.beginning(file, LOOKED_AT) if packing else start
     if start.startswith(b"version https://git-lfs"):
         return replace(file, reason="is a pointer of Git LFS in place of the file", advice="Run git lfs pull.")
     magic = int.from_bytes(start[:4], "little")
@@ -229,7 +229,7 @@ def pair_fields(names: Collection[str]) -> tuple[tuple[str, ...], str] | None:
 def _first_record(file: File) -> tuple[str, ...]:
     """Return the names in the first line of a file, if that is an object in JSON; none for other text."""
     for size in (LOOKED_AT, LONGEST_RECORD):
-        line = reading.beginning(file, size, WHERE).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
+        line = reading.beginning(file, size).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
         if not line.startswith(b"{"):
             return ()
         with suppress(ValueError, RecursionError):

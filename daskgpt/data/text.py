@@ -17,10 +17,8 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.data.reading import DOCUMENT, FIELD, blocks, decoded, texts
+from daskgpt.data.reading import DOCUMENT, WHERE, texts
 from daskgpt.data.source import Source
-
-WHERE = "read_text"
 
 
 def read_text(source: Source) -> list[str]:
@@ -31,10 +29,8 @@ def read_text(source: Source) -> list[str]:
     """
     documents = list[str]()
     for file in source.files:
-        if file.form == DOCUMENT:
-            documents.append("".join(decoded(block, file, start, WHERE) for start, block in blocks(file, WHERE)))
-        else:
-            documents += [text for _, text in texts(file, FIELD, WHERE)]
+        parts = [text for _, text in texts(file)]
+        documents += ["".join(parts)] if file.form == DOCUMENT else parts
     documents = [document for document in documents if document.strip()]
     rule, advice = "the text must not be empty", "Give a source that holds text."
     require(bool(documents), WHERE, rule, {"source": source.name}, advice)

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from daskgpt.config.errors import require
-from daskgpt.config.files import digest_of, digest_of_file, locked, remove, replacing, sync_folder, written
+from daskgpt.config.errors import refusing, require
+from daskgpt.config.files import digest_of, digest_of_file, locked, remove, replacing, sync_folder, write_file, written
 from daskgpt.formats.encoding import is_learned, read_vocabulary
 from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, token_header
 
@@ -68,11 +68,6 @@ class Contents:
     train: Part = field(default_factory=Part)
     val: Part = field(default_factory=Part)
 
-    def add(self, other: Contents) -> None:
-        """Append what follows."""
-        self.train.add(other.train)
-        self.val.add(other.val)
-
 
 @dataclass
 class Manifest(Contents):
@@ -101,24 +96,19 @@ def is_prepared(folder: Path) -> bool:
         return KIND.encode() in file.read(2**12) or any(folder.glob(f"{PARTS[0]}_*.bin"))
 
 
-def is_complete(folder: Path) -> bool:
-    """Return whether a preparation of a folder came to its end."""
-    return (folder / MANIFEST).is_file()
-
-
-def encoding_of(folder: Path, where: str) -> str:
+def encoding_of(folder: Path) -> str:
     """Return the name of a folder's encoding, which is known from here on.
 
     Errors   as of `read_manifest`; ValueError if its vocabulary is another one than that of its tokens
     """
-    encoding = read_manifest(folder, where).encoding
+    encoding = read_manifest(folder).encoding
     name = read_vocabulary(folder / VOCABULARY_FILE) if is_learned(encoding) else encoding
     rule, got = f"the vocabulary must be unchanged, {encoding}", {"folder": folder, "encoding": name}
-    require(name == encoding, where, rule, got, "Prepare it again.")
+    require(name == encoding, WHERE, rule, got, "Prepare it again.")
     return encoding
 
 
-def read_manifest(folder: Path, where: str) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a folder.
 
     Errors   FileNotFoundError if it has none; ValueError if it is damaged or of another version
@@ -128,16 +118,14 @@ def read_manifest(folder: Path, where: str) -> Manifest:
     if (folder / JOURNAL).is_file():
         rule = "the preparation of the folder must be complete"
         advice = "Give the same daskgpt.prepare command again: it continues."
-    require(is_complete(folder), where, rule, {"folder": folder}, advice, FileNotFoundError)
-    try:
+    require(path.is_file(), WHERE, rule, {"folder": folder}, advice, FileNotFoundError)
+    rule, advice = "the manifest must be unchanged", "Prepare it again."
+    with refusing((ValueError, TypeError, KeyError, AttributeError), WHERE, rule, {"path": path}, advice):
         fields = json.loads(path.read_bytes())
-        check, damage = fields.pop("check"), ""
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        fields, check, damage = {}, "", type(error).__name__
-    got = {"path": path, "check": damage or str(check)[:12]}
-    require(check == digest_of(fields), where, "the manifest must be unchanged", got, "Prepare it again.")
+        check = fields.pop("check")
+    require(check == digest_of(fields), WHERE, rule, {"path": path, "check": str(check)[:12]}, advice)
     rule, got = f"its version must be {VERSION}", {"path": path, "version": fields.pop("version")}
-    require(got["version"] == VERSION, where, rule, got, "A newer daskgpt wrote it: use that version.")
+    require(got["version"] == VERSION, WHERE, rule, got, "A newer daskgpt wrote it: use that version.")
     del fields["kind"]
     fields.pop("skipped", 0)  # of earlier versions
     return Manifest(**_parsed(fields))
@@ -163,14 +151,11 @@ def begun_folder(path: str, decides: Mapping[str, Any]) -> Iterator[Path]:
         lock = locked(folder / LOCK, WHERE, "no other process must write the folder")
     with lock:
         if JOURNAL in names:
-            rule, advice = (
-                "the folder must not be of other inputs or settings",
-                "Name another with --out, or remove it.",
-            )
-            require((folder / JOURNAL).read_bytes() == content, WHERE, rule, {"out": folder}, advice)
+            same = (folder / JOURNAL).read_bytes() == content
+            rule = "the folder must not be of other inputs or settings"
+            require(same, WHERE, rule, {"out": folder}, "Name another with --out, or remove it.")
         else:
-            with replacing(folder / JOURNAL, WHERE) as file:
-                file.write(content)
+            write_file(folder / JOURNAL, content, WHERE)
         yield folder
 
 
@@ -183,16 +168,14 @@ def complete(folder: Path, manifest: Manifest) -> None:
     content = json.dumps(fields | {"check": digest_of(fields)}, indent=1, ensure_ascii=False).encode() + b"\n"
     with written(folder, WHERE):
         sync_folder(folder)
-    with replacing(folder / MANIFEST, WHERE) as file:
-        file.write(content)
+    write_file(folder / MANIFEST, content, WHERE)
     for path in (*folder.glob(".partition_*.json"), *folder.glob(".*.tmp")):
         remove(path)
 
 
 def write_contents(folder: Path, number: int, contents: Contents) -> None:
     """Write the contents of a partition, whose files are complete. Errors   OSError if the system refuses"""
-    with replacing(folder / f".partition_{number:06}.json", WHERE) as file:
-        file.write(json.dumps(asdict(contents)).encode())
+    write_file(folder / f".partition_{number:06}.json", json.dumps(asdict(contents)).encode(), WHERE)
 
 
 def read_contents(folder: Path, number: int) -> Contents | None:

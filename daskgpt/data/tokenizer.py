@@ -15,20 +15,10 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from daskgpt.config.errors import refusal, require
-from daskgpt.formats.byte_level import CHARACTERS, END_OF_TEXT, byte_level_bpe, decoded
-from daskgpt.formats.encoding import (
-    KNOWN,
-    NAMED,
-    Encoding,
-    content_of,
-    know,
-    known_encoding,
-    of_tokens,
-    read_vocabulary,
-)
+from daskgpt.config.errors import refusal, require, short
+from daskgpt.formats.byte_level import END_OF_TEXT, byte_level_bpe, decoded, named
+from daskgpt.formats.encoding import KNOWN, NAMED, Encoding, know_library, known_encoding, of_tokens, read_vocabulary
 from daskgpt.formats.llmc import id_dtype
-from daskgpt.formats.stored_model import short
 from daskgpt.formats.tokenizer_folder import TOKENIZER, encoding_in
 
 PADDING = 128  # greatest number of ids that a model may have beyond those of its encoding
@@ -184,10 +174,10 @@ def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:
     trainer = trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False)
     learner.train_from_iterator((piece for text in texts for piece in _pieces(text)), trainer)
     merges = [(first, second) for first, second in json.loads(learner.to_str())["model"]["merges"]]
-    names = [CHARACTERS[byte] for byte in range(256)] + [first + second for first, second in merges] + [END_OF_TEXT]
+    names = [*named(bytes(range(256)))] + [first + second for first, second in merges] + [END_OF_TEXT]
     library = byte_level_bpe({name: i for i, name in enumerate(dict.fromkeys(names))}, merges)
     library.add_special_tokens([END_OF_TEXT])
-    return know(content_of(library, END_OF_TEXT, learned=True), origin)
+    return know_library(library, END_OF_TEXT, origin, learned=True)
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -24,17 +24,7 @@ from tokenizers import Tokenizer
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.config.files import readable
-from daskgpt.formats.byte_level import (
-    BYTES,
-    END_OF_TEXT,
-    OTHERS,
-    byte_level_bpe,
-    decoded,
-    merges_of,
-    named,
-    splitting_of,
-    whole_files,
-)
+from daskgpt.formats.byte_level import BYTES, END_OF_TEXT, OTHERS, decoded, library_of, named, splitting_of, whole_files
 from daskgpt.formats.stored_model import FilePath
 
 WHERE = "read_vocabulary"
@@ -104,19 +94,12 @@ class Encoding:
 
     @cached_property
     def library(self) -> Tokenizer:
-        """The tokenizer of the library `tokenizers`, for other programs.
-
-        Errors   ValueError if a token is not a merge of two earlier ones
-        """
+        """The tokenizer of the library `tokenizers`, for other programs."""
         if self.pipeline:
             return self.pipeline
         if self.content:
             return Tokenizer.from_str(json.dumps(json.loads(self.content)["tokenizer"]))
-        library = byte_level_bpe(
-            {named(token): i for token, i in self.ranks.items()} | self.specials, merges_of(self.ranks)
-        )
-        library.add_special_tokens([END_OF_TEXT])
-        return library
+        return library_of(self.ranks, self.specials)
 
     def ids(self, text: str) -> np.ndarray:
         """Return the ids of a text, an unsigned integer each. Added tokens of other programs' tokenizers are recognized
@@ -192,13 +175,14 @@ def read_vocabulary(path: FilePath) -> str:
     return know(content, str(path))
 
 
-def content_of(library: Tokenizer, end_of_text: str, **others: str | bool) -> str:
-    """Return a tokenizer as the text that is kept of it.
+def know_library(library: Tokenizer, end_of_text: str, origin: str, **others: str | bool) -> str:
+    """Make a tokenizer available as an encoding, and return its name, as `know`.
 
     others   `learned`, `chat_template` and `bos_token`, of which empty ones are left out
     """
     fields = {"end_of_text": end_of_text, "tokenizer": json.loads(library.to_str())}
-    return json.dumps(fields | {name: value for name, value in others.items() if value}, ensure_ascii=False)
+    fields |= {name: value for name, value in others.items() if value}
+    return know(json.dumps(fields, ensure_ascii=False), origin)
 
 
 def know(content: str, origin: str) -> str:

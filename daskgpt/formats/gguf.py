@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,14 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken
 
-from daskgpt.config.errors import require, require_package
+from daskgpt.config.errors import require, require_package, short
 from daskgpt.config.files import replacing
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.byte_level import (
-    CHARACTERS,
-    SPLITTINGS,
-    byte_level_bpe,
-    check_byte_level,
-    splitting_of,
-    whole_files,
-)
-from daskgpt.formats.encoding import Encoding, content_of, know
+from daskgpt.formats.byte_level import SPLITTINGS, byte_level_bpe, check_byte_level, named, splitting_of, whole_files
+from daskgpt.formats.encoding import Encoding, know_library
 from daskgpt.formats.gguf_file import READ, GGUFTensor, open_gguf_file
 from daskgpt.formats.layouts import FAMILIES, GPT2, LLAMA, Part, explicit, family_of, open_tensors, paired, parts_of
-from daskgpt.formats.stored_model import FilePath, StoredModel, config_from, held, pieces, short
+from daskgpt.formats.stored_model import FilePath, StoredModel, config_from, held, pieces
 from daskgpt.model.parameters import Tensor, tensors
 
 WRITE = "write_gguf"
@@ -70,7 +63,7 @@ def open_gguf(path: FilePath) -> StoredModel:
     entries, stored = open_gguf_file(path)
     family, config = _config_of(path, entries, stored)
     kinds = ", ".join(sorted({tensor.kind for tensor in stored.values()}))
-    parameters = open_tensors(path, stored, config, READ, _layout(config, family))
+    parameters = open_tensors(path, stored, config, READ, partial(_layout, config, family))
     encoding = _encoding_in(path, entries)
     return StoredModel(config, parameters, encoding, 0, "GGUF", kinds, (path,))
 
@@ -123,27 +116,26 @@ def _divisors_of(config: ModelConfig) -> np.ndarray:
     return divisors.astype(np.float32)
 
 
-def _layout(config: ModelConfig, family: str) -> Callable[[Tensor], Sequence[Part]]:
-    """Return what gives the parts of a tensor under their names in a file; there, rows that are turned are in pairs."""
+@cache
+def _published(family: str, blocks: int) -> Any:
+    """Return the library's table of names in files by Hugging Face's names."""
     import gguf
 
-    @cache
-    def published() -> Any:
-        return gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.blocks)
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], blocks)
 
-    def layout(tensor: Tensor) -> list[Part]:
-        prefix = "transformer." if family == GPT2 else ""
-        return [
-            replace(
-                part,
-                name=published().get_name(prefix + part.name, (".weight", ".bias")),
-                transposed=False,
-                interleaved=part.turned > 0,
-            )
-            for part in parts_of(config, tensor, family)
-        ]
 
-    return layout
+def _layout(config: ModelConfig, family: str, tensor: Tensor) -> list[Part]:
+    """Return the parts of a tensor under their names in a file; there, rows that are turned are in pairs."""
+    prefix, published = "transformer." if family == GPT2 else "", _published(family, config.blocks)
+    return [
+        replace(
+            part,
+            name=published.get_name(prefix + part.name, (".weight", ".bias")),
+            transposed=False,
+            interleaved=part.turned > 0,
+        )
+        for part in parts_of(config, tensor, family)
+    ]
 
 
 def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
@@ -162,7 +154,7 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
         pairs = [pair.split(" ") for pair in tokenizer["merges"]]
         merges = [pair for pair in pairs if "".join(pair) in ids]
         special = {token: kinds[i] == TokenType.CONTROL for token, i in ids.items() if kinds[i] != TokenType.NORMAL}
-        if not merges and list(ids)[:-1] == [CHARACTERS[byte] for byte in range(256)]:
+        if not merges and list(ids)[:-1] == [*named(bytes(range(256)))]:
             return "bytes"
         end, bos = tokens[tokenizer["eos_token_id"]], tokenizer.get("bos_token_id")
         others = {"chat_template": str(entries.get(TEMPLATE, "")), "bos_token": "" if bos is None else tokens[bos]}
@@ -170,8 +162,7 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
         library = byte_level_bpe(ids, merges, tokenizer["pre"])
         library.add_tokens(added)
         check_byte_level(path, library)
-        content = content_of(library, end, **others)
-    return know(content, str(path))
+    return know_library(library, end, str(path), **others)
 
 
 def write_gguf(path: FilePath, model: StoredModel, encoding: Encoding, dtype: str = "float32") -> None:
@@ -184,9 +175,8 @@ def write_gguf(path: FilePath, model: StoredModel, encoding: Encoding, dtype: st
     Layout   matrices (out, in), no rows of padding, no output layer if it is the embedding (llama.cpp takes that)
     Cost     16 MiB, and a tensor if tensors are read later
     Errors   ValueError for a configuration that llama.cpp's gpt2 and llama cannot express, for q8_0 if rows of a
-             matrix are not a multiple of 32, for a token that is not a merge of two earlier ones, and for a tokenizer
-             that llama.cpp does not know; RuntimeError if the library gguf is missing; FileNotFoundError if the folder
-             is missing; OSError if the system refuses
+             matrix are not a multiple of 32, and for a tokenizer that llama.cpp does not know; RuntimeError if the
+             library gguf is missing; FileNotFoundError if the folder is missing; OSError if the system refuses
     Source   llama.cpp, its converter and its reader of both families
     """
     require_package("gguf", "gguf", WRITE)
@@ -196,7 +186,7 @@ def write_gguf(path: FilePath, model: StoredModel, encoding: Encoding, dtype: st
     family = family_of(config, WRITE, "llama.cpp's file")
     file_type, *names = DTYPES[dtype]
     matrices, others = (gguf.GGMLQuantizationType[name] for name in (*names, "F32"))
-    table, layout = tensors(config), _layout(config, family)
+    table, layout = tensors(config), partial(_layout, config, family)
     kinds = {name: matrices if tensor.multiplied else others for name, tensor in table.items()}
     for name, kind in kinds.items():
         (block, _), row = gguf.GGML_QUANT_SIZES[kind], table[name].shape[-1]

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require, require_package
-from daskgpt.formats.stored_model import mapped, require_file, short
+from daskgpt.config.errors import refusing, require, require_package, short
+from daskgpt.formats.stored_model import StoredTensor, mapped, require_file
 
 READ = "read_gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -27,18 +27,16 @@ _ALIGNMENT = "general.alignment"
 
 
 @dataclass(frozen=True, eq=False)
-class GGUFTensor:
-    """A tensor in a file.
+class GGUFTensor(StoredTensor):
+    """A tensor in a file; matrices are (out, in).
 
-    values   its bytes, a row of the tensor in each row
-    shape    matrices are (out, in)
+    values   a row of the tensor in each row
+    dtype    of what is read
     kind     number format, by the library's name
     """
 
-    values: np.ndarray
-    shape: tuple[int, ...]
-    kind: str
-    dtype = "F32"  # of what is read
+    dtype: str = "F32"
+    kind: str = ""
 
     def read(self) -> np.ndarray:
         """Return the values, float32."""
@@ -90,12 +88,9 @@ def open_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """
     require_file(path, READ)
     require_package("gguf", "gguf", READ)
-    try:
+    rule, got = "the file must be a complete GGUF file", {"path": path, "bytes": path.stat().st_size}
+    with refusing((ValueError, KeyError, RecursionError), READ, rule, got, "It is of another kind, or damaged."):
         entries, tensors = _content(mapped(path))
-    except (ValueError, KeyError, RecursionError) as error:
-        rule, advice = "the file must be a complete GGUF file", "It is of another kind, or damaged."
-        got = {"path": path, "bytes": f"{path.stat().st_size} ({short(error, 120)})"}
-        raise refusal(ValueError, READ, rule, got, advice) from error
     for name, tensor in tensors.items():
         rule, advice = f"tensors must be {', '.join(TYPES)}", "Convert it with llama.cpp, or give the original model."
         require(tensor.kind in TYPES, READ, rule, {"path": path, short(name): tensor.kind}, advice)
@@ -117,7 +112,7 @@ def _content(values: np.ndarray) -> tuple[dict[str, Any], dict[str, GGUFTensor]]
     alignment = entries.get(_ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1:
         raise ValueError(f"{_ALIGNMENT} {short(alignment)}")
-    places, end = [], 0  # of the tensors, without gaps
+    places, last, end = [], 0, 0  # of the tensors, without gaps
     for _ in range(tensor_count):
         name, axes = header.text(), header.number(4)
         shape = tuple(header.number(8) for _ in range(axes))[::-1]
@@ -125,20 +120,16 @@ def _content(values: np.ndarray) -> tuple[dict[str, Any], dict[str, GGUFTensor]]
         block, size = GGML_QUANT_SIZES[kind]
         if header.number(8) != end or not shape or shape[-1] % block:
             raise ValueError(f"{name} is not where it must be")
-        row = shape[-1] // block * size
-        places.append((name, shape, kind.name, end, row))
-        end += prod(shape[:-1]) * row
-        end += -end % alignment
+        last = end + prod(shape) // block * size
+        places.append((name, shape, kind.name, slice(end, last)))
+        end = last + -last % alignment
     begin = header.place + -header.place % alignment
-    last = places[-1][3] + prod(places[-1][1][:-1]) * places[-1][4] if places else 0
     if not last <= len(values) - begin <= end:
         raise ValueError("the tensors have another size")
     tensors = {}
-    for name, shape, kind, start, row in places:
-        count = prod(shape[:-1])
-        tensors[name] = GGUFTensor(
-            values[begin + start : begin + start + count * row].reshape(*shape[:-1], row), shape, kind
-        )
+    for name, shape, kind, place in places:
+        rows = values[begin:][place].reshape(*shape[:-1], -1)
+        tensors[name] = GGUFTensor(rows, shape, kind=kind)
     if len(tensors) < len(places):
         raise ValueError("two tensors have one name")
     return entries, tensors

@@ -12,12 +12,13 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from daskgpt import __version__
-from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import appearing, replacing
+from daskgpt.config.errors import refusing, require, short
+from daskgpt.config.files import appearing, write_file
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import require_allowed
 from daskgpt.formats import safetensors
@@ -34,8 +35,8 @@ from daskgpt.formats.layouts import (
     parts_of,
     published_shapes,
 )
-from daskgpt.formats.safetensors import ENDING, ENTRY, INDEX_ENDING, StoredTensor, TensorFiles
-from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel, config_from, held, read_json, short
+from daskgpt.formats.safetensors import ENDING, ENTRY, INDEX_ENDING, TensorFiles
+from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel, config_from, held, read_json
 from daskgpt.formats.tokenizer_folder import encoding_in
 from daskgpt.model.parameters import tensors
 
@@ -144,7 +145,7 @@ def open_huggingface(path: FilePath) -> StoredModel:
         stored_config = replace(stored_config.shortest(), padded_vocabulary=0)  # config.json has none
         rule = f"{CONFIG} and the file's own metadata must describe one model"
         require(stored_config == config, READ, rule, {"path": file, "metadata": stored_config, CONFIG: config}, DAMAGED)
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[str, Any] = {}
     for name, tensor in files.items():
         bare = _bare(name, family)
         if not MASK.fullmatch(bare):
@@ -241,8 +242,7 @@ def write_huggingface(
             GENERATION: _text(ids | {"_from_model_config": True}),
         }
         for name, content in (texts | dict(tokenizer)).items():
-            with replacing(inside / name, WRITE) as file:
-                file.write(content)
+            write_file(inside / name, content, WRITE)
 
 
 def _model_type(config: ModelConfig, family: str) -> str:
@@ -284,7 +284,8 @@ def write_run_model(path: FilePath, model: StoredModel, family: str = GPT2) -> s
 
     family   whose names and layout of tensors the file has; GPT-2's can hold every model
 
-    Layout   Hugging Face's, in the table's order; metadata "daskgpt": configuration, encoding, sequence length
+    Layout   Hugging Face's, in the table's order; metadata "daskgpt": configuration, encoding with the content of a
+             learned one, sequence length
     Dtype    float32
     Cost     16 MiB, and a tensor if tensors are read later
     Returns  the SHA-256 of the file
@@ -308,17 +309,13 @@ def write_run_model(path: FilePath, model: StoredModel, family: str = GPT2) -> s
         possible = published_shapes(config, tensor, part)
         # Only the shape of the token table depends on its values.
         shapes[name] = possible[0] if len(possible) == 1 else view(name).shape
-    return safetensors.write_tensor_file(path, shapes, view, metadata_of(model), where=WRITE_OWN)
-
-
-def metadata_of(model: StoredModel) -> dict[str, str]:
-    """Return the metadata of a model's file, including a learned vocabulary."""
-    entry: dict[str, object] = {"version": VERSION, "daskgpt": __version__, "model": asdict(model.config)}
+    entry: dict[str, object] = {"version": VERSION, "daskgpt": __version__, "model": asdict(config)}
     entry |= {"encoding": model.encoding, "sequence_length": model.sequence_length}
     if is_learned(model.encoding):  # no other place has it
         entry[LEARNED] = known_encoding(model.encoding).content
     # transformers reads a file only if its metadata names a library; the layout is the same for all.
-    return {"format": "pt", ENTRY: json.dumps(entry | {CHECK: _checksum(entry)})}
+    metadata = {"format": "pt", ENTRY: json.dumps(entry | {CHECK: _checksum(entry)})}
+    return safetensors.write_tensor_file(path, shapes, view, metadata, where=WRITE_OWN)
 
 
 def _checksum(entry: Mapping[str, object]) -> int:
@@ -350,20 +347,17 @@ def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig,
     got: dict[str, object] = {"path": path, "entries": short(", ".join(sorted(metadata)), 80) or "none"}
     require(ENTRY in metadata, READ_OWN, rule, got, ALONE)
     rule = f"the metadata's {ENTRY} must match its checksum"
-    try:
+    errors = (ValueError, RecursionError, AttributeError, TypeError, KeyError)
+    with refusing(errors, READ_OWN, rule, {"path": path}, FOREIGN):
         entry = json.loads(metadata[ENTRY])
         check = entry.pop(CHECK)
-    except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
-        raise refusal(ValueError, READ_OWN, rule, f"path={path} ({type(error).__name__})", FOREIGN) from error
     require(check == _checksum(entry), READ_OWN, rule, {"path": path, CHECK: short(check)}, FOREIGN)
     rule, advice = f"the version must be {VERSION}", "Read it with the daskgpt that wrote it, or a newer one."
     require(entry["version"] == VERSION, READ_OWN, rule, {"path": path, "version": short(entry["version"])}, advice)
     if LEARNED in entry:
         know(entry[LEARNED], str(path))
-    try:  # a setting that is newer than the file has its default
-        config = ModelConfig(**entry["model"])
+    rule = "the metadata must describe a model that is supported"
+    with refusing((ValueError, TypeError), READ_OWN, rule, {"path": path}, advice):
+        config = ModelConfig(**entry["model"])  # a setting that is newer than the file has its default
         require_allowed(map(str, asdict(config).values()), READ_OWN)
-        return config, entry["encoding"], entry["sequence_length"]
-    except (ValueError, TypeError) as error:
-        rule = "the metadata must describe a model that is supported"
-        raise refusal(ValueError, READ_OWN, rule, {"path": path}, short(error, 200)) from error
+    return config, entry["encoding"], entry["sequence_length"]

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import require, short
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.stored_model import READABLE, ReadLater, held, require_defaults, short
+from daskgpt.formats.stored_model import READABLE, ReadLater, StoredTensor, held, require_defaults
 from daskgpt.model.parameters import Tensor, tensors
 
 FOREIGN = "Another program wrote it, or it is damaged; adapters must be merged first (peft: merge_and_unload)."
@@ -108,16 +108,6 @@ def parts_of(config: ModelConfig, tensor: Tensor, family: str = GPT2) -> tuple[P
     return tuple(parts)
 
 
-class InFile(Protocol):
-    """A tensor in a file: its shape there, the name of its dtype, and its values when they are wanted."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-    def read(self) -> np.ndarray: ...
-
-
 def paired(values: np.ndarray, heads: int) -> np.ndarray:
     """Return rows of heads in halves as rows in pairs, those that are turned together side by side."""
     return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
@@ -139,7 +129,7 @@ def published_shapes(config: ModelConfig, tensor: Tensor, part: Part) -> list[tu
 
 def open_tensors(
     path: Path,
-    stored: Mapping[str, InFile],
+    stored: Mapping[str, StoredTensor],
     config: ModelConfig,
     where: str,
     layout: Callable[[Tensor], Sequence[Part]],
@@ -173,7 +163,7 @@ def open_tensors(
         array = stored[part.name].read()
         array = array.T if part.transposed else array
         array = halved(array, part.turned) if part.interleaved else array
-        return held(part.shape, array, stored[part.name].dtype)
+        return held(part.shape, array)
 
     def read(name: str) -> np.ndarray:
         first, *others = parts[name]

@@ -90,7 +90,7 @@ def open_model(path: FilePath) -> StoredModel:
     require(rows >= 1, where, rule, {"path": path, "padded_vocabulary": rows}, "Write the file again.")
     config = stored_model.config_from(sizes, path, where, rule)
     dtype = DTYPES[header[1]]
-    mapped_dtype = np.dtype("<f4" if dtype == "F32" else "<u2")
+    mapped_dtype = np.dtype(stored_model.DTYPES[dtype])
     _check_size(path, where, mapped_dtype.itemsize * value_count(config))
     # The order of the file is that of the table, blocks in turn.
     table, values = tensors(config), stored_model.mapped(path, mapped_dtype, HEADER_BYTES)
@@ -98,7 +98,7 @@ def open_model(path: FilePath) -> StoredModel:
 
     def read(name: str) -> np.ndarray:
         shape, begin = table[name].shape, begins[name]
-        return held(table[name].shape, np.asarray(values[begin : begin + math.prod(shape)]).reshape(shape), dtype)
+        return held(shape, values[begin : begin + math.prod(shape)].reshape(shape))
 
     return StoredModel(config, ReadLater(table, read), kind="llm.c", dtype=READABLE[dtype], files=(path,))
 
@@ -108,16 +108,14 @@ def write_model(
 ) -> None:
     """Write an llm.c model file; it appears under its name only when it is complete.
 
+    version      3, which llm.c's C program reads, or 5
     parameters   may have more or fewer rows of padding, if they are a ReadLater of another program's model
 
     Dtype    float32; version 3 keeps it, version 5 rounds to the nearest bfloat16, ties to even
     Cost     16 MiB of memory, a few times that for version 5
-    Errors   ValueError for an unknown version, and a configuration that the header cannot hold; FileNotFoundError if
-             the folder is missing
+    Errors   ValueError for a configuration that the header cannot hold; FileNotFoundError if the folder is missing
     """
     where = "write_model"
-    rule, advice = "the version must be 3 (float32) or 5 (bfloat16)", "Use 3 for llm.c's C program."
-    require(version in DTYPES, where, rule, {"version": version}, advice)
     stored_model.require_defaults(config, SIZES, where, "llm.c's header")
     with replacing(path, where) as file:
         file.write(header_of(MODEL, version, *(getattr(config, name) for name in SIZES)))

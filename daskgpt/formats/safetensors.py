@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -16,13 +15,11 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, deserialize, safe_open
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusing, require, short
 from daskgpt.config.files import replacing, write_hashed
-from daskgpt.formats.stored_model import FilePath, mapped, pieces, read_json, require_file, short
+from daskgpt.formats.stored_model import FilePath, StoredTensor, mapped, pieces, read_json, require_file
 
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
-# Dtypes that are read; NumPy has no bfloat16, so its bits are read as uint16.
-DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 ENTRY = "daskgpt"  # this program's entry of the metadata, a JSON object
 COPY_AGAIN = "Copy the folder again."
 Shapes = Mapping[str, tuple[int, ...]]
@@ -68,26 +65,6 @@ def write_tensor_file(
         return write_hashed(file, chain([header], data))
 
 
-@dataclass(frozen=True, eq=False)
-class StoredTensor:
-    """A tensor in a file.
-
-    dtype   safetensors' name of its dtype, which need not be one of DTYPES
-    values  all bytes of the file
-    begin   position of its first byte in the file
-    """
-
-    values: np.ndarray
-    shape: tuple[int, ...]
-    dtype: str
-    begin: int
-
-    def read(self) -> np.ndarray:
-        """Return the values as they are in the file: mapped, read-only; bfloat16 as uint16."""
-        flat = np.frombuffer(self.values, np.dtype(DTYPES[self.dtype]), prod(self.shape), self.begin)
-        return flat.reshape(self.shape)
-
-
 class TensorFiles(dict[str, StoredTensor]):
     """The tensors of one file, or of all files in an index, by name. Opening reads and checks all headers.
 
@@ -120,19 +97,16 @@ class TensorFiles(dict[str, StoredTensor]):
         require_file(path, self.where)
         with open(path, "rb") as file:  # names the path if the system refuses
             size = int.from_bytes(file.read(8), "little")
-            try:
+            rule, got = "the file must be a complete safetensors file", {"path": path, "bytes": path.stat().st_size}
+            with refusing(SafetensorError, self.where, rule, got, "It is of another kind, or damaged."):
                 _check(path)
-            except SafetensorError as error:
-                rule, advice = "the file must be a complete safetensors file", "It is of another kind, or damaged."
-                got = {"path": path, "bytes": f"{path.stat().st_size} ({short(error, 120)})"}
-                raise refusal(ValueError, self.where, rule, got, advice) from error
             header = json.loads(file.read(size))
-        values, metadata = mapped(path), header.pop("__metadata__", None)
+        values, metadata = mapped(path, offset=8 + size), header.pop("__metadata__", None)
         for name, entry in header.items():
             twice = {"path": path, "tensor": short(name)}
             require(name not in self, self.where, "every tensor must be in one file", twice, COPY_AGAIN)
-            begin = 8 + size + entry["data_offsets"][0]
-            self[name] = StoredTensor(values, tuple(entry["shape"]), entry["dtype"], begin)
+            begin, end = entry["data_offsets"]
+            self[name] = StoredTensor(values[begin:end], tuple(entry["shape"]), entry["dtype"])
         return metadata or {}
 
 

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusing, require
 from daskgpt.config.model import ModelConfig
 
 # The dtypes of values that can be read, by safetensors' names; bfloat16 is read as the uint16 of its bits.
 READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 PIECE_BYTES = 2**24
 # Headers and indexes of GPT-2 have some ten thousand bytes. safetensors reads up to 100 MB, of which JSON makes a GB.
 MAX_JSON_BYTES = 2**22
@@ -31,6 +32,23 @@ ADVICE = (
     "Give a run folder, a file of daskgpt (.safetensors), llm.c (.bin) or llama.cpp (.gguf), or Hugging Face's folder "
     "with config.json and model.safetensors; `python -m daskgpt.convert --help` has the lines that convert pickles."
 )
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor in a file.
+
+    values   its bytes
+    dtype    safetensors' name of its dtype, which need not be one of READABLE
+    """
+
+    values: np.ndarray
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self) -> np.ndarray:
+        """Return the values as they are in the file: mapped, read-only; bfloat16 as uint16."""
+        return self.values.view(DTYPES[self.dtype]).reshape(self.shape)
 
 
 class ReadLater(Mapping[str, np.ndarray]):
@@ -107,27 +125,25 @@ def config_from(settings: Mapping[str, Any], path: Path, where: str, rule: str) 
 
     Errors   ValueError with the rule if they describe none
     """
-    try:
-        return ModelConfig(**settings).shortest()
-    except (ValueError, TypeError) as error:
-        raise refusal(ValueError, where, rule, {"path": path}, str(error)) from error
+    with refusing((ValueError, TypeError), where, rule, {"path": path}, "Other models are not supported."):
+        config = ModelConfig(**settings)
+    return config.shortest()
 
 
-def held(shape: tuple[int, ...], values: np.ndarray, dtype: str = "F32") -> np.ndarray:
+def held(shape: tuple[int, ...], values: np.ndarray) -> np.ndarray:
     """Return values of a file in the table's shape: rows of padding are added as 0, or left out.
 
     shape    shape of the result
     values   values in the table's layout, with any number of rows
-    dtype    dtype of the values, one of READABLE
 
-    Dtype    float32; 16-bit values are widened, which is exact
+    Dtype    float32, float16, or uint16 for bfloat16 -> float32; 16-bit values are widened, which is exact
     Cost     none for float32 with all rows, of which a view is returned, maybe read-only; else memory of the tensor
     """
     values = values[: shape[0]]
-    if dtype == "F32" and values.shape == shape:
+    if values.dtype == np.float32 and values.shape == shape:
         return values
     array = np.zeros(shape, np.float32)
-    if dtype == "BF16":
+    if values.dtype == np.uint16:
         bits = array.view(np.uint32)
         bits[: len(values)] = values
         bits <<= 16
@@ -183,15 +199,7 @@ def read_json(path: Path, where: str, what: str, most: int = MAX_JSON_BYTES) -> 
     size = path.stat().st_size
     rule, advice = f"{what} must be a JSON object of at most {most:,} bytes", "Copy or write it again."
     require(size <= most, where, rule, {"path": path, "bytes": size}, advice)
-    try:
+    with refusing((ValueError, RecursionError), where, rule, {"path": path}, advice):
         value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise refusal(ValueError, where, rule, {"path": f"{path} ({type(error).__name__})"}, advice) from error
     require(isinstance(value, dict), where, rule, {"path": path, "kind": type(value).__name__}, advice)
     return dict(value)
-
-
-def short(value: object, most: int = 40) -> str:
-    """Return a value of a foreign file as one printable line of at most `most` characters."""
-    text = "".join(character if character.isprintable() else "?" for character in str(value)[: 2 * most])
-    return text if len(text) <= most else f"{text[: most - 3]}..."

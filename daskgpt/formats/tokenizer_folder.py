@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from daskgpt.config.errors import require
 from daskgpt.formats.byte_level import BYTES, END_OF_TEXT, OTHERS, WHERE, check_byte_level, whole_files
-from daskgpt.formats.encoding import SIZE_LIMIT, Encoding, content_of, know
+from daskgpt.formats.encoding import SIZE_LIMIT, Encoding, know_library
 from daskgpt.formats.stored_model import read_json
 
 TOKENIZER, SETTINGS, SPECIALS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -43,15 +43,13 @@ def encoding_in(folder: Path) -> str:
         template = _template_in(folder, settings.get("chat_template"))
     library.no_truncation()
     library.no_padding()
-    return know(content_of(library, end, chat_template=template, bos_token=bos), str(folder))
+    return know_library(library, end, str(folder), chat_template=template, bos_token=bos)
 
 
 def tokenizer_files(encoding: Encoding, positions: int) -> dict[str, bytes]:
     """Return the files of a tokenizer by name: tokenizer.json and tokenizer_config.json.
 
     positions   longest sequence of the model [tokens]
-
-    Errors      as of `Encoding.library`
     """
     end = next(iter(encoding.specials))
     settings: dict[str, object] = {"bos_token": encoding.bos_token or None, "eos_token": end, "unk_token": end}

@@ -12,15 +12,13 @@ import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import Checked, setting
 from daskgpt.generation.decoder import Weights, decoder_of
 from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
 
 PRECISIONS = ("float32", "bfloat16")
 
 
-@documented
-@dataclass(frozen=True)
 class DecodingConfig(Checked):
     """Settings of reading tokens with a model."""
 
@@ -31,8 +29,6 @@ class DecodingConfig(Checked):
     )
 
 
-@documented
-@dataclass(frozen=True)
 class Choice(Checked):
     """Settings of the choice of a token.
 

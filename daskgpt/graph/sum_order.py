@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.groups import ONE_GROUP, Groups, check_groups
+from daskgpt.config.errors import require_divisor
+from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.kernels.totals import additions, level, tree_add
 
 
@@ -69,7 +70,7 @@ class SumOrder:
 
         Errors   ValueError if the number of groups does not divide that of sequences
         """
-        check_groups("SumOrder", groups.count, "sequences", sum(sequences))
+        require_divisor("SumOrder", "groups", groups.count, "sequences", sum(sequences))
         together = any(count % at_once for count in tokens[:-1])
         pieces: list[tuple[tuple[int, int], ...]] = []
         for b, count in enumerate(sequences):

@@ -17,7 +17,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.groups import groups_setting
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import Checked, setting
 from daskgpt.config.tables import text_table
 from daskgpt.graph.calls import PHASES
 from daskgpt.graph.program import Span
@@ -40,7 +40,6 @@ DIGITS = 6
 RANKS_WINDOW = 8  # steps that ranks make before anybody asks: a window costs some milliseconds
 
 
-@dataclass(frozen=True)
 class BatchConfig(Checked):
     """The batches of random tokens that steps are timed with."""
 
@@ -50,8 +49,6 @@ class BatchConfig(Checked):
     seed: int = setting(0, "seed of initial values, tokens, and of the order of runs", least=0)
 
 
-@documented
-@dataclass(frozen=True)
 class BenchConfig(BatchConfig):
     """Settings of a measurement."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import time
 from typing import Any, NamedTuple
 
 from daskgpt.config.errors import require
 from daskgpt.config.files import check_writable, write_file
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import Checked, setting
 from daskgpt.profiling.exchange import paraver, workflow
 from daskgpt.profiling.timeline import (
     Event,
@@ -129,8 +129,6 @@ def is_bare(path: str) -> bool:
     return path == Path(path).name and path != ".."
 
 
-@documented
-@dataclass(frozen=True)
 class TimelineConfig(Checked):
     """A timeline of the last steps."""
 

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -26,7 +26,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.files import write_file
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
-from daskgpt.config.settings import documented, setting
+from daskgpt.config.settings import setting
 from daskgpt.model.parameters import parameter_count
 from daskgpt.profiling.measure import BatchConfig, Spread, rounded
 from daskgpt.schedulers import machine
@@ -57,8 +57,6 @@ Row = dict[str, Any]
 Points = Mapping[DataflowConfig, Sequence[Row]]
 
 
-@documented
-@dataclass(frozen=True)
 class StudyConfig(BatchConfig):
     """Settings that all runs of a study share."""
 

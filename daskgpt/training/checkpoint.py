@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require, require_named
+from daskgpt.config.errors import refusal, require, require_named, short
 from daskgpt.config.files import (
     FORBIDDEN,
     LACKING,
@@ -47,7 +47,7 @@ from daskgpt.formats.huggingface import MODEL as MODEL_FILE
 from daskgpt.formats.huggingface import open_run_model, write_run_model
 from daskgpt.formats.models import model_path, open_model_file
 from daskgpt.formats.safetensors import ENDING, TensorFiles, tensor_path, write_tensor_file
-from daskgpt.formats.stored_model import StoredModel, in_memory, read_json, short
+from daskgpt.formats.stored_model import StoredModel, in_memory, read_json
 from daskgpt.model.parameters import Tensor
 
 STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"

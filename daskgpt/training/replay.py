@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from math import inf, nan
@@ -26,7 +26,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import digest_of
 from daskgpt.config.groups import Groups
 from daskgpt.config.run import DataflowConfig, RunConfig
-from daskgpt.config.settings import Checked, documented, setting
+from daskgpt.config.settings import Checked, setting
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import read_json
@@ -66,8 +66,6 @@ from daskgpt.training.trainer import Observers, run_job
 NEAREST = 5  # names that the message about an unknown one proposes
 
 
-@documented
-@dataclass(frozen=True)
 class PlacesConfig(Checked):
     """Places of what a run was made from."""
 

@@ -8,7 +8,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from daskgpt.config.errors import nearest, refusal, require, require_named
+from daskgpt.config.errors import nearest, refusal, require, require_named, short
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import require_allowed
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
@@ -23,7 +23,6 @@ from daskgpt.data.tokenizer import (
     vocabulary_size,
 )
 from daskgpt.formats.models import open_model_file
-from daskgpt.formats.stored_model import short
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.model.parameters import RandomParameters, digest
@@ -188,7 +187,7 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     parts = {name: getattr(data, name) for name in PARTS}
     dataset = load_dataset(source, encoding, sequence_length=data.sequence_length, **parts)
     if source.kind == PREPARED:
-        dataset.checked("load_dataset", data.sequences, data.sequence_length)
+        dataset.checked(data.sequences, data.sequence_length)
     return dataset
 
 

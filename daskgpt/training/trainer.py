@@ -233,7 +233,7 @@ def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) 
     scheduler.admit(job.precision.packed)
     require_memory(job, scheduler.memory_limits())
     progress = Progress(job.steps, done=start.step, quiet=observers.quiet)
-    with finishing_first(progress.say, "step") as stop_requested:
+    with finishing_first(progress.say) as stop_requested:
         trainer = _Trainer(job, scheduler, start, observers, progress, stop_requested)
         try:
             return trainer.run()

@@ -47,7 +47,7 @@ def files_of(folder: Path, *, but: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def tokens_of(folder: Path, part: str) -> np.ndarray:
-    shards = getattr(read_manifest(folder, "test"), part).shards
+    shards = getattr(read_manifest(folder), part).shards
     return np.concatenate([read_tokens(folder / shard.file) for shard in shards])
 
 
