@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
         found = compare_generation(config, timing, dataflow.threads)
     else:
         job = job_of(config, timing, on_cluster(dataflow) if values.program == "torch-ddp" else dataflow)
-        compile_kernels(job.precision)
+        compile_kernels(job.precision, job.uses)
         found = compare_steps(values, job, timing)
     figures, other, settings, text = found
     what, settings = f"{values.preset} beside {values.program}", {"preset": values.preset} | settings

@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
         others = machine.busy_cores()
         if others > machine.BUSY:
             print(f"note: other programs keep {others:.1f} cores busy; the figures show a share of the machine only")
-        compile_kernels(job.precision)
+        compile_kernels(job.precision, job.uses)
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
             steps = TimedEngine(job, scheduler, options.seed)
             measurement = measure_steps(steps, options.warmup, options.steps, options.recorded)

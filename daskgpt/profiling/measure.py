@@ -385,7 +385,7 @@ def measure(
     for job in jobs.values():
         require_scheduler(job.dataflow.scheduler)
     for job in jobs.values():
-        compile_kernels(job.precision)
+        compile_kernels(job.precision, job.uses)
     others = machine.busy_cores()
     with ExitStack() as stack:
         runs: dict[str, TimedEngine] = {}
