@@ -1,6 +1,7 @@
 """Tests of the documentation: links have targets, and drawings, excerpts, tables and the reference match the code."""
 
 import re
+from importlib import import_module
 from textwrap import indent
 
 import pytest
@@ -67,3 +68,7 @@ def test_the_reference_lists_the_public_names():
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`(\w+)`", text.partition("## Training")[0])) == set(daskgpt.__all__)
     assert set(re.findall(r"^\.\. auto\w+:: daskgpt\.(\w+)$", text, re.MULTILINE)) == set(daskgpt.__all__)
+    listed = re.findall(r"automodule:: ([\w.]+)\n *:members:(.*)", text)
+    members = [(module, name) for module, names in listed for name in re.findall(r"\w+", names)]
+    assert members
+    assert [member for member in members if not hasattr(import_module(member[0]), member[1])] == []
