@@ -80,7 +80,7 @@ def check_bits(random: np.random.Generator, model: Model, cluster: bool = False)
     precision = str(random.choice(TRAINED))
     config = random_choices(random, model.config)
     dropout, clip = float(random.choice([0.0, 0.2])), float(random.choice([0.0, 0.5]))
-    optimizer = str(random.choice(["adamw", "momentum", "muon"]))
+    optimizer = str(random.choice(["adamw", "muon"]))
     model = replace(model, config=config, optimizer=optimizer, dropout=dropout, clip=clip)
     whole = bits_after_steps(model, precision, Dials(model.batch))
     for _ in range(DIALS):

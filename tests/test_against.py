@@ -158,9 +158,9 @@ def test_first_losses_must_agree():
 
 def test_peers_train_the_same_settings():
     require_published(JOB)
-    momentum = replace(JOB, optimizer=OptimizerConfig(optimizer="momentum"))
-    other = momentum, replace(JOB, config=replace(SMALL, activation="custom_layers:SQUARED_RELU"))
-    for job, keyword in zip(other, ("optimizer=momentum", "activation=custom_layers")):
+    muon = replace(JOB, optimizer=OptimizerConfig(optimizer="muon"))
+    other = muon, replace(JOB, config=replace(SMALL, activation="custom_layers:SQUARED_RELU"))
+    for job, keyword in zip(other, ("optimizer=muon", "activation=custom_layers")):
         with pytest.raises(ValueError, match=keyword):
             require_published(job)
 

@@ -44,7 +44,7 @@ KERNEL = {"grain": "kernel"}
 MADE = [
     (EXTENDED, SIGN, KERNEL, lambda tensor: 0, {"squared_relu.forward", "squared_relu.backward", "sign.update"}),
     (SMALL, "muon", {"grain": "block"}, of_muon, {"muon.update", "adamw.update"}),
-    (RMS, "momentum", KERNEL, lambda t: prod(t.shape), {"rmsnorm.forward", "rmsnorm.backward", "momentum.update"}),
+    (RMS, SIGN, KERNEL, lambda tensor: 0, {"rmsnorm.forward", "rmsnorm.backward", "sign.update"}),
     (
         CONFIG,
         "custom_layers:MINI",

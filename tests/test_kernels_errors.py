@@ -12,14 +12,14 @@ from daskgpt.kernels.bfloat16 import gemm as bfloat16
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
 from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.dropout import dropped, streams
-from daskgpt.kernels.optimizers import adamw, adamw_inplace, momentum, muon, muon_inplace
+from daskgpt.kernels.optimizers import adamw, adamw_inplace, muon, muon_inplace
 
 X, DY, WEIGHT = np.ones((2, 5, 8)), np.ones((2, 5, 6)), np.ones(8)
 TOKENS, POSITIONS = np.zeros((2, 5), "i4"), np.zeros(5, "i4")
 TABLE, LOGITS, LOSSES = np.ones((9, 8)), np.ones((2, 5, 9)), np.ones((2, 5))
 QKV, Y, LOGSUMEXP = np.ones((2, 7, 24), "f4"), np.ones((2, 7, 8), "f4"), np.ones((2, 2, 7), "f4")
 ADAMW = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-MOMENTUM, MUON = {"beta": 0.9, "weight_decay": 0.1}, {"beta": 0.9, "scale": 0.2, "weight_decay": 0.1, "maps": 1}
+MUON = {"beta": 0.9, "scale": 0.2, "weight_decay": 0.1, "maps": 1}
 HYPER = np.ones(3)
 # Of bfloat16 products; the checks are those of every unit.
 SMALL_X, SMALL_DY, NARROW, BIAS = (np.ones(shape, "f4") for shape in ((4, 6), (4, 64), (64, 6), (64,)))
@@ -76,7 +76,6 @@ FITTING = {
     "mean": (total_last(crossentropy.mean_forward), LOSSES, LOSSES, np.ones(())),
     "dropout": (lambda *arrays: dropped(*arrays, 0, 0.1), X, streams(0, 0, 2), POSITIONS),
     "adamw": (partial(adamw, **ADAMW), X, X, X, X, HYPER),
-    "momentum": (partial(momentum, **MOMENTUM), X, X, X, HYPER[:1]),
     "muon": (lambda *arrays: muon(*arrays, HYPER, **MUON), TABLE, TABLE, TABLE),
 }
 FITTING |= {

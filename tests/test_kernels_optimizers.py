@@ -1,4 +1,4 @@
-"""Tests of AdamW, momentum and Muon: their formulas, and the same bits in place as in new arrays."""
+"""Tests of AdamW and Muon: their formulas, and the same bits in place as in new arrays."""
 
 from functools import partial
 
@@ -13,8 +13,6 @@ from daskgpt.kernels.optimizers import (
     adamw,
     adamw_inplace,
     iteration,
-    momentum,
-    momentum_inplace,
     muon,
     muon_inplace,
     orthogonalised,
@@ -23,7 +21,6 @@ from daskgpt.kernels.optimizers import (
 
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 MUON = {"beta": 0.95, "scale": 0.2, "weight_decay": 0.1, "maps": 1}
-MOMENTUM = {"beta": 0.9, "weight_decay": 0.1}
 SHAPES = [(21, 21), (12, 40), (40, 12), (1, 9), (64, 33)]
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
@@ -31,18 +28,13 @@ every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
 def hyper(name, step):
     """Return the input of an update for a step: the learning rate, and AdamW's corrections, which Muon's has, too."""
     rate = 3e-3 if name == "adamw" else step * 1e-2
-    return np.array([rate] if name == "momentum" else [rate, 1 - 0.9**step, 1 - 0.95**step])
+    return np.array([rate, 1 - 0.9**step, 1 - 0.95**step])
 
 
 def adamw_formula(hyper, weight, gradient, m, v):
     rate, correction, other = hyper
     m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
     return weight - rate * (m / correction / (np.sqrt(v / other) + 1e-8) + 0.1 * weight), m, v
-
-
-def momentum_formula(hyper, weight, gradient, m):
-    m = 0.9 * m + gradient
-    return weight - hyper[0] * (m + 0.1 * weight), m
 
 
 def by_singular_values(x):
@@ -64,12 +56,11 @@ def muon_formula(hyper, weight, gradient, m, maps=1):
 # The kernel into new arrays, the one in place, options, and how many moments there are.
 UPDATES = {
     "adamw": (adamw, adamw_inplace, OPTIONS, 2),
-    "momentum": (momentum, momentum_inplace, MOMENTUM, 1),
     "muon": (muon, muon_inplace, MUON, 1),
     "muon of 3 maps": (muon, muon_inplace, MUON | {"maps": 3}, 1),
     "muon in bfloat16": (bf16.muon, bf16.muon_inplace, MUON, 1),
 }
-FORMULAS = {"adamw": adamw_formula, "momentum": momentum_formula, "muon": muon_formula}
+FORMULAS = {"adamw": adamw_formula, "muon": muon_formula}
 FORMULAS["muon of 3 maps"] = partial(muon_formula, maps=3)
 
 

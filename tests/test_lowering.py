@@ -48,7 +48,7 @@ def test_every_call_of_a_step_is_native(grain, chunk):
 @pytest.mark.parametrize(
     ("changes", "optimizer", "in_python"),
     [
-        *(({}, {"optimizer": name, "clip": 0.1}, ["norm"]) for name in ("adamw", "momentum", "muon")),
+        *(({}, {"optimizer": name, "clip": 0.1}, ["norm"]) for name in ("adamw", "muon")),
         ({"norm": "rmsnorm", "activation": "relu2", "qk_norm": "rmsnorm"}, {}, []),
         ({"position": "rotary", "channels": 24, "activation": "swiglu", "bias": "none", "head": "untied"}, {}, []),
         ({"activation": "custom_layers:SQUARED_RELU"}, {}, ["squared_relu.forward", "squared_relu.backward"]),

@@ -75,7 +75,6 @@ TRAINED = [
     *((name, "adamw", "bfloat16") for name in ("grouped queries", "untied", "normalized heads", "from outside")),
     ("activation from outside", "custom_layers:SIGN", "float32"),
     ("the same with rmsnorm", "custom_layers:SIGN", "float32"),
-    ("the same with rmsnorm", "momentum", "float32"),
 ]
 DIALS = [
     Dials((4, 12)),

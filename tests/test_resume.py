@@ -109,7 +109,7 @@ def test_resume_between_threads_and_a_cluster(small_text, tmp_path, whole, clust
     ("optimizer", "dataflow"),
     [
         (OPTIMIZER, {"precision": "bfloat16"}),
-        *(({"optimizer": name, "warmup": 2}, {}) for name in ("momentum", "muon")),
+        ({"optimizer": "muon", "warmup": 2}, {}),
     ],
 )
 def test_other_arithmetic_and_another_optimizer(small_text, tmp_path, optimizer, dataflow):
@@ -174,7 +174,7 @@ def test_a_run_without_a_good_checkpoint_is_refused(copy, tmp_path, whole):
         ("--batch-size", 8, r"batch_size=8 \(its own: 4\)"),
         ("--seed", 1, r"seed=1 \(its own: 0\)"),
         ("--precision", "bfloat16", r"precision=bfloat16 \(its own: float32\)"),
-        ("--optimizer", "momentum", r"optimizer=momentum \(its own: adamw\)"),
+        ("--optimizer", "muon", r"optimizer=muon \(its own: adamw\)"),
         ("--weight-decay", 0.2, r"weight_decay=0.2 \(its own: 0.1\)"),
         ("--blocks", 2, r"blocks=2 \(its own: 1\)"),
         ("--preset", "gpt2", "preset=gpt2"),

@@ -52,7 +52,7 @@ class OptimizerConfig(Checked):
     Source   Loshchilov and Hutter 2019, arXiv:1711.05101; dropout: Srivastava et al. 2014, JMLR 15
     """
 
-    optimizer: str = setting("adamw", "adamw, muon (for matrices of blocks; adamw for the rest), or momentum (SGD)")
+    optimizer: str = setting("adamw", "adamw, or muon (for matrices of blocks; adamw for the rest)")
     learning_rate: float = setting(1e-3, "largest learning rate")
     schedule: str = setting(
         "cosine",

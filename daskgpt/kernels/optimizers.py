@@ -1,4 +1,4 @@
-"""Updates of parameters: AdamW, momentum SGD, Muon, and the norm that clips gradients.
+"""Updates of parameters: AdamW, Muon, and the norm that clips gradients.
 
 An update `NAME_inplace` overwrites the weight and its moments; `NAME` leaves them unchanged and returns new arrays
 with the same bits.
@@ -19,19 +19,18 @@ from daskgpt.kernels.simd.lanes import address_of
 from daskgpt.kernels.simd.math import fma
 from daskgpt.kernels.simd.reductions import dot
 
+HYPER_SIZE = 3  # numbers that change from step to step: the learning rate and AdamW's two corrections
 GRAD_INFO = 2  # numbers that `clipped_hyper` appends to those of an optimizer: norm, and factor of gradients
 
 
-def _check(
-    where: str, hyper: np.ndarray, numbers: int, weight: np.ndarray, gradient: np.ndarray, **moments: np.ndarray
-) -> None:
+def _check(where: str, hyper: np.ndarray, weight: np.ndarray, gradient: np.ndarray, **moments: np.ndarray) -> None:
     """Raise ValueError unless the gradient is of the weight's shape, weight and moments can be updated in place, and
-    hyper has the optimizer's numbers, alone or with those that `clipped_hyper` appends.
+    hyper has its numbers, alone or with those that `clipped_hyper` appends.
     """
     check_shape(where, "gradient", gradient, weight.shape)
     for name, array in {"weight": weight, **moments}.items():
         check_output(where, name, array, weight.shape, weight.dtype)
-    check_shape(where, "hyper", hyper, (numbers + (GRAD_INFO if hyper.size > numbers else 0),))
+    check_shape(where, "hyper", hyper, (HYPER_SIZE + (GRAD_INFO if hyper.size > HYPER_SIZE else 0),))
 
 
 # Shared with the update in one pass with its gradient (`bfloat16.update`), which has the same bits.
@@ -69,15 +68,15 @@ def rates_of(real, hyper, beta1, beta2, eps, decay):
 
 
 @helper
-def _factor_of(hyper, numbers):
-    """The factor of the gradients, which `clipped_hyper` appends to the numbers of an optimizer."""
-    return hyper[numbers + 1] if hyper.size > numbers else 1.0
+def _factor_of(hyper):
+    """The factor of the gradients, which `clipped_hyper` appends."""
+    return hyper[HYPER_SIZE + 1] if hyper.size > HYPER_SIZE else 1.0
 
 
 @kernel("w1 r1 w1 w1 d1 d d d d")
 def _adamw(weight, gradient, m, v, hyper, beta1, beta2, eps, decay):
     real = weight.dtype.type
-    scale = real(_factor_of(hyper, 3))
+    scale = real(_factor_of(hyper))
     rates = rates_of(real, hyper, beta1, beta2, eps, decay)
     for i in range(weight.size):
         g = gradient[i] * scale
@@ -113,42 +112,12 @@ def adamw_inplace(
     Source   Loshchilov and Hutter 2019, arXiv:1711.05101
     Errors   ValueError when the shapes differ, or weight, m or v cannot be written
     """
-    _check("adamw", hyper, 3, weight, gradient, m=m, v=v)
+    _check("adamw", hyper, weight, gradient, m=m, v=v)
     _adamw(flat(weight), flat(gradient), flat(m), flat(v), hyper, beta1, beta2, eps, weight_decay)
     return weight, m, v
 
 
 adamw = into_new_arrays(adamw_inplace)
-
-
-@kernel("w1 r1 w1 d1 f f", use="momentum")
-def _momentum(weight, gradient, m, hyper, beta, decay):
-    rate, scale = weight.dtype.type(hyper[0]), weight.dtype.type(_factor_of(hyper, 1))
-    for i in range(weight.size):
-        m[i] = beta * m[i] + gradient[i] * scale
-        weight[i] = weight[i] - rate * (m[i] + decay * weight[i])
-
-
-def momentum_inplace(
-    weight: np.ndarray, gradient: np.ndarray, m: np.ndarray, hyper: np.ndarray, *, beta: float, weight_decay: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Make one step of momentum SGD with decoupled decay; weight and m are updated in place and returned.
-
-    m' = beta m + g;  weight' = weight - rate (m' + weight_decay weight)
-    hyper = [rate], or the result of `clipped_hyper` for it
-
-    Shapes   weight, gradient, m of one shape, hyper (1,) or (4,) float64 -> weight, m
-    Dtype    float32 or float64, one for all but hyper
-    Cost     5 arrays through memory
-    Source   Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning"
-    Errors   ValueError when the shapes differ, or weight or m cannot be written
-    """
-    _check("momentum", hyper, 1, weight, gradient, m=m)
-    _momentum(flat(weight), flat(gradient), flat(m), hyper, beta, weight_decay)
-    return weight, m
-
-
-momentum = into_new_arrays(momentum_inplace)
 
 
 # Of Muon.
@@ -279,7 +248,7 @@ def orthogonalised(x: np.ndarray, step: Iteration = iteration) -> np.ndarray:
 
 @kernel("r1 w1 w1 d1 f f", use="muon")
 def _direction(gradient, m, direction, hyper, beta, keep):
-    scale = gradient.dtype.type(_factor_of(hyper, 3))
+    scale = gradient.dtype.type(_factor_of(hyper))
     for i in range(gradient.size):
         g = gradient[i] * scale
         moment = beta * m[i] + keep * g
@@ -323,7 +292,7 @@ def muon_inplace(
     """
     rows, columns = len(weight) // maps, weight.shape[1]
     check_shape("muon", "weight", weight, (maps * rows, columns))
-    _check("muon", hyper, 3, weight, gradient, m=m)
+    _check("muon", hyper, weight, gradient, m=m)
     for first in range(0, maps * rows, rows):
         rows_of_map = slice(first, first + rows)
         direction = np.empty((rows, columns), weight.dtype, like=weight)

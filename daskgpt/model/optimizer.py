@@ -17,7 +17,7 @@ from daskgpt.graph.calls import CallOptions, Origin, apply, is_ours
 from daskgpt.kernels import optimizers
 from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16.update import linear_update
-from daskgpt.kernels.optimizers import GRAD_INFO, clipped_hyper, squares
+from daskgpt.kernels.optimizers import GRAD_INFO, HYPER_SIZE, clipped_hyper, squares
 from daskgpt.model.parameters import Tensor
 from daskgpt.model.tape import Tape
 
@@ -150,19 +150,8 @@ ADAMW = Optimizer(
     moments=("m", "v"),
     options=_adamw_options,
     hyper=_adamw_hyper,
-    hyper_size=3,
+    hyper_size=HYPER_SIZE,
     fused={gemm.backward_weight: linear_update},
-)
-
-
-MOMENTUM = Optimizer(
-    name="momentum",
-    kernel=optimizers.momentum,
-    in_place=optimizers.momentum_inplace,
-    moments=("m",),
-    options=lambda config, tensor: {"beta": config.beta1, "weight_decay": _decay(config, tensor)},
-    hyper=lambda config, step, steps: np.array([learning_rate(config, step, steps)]),
-    hyper_size=1,
 )
 
 
@@ -178,13 +167,13 @@ MUON = Optimizer(
     moments=("m",),
     options=_muon_options,
     hyper=_adamw_hyper,
-    hyper_size=3,
+    hyper_size=HYPER_SIZE,
     whole=True,
     updates=lambda tensor: tensor.row.is_matrix and tensor.row.per_block,
     others=ADAMW,
 )
 
-OPTIMIZERS: Mapping[str, Optimizer] = {row.name: row for row in (ADAMW, MOMENTUM, MUON)}
+OPTIMIZERS: Mapping[str, Optimizer] = {row.name: row for row in (ADAMW, MUON)}
 
 
 def optimizer_of(name: str) -> Optimizer:

@@ -34,7 +34,7 @@ PALETTE = {
     "#17becf": "gather",
     "#9c6b4e": "embedding",
     "#ff8ab7": "crossentropy tokens.head",
-    "#7f8c99": "adamw momentum update",
+    "#7f8c99": "adamw update",
     "#bcbd22": "mean",
     "#97bbf5": "split",
     "#5b6770": "muon",

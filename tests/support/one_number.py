@@ -66,7 +66,6 @@ MODELS["llama"] = Model(LLAMA, (6, 20), groups=2)
 # The bits of these are not recorded.
 VARIANTS = {
     "clipped": replace(MODELS["odd in 2 groups"], clip=0.1),
-    "clipped momentum": replace(MODELS["odd in 2 groups"], clip=0.1, optimizer="momentum"),
     "clipped muon": replace(MODELS["odd"], clip=0.1, optimizer="muon"),
 }
 
