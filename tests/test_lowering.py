@@ -17,6 +17,7 @@ from daskgpt.graph.calls import KernelCall
 from daskgpt.graph.lowering import Form, Lowered, NativeRun, lower
 from daskgpt.graph.program import Call, calls_of
 from daskgpt.kernels import gelu, linear
+from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.kernels.simd.memory import Scratch
 from daskgpt.kernels.tracing import Buffer, NotNative, Operand, tracing
 from daskgpt.schedulers.local import local_scheduler
@@ -144,3 +145,12 @@ def test_ids_outside_of_the_vocabulary_are_refused_before_a_step():
     for batch in ((bad, good), (good, -1 + good)):
         with pytest.raises(ValueError, match="must be from 0"):
             step.inputs(batch, 0, 1)
+
+
+def test_an_operand_beside_arrays_is_not_native():
+    """Numba looks for an attribute of its own first."""
+    with tracing() as trace:
+        x = trace.empty((4, 3), np.dtype(np.float32))
+        assert not hasattr(x, "_numba_type_")
+        with pytest.raises(NotNative):
+            to_bfloat16(x)

@@ -32,7 +32,7 @@ from daskgpt.config.errors import refusal
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.cache import PLACE, is_sealed, problem_of, seal
 from daskgpt.kernels.numba_internals import optimized_once, without_literals
-from daskgpt.kernels.tracing import Operand
+from daskgpt.kernels.tracing import NotNative, Operand
 
 # No fastmath: an operation is rounded as it is written, whatever compiler, processor or place in a loop. What is to be
 # one rounding says so (`simd.math.fma`), and sums over a row have their own order (`simd.reductions`).
@@ -197,6 +197,8 @@ class Kernel:
         try:
             return compiled(*arguments)
         except TypeError as error:
+            if any(isinstance(value, Operand) for value in arguments):
+                raise NotNative("an operand beside arrays") from error
             dtypes = ", ".join(str(value.dtype) for value in arguments if isinstance(value, np.ndarray))
             rule = "float arrays must have one dtype, index arrays int32"
             raise refusal(TypeError, self.name, rule, {"dtypes": dtypes}, "Convert them first.") from error

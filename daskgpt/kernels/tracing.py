@@ -117,7 +117,7 @@ class Operand:
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
+        if name.startswith("_"):  # libraries look for these; Python 3.13 prints any other error
             raise AttributeError(name)
         raise NotNative(f"attribute {name}")
 
