@@ -170,6 +170,8 @@ def test_bytes_are_a_vocabulary_without_merges():
 
 def test_merges_of_a_few_tokens():
     assert merges_of({b"a": 0, b"b": 1, b"ab": 2, b"abb": 3}) == [("a", "b"), ("ab", "b")]
+    with pytest.raises(ValueError, match="merge of two"):
+        merges_of({b"a": 0, b"b": 1, b"abb": 2})
 
 
 # What is refused

@@ -135,7 +135,9 @@ def test_files_that_are_refused(tmp_path, numbers, size, keyword):
     ("path", "error", "keyword"),
     [(".", ValueError, "path must name a file"), ("absent/model.bin", FileNotFoundError, "folder must exist")],
 )
-def test_bad_paths_are_refused(tmp_path, path, error, keyword):
+def test_bad_paths_and_versions_are_refused(tmp_path, path, error, keyword):
     with pytest.raises(error, match=keyword):
         write_model(tmp_path / path, SMALL, small_parameters())
+    with pytest.raises(ValueError, match="version must be 3"):
+        write_model(tmp_path / "model.bin", SMALL, small_parameters(), 4)
     assert os.listdir(tmp_path) == []

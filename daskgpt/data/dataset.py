@@ -142,9 +142,11 @@ def load_dataset(
     Shapes   each part at least (sequence_length + 1,), one sequence and its targets
     Dtype    that of the ids
     Cost     everything but token files is held in memory
-    Errors   ValueError for an unknown encoding, ids beyond the vocabulary, too little text,
+    Errors   ValueError for an unknown encoding, a fraction outside 0 and 1, ids beyond the vocabulary, too little text,
              changed shards; FileNotFoundError if a source or GPT-2's vocabulary is missing
     """
+    rule, got = "validation_fraction must lie between 0 and 1", {"validation_fraction": validation_fraction}
+    require(0 < validation_fraction < 1, WHERE, rule, got, "Try 0.1.")
     training = recognize(source) if isinstance(source, str) else source
     validating = recognize(validation_data) if validation_data else None
     name = encoding_for(training, encoding)
@@ -296,10 +298,14 @@ def batch(
                  sequences, of which an epoch sees each once, in an order of its own (`shuffled`)
     vocabulary   bound of every id; 0 = not checked
 
-    Shapes   tokens (N,), N > T -> tokens (B, T), targets (B, T), of pairs weights (B, T)
+    Shapes   tokens (N,) -> tokens (B, T), targets (B, T), of pairs weights (B, T)
     Dtype    int32, weights float64
-    Errors   ValueError for an id beyond the vocabulary
+    Errors   ValueError for sizes below 1, a negative seed or step, fewer than T + 1 tokens, or an id beyond the
+             vocabulary
     """
+    _check_sizes("batch", tokens, batch_size=batch_size, sequence_length=sequence_length)
+    got = {"seed": seed, "step": step}
+    require(seed >= 0 and step >= 0, "batch", "seed and step must not be negative", got, "Give 0 or more.")
     stride = sequence_length if order == EPOCHS else 1
     count = _sequences(tokens, sequence_length, stride)
     if order == EPOCHS:
@@ -336,9 +342,11 @@ def validation_batches(tokens: Tokens, *, batch_size: int, sequence_length: int,
 
     They overlap where tokens are few. Of pairs, each batch has other examples, and there are fewer batches if need be.
 
-    Shapes   tokens (N,), N > T -> count times tokens (B, T), targets (B, T), of pairs weights (B, T)
+    Shapes   tokens (N,) -> count times tokens (B, T), targets (B, T), of pairs weights (B, T)
     Dtype    int32, weights float64
+    Errors   ValueError for sizes below 1 or fewer than T + 1 tokens, before the first batch is made
     """
+    _check_sizes("validation_batches", tokens, batch_size=batch_size, sequence_length=sequence_length, count=count)
     if isinstance(tokens, Examples):
         return iter(tokens.validation_batches(batch_size, sequence_length, count))
     windows = batch_size * count
@@ -350,6 +358,14 @@ def validation_batches(tokens: Tokens, *, batch_size: int, sequence_length: int,
 def _windows(tokens: np.ndarray | MappedTokens, starts: np.ndarray, sequence_length: int) -> Batch:
     windows = tokens[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int32)
     return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+
+
+def _check_sizes(where: str, tokens: Tokens, **sizes: int) -> None:
+    for name, size in sizes.items():
+        require(size >= 1, where, f"{name} must be at least 1", {name: size}, "Give a positive number.")
+    least = sizes["sequence_length"] + 1
+    rule, advice = f"there must be at least {least} tokens", "Give more text or a smaller sequence_length."
+    require(isinstance(tokens, Examples) or tokens.size >= least, where, rule, {"tokens": tokens.size}, advice)
 
 
 class BatchLoader:

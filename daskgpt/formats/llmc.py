@@ -113,9 +113,12 @@ def write_model(
 
     Dtype    float32; version 3 keeps it, version 5 rounds to the nearest bfloat16, ties to even
     Cost     16 MiB of memory, a few times that for version 5
-    Errors   ValueError for a configuration that the header cannot hold; FileNotFoundError if the folder is missing
+    Errors   ValueError for an unknown version, and a configuration that the header cannot hold; FileNotFoundError if
+             the folder is missing
     """
     where = "write_model"
+    rule, advice = "the version must be 3 (float32) or 5 (bfloat16)", "Use 3 for llm.c's C program."
+    require(version in DTYPES, where, rule, {"version": version}, advice)
     stored_model.require_defaults(config, SIZES, where, "llm.c's header")
     with replacing(path, where) as file:
         file.write(header_of(MODEL, version, *(getattr(config, name) for name in SIZES)))

@@ -1,4 +1,4 @@
-"""What a model makes of a batch without an update: loss and gradients, and the validation loss of a run."""
+"""Results of a model for a batch without an update: loss and gradients, and the validation loss of a run."""
 
 from __future__ import annotations
 
