@@ -145,8 +145,8 @@ def load_dataset(
     Errors   ValueError for an unknown encoding, a fraction outside 0 and 1, ids beyond the vocabulary, too little text,
              changed shards; FileNotFoundError if a source or GPT-2's vocabulary is missing
     """
-    rule, got = "validation_fraction must lie between 0 and 1", {"validation_fraction": validation_fraction}
-    require(0 < validation_fraction < 1, WHERE, rule, got, "Try 0.1.")
+    rule = "validation_fraction must lie between 0 and 1"
+    require(0 < validation_fraction < 1, WHERE, rule, {"validation_fraction": validation_fraction}, "Try 0.1.")
     training = recognize(source) if isinstance(source, str) else source
     validating = recognize(validation_data) if validation_data else None
     name = encoding_for(training, encoding)
