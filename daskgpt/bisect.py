@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from daskgpt.config.errors import require
 from daskgpt.config.flags import Parser, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
@@ -102,6 +103,8 @@ class Bisection:
         ends = [end for end in (unequal, None if self.loss is None else self.loss + 1) if end is not None]
         self.states, self.end = states, min(ends, default=None)
         self.shared = max((step for step in states if step < (self.end or 0)), default=0)
+        rule, advice = "the runs must have a loss or a state in common", "Name runs that have made the same steps."
+        require(bool(self.steps or states), "bisect", rule, "none", advice)
 
     def described(self) -> str:
         """Return what is written, in words."""

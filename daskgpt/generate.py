@@ -40,7 +40,9 @@ PLACE = "{}"  # of what a user writes, in the form of prompts
 class GenerateConfig(DecodingConfig, Choice):
     """Settings of generation."""
 
-    temperature: float = setting(0.8, "0 = always the likeliest token, 1 = the model's own probabilities", least=0)
+    temperature: float = setting(
+        0.8, "0 = always the likeliest token, 1 = the model's own probabilities", least=0, most=1e30
+    )
     samples: int = setting(1, "texts after each prompt", least=1, most=2**12)
     tokens: int = setting(200, "length of the text", unit="tokens", least=0, most=2**30)
     seed: int = setting(0, "seed of the random choices", least=0)
@@ -100,6 +102,10 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--prompt", action="append", type=text, help=help_text)
     flags.add_argument("-i", "--interactive", action="store_true", help="chat with the model in the terminal")
     values, options = flags.read(arguments, GenerateConfig)
+    rule = "-i takes one prompt after the other from the terminal"
+    got = {"prompt": values.prompt, "samples": options.samples}
+    alone = not values.prompt and options.samples == 1
+    require(alone or not values.interactive, "generate", rule, got, "Leave out --prompt and --samples.")
     model = open_model_of(values.model)
     encoding_name, context = encoding_and_length(model, options.encoding)
     weights = Weights(model.config, model.loaded().parameters, options.precision)
@@ -152,6 +158,7 @@ def chat(writer: Writer, form: str) -> Texts | None:
     with suppress(ImportError):
         import readline  # noqa: F401  # for editing and recalling lines
     texts: Texts | None = None
+    length = 0  # number of tokens before the reply
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -159,15 +166,18 @@ def chat(writer: Writer, form: str) -> Texts | None:
             print()
             return texts
         if writer.template:
-            messages.append({"role": USER, "content": line})
-            texts = continued(writer, texts, writer.ids(writer.asking(messages)))
+            if line or texts is None or texts.tokens[0][-1] == writer.encoding.eot_token:
+                messages.append({"role": USER, "content": line})
+                texts = continued(writer, texts, writer.ids(writer.asking(messages)))
+                length = len(texts.tokens[0])
+            else:  # its reply goes on
+                messages.pop()
         elif form != PLACE and (line or texts is None):
             texts = continued(writer, texts, writer.ids(form.replace(PLACE, line)))
         elif texts is None:
             texts = writer.texts([writer.ids(line + "\n")])
         elif line:
             texts.tokens[0] += writer.ids(line + "\n")
-        length = len(texts.tokens[0])
         with suppress(KeyboardInterrupt):  # ends the reply, not the chat
             writer.print(tokens[0] for tokens in writer.write(texts))
         print(flush=True)

@@ -76,6 +76,12 @@ def test_templates_that_do_not_fit_are_refused(source, keyword):
         ChatTemplate(source, NAMES).parts(TALK)
 
 
+def test_a_conversation_that_does_not_fit_is_named():
+    template = ChatTemplate("{{ messages[0].content if messages else 'Be good.' }}", NAMES)
+    with pytest.raises(ValueError, match="a line 3: a conversation must begin with what the assistant answers"):
+        template.parts(TALK[1:], "a line 3")
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """A model whose template is the contents, each with an end."""
@@ -146,10 +152,10 @@ def write(path, records):
 
 
 def test_chats_are_conversations(tmp_path):
-    (talk, short), left_out = read_pairs(write(tmp_path / "chats.json", CHATS))
+    (talk, short), _, left_out = read_pairs(write(tmp_path / "chats.json", CHATS))
     assert talk == (("system", "s"), *((message["role"], message["content"]) for message in TALK))
     assert left_out == ["chats.json line 2"]
-    assert read_pairs(write(tmp_path / "shared.json", SHARED)) == ([short], [])
+    assert read_pairs(write(tmp_path / "shared.json", SHARED)) == ([short], ["shared.json line 1"], [])
     with pytest.raises(ValueError, match='"messages", each with "role" and "content".*line=4.*KeyError'):
         read_pairs(write(tmp_path / "wrong.json", [*CHATS, {"messages": [{"role": "user", "text": "a"}]}]))
 

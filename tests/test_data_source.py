@@ -23,7 +23,7 @@ PAIRS = [(f"{number} plus 1 is", f" {number + 1}.") for number in range(60)]
 
 def pairs_of(source):
     """The texts of a source's pairs, and what was left out."""
-    conversations, left_out = read_pairs(source)
+    conversations, _, left_out = read_pairs(source)
     return [tuple(text for _, text in conversation) for conversation in conversations], left_out
 
 
@@ -168,7 +168,10 @@ def test_empty_pairs_are_left_out_by_number_and_half_characters_replaced(tmp_pat
     content += '{"prompt": "a \\ud83d b", "response": "c"}\n{"prompt": "a", "response": ""}\n'
     path = written(tmp_path / "a.jsonl", content)
     assert pairs_of(recognize(path)) == ([*PAIRS, ("a ? b", "c")], ["a.jsonl line 62"])
-    assert "1 left out: empty (a.jsonl line 62)" in load_dataset(path, sequence_length=32).description
+    assert (
+        "1 left out: empty, or without an assistant (a.jsonl line 62)"
+        in load_dataset(path, sequence_length=32).description
+    )
     path = written(
         tmp_path / "t.jsonl", '{"text": "half \\ud83d of one"}\n' + lines([{"text": TEXT}, {"text": "\U0001f600"}])
     )

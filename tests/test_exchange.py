@@ -167,6 +167,12 @@ def test_policies_change_no_bit(policy, small_text, traced, tmp_path):
     assert 0 < last.seconds <= last.path < 60
 
 
+@pytest.mark.parametrize("wrong", [lambda ready: None, lambda ready: [], lambda ready: ["a"]])
+def test_policies_that_return_no_ready_task_are_refused(wrong):
+    with pytest.raises(TypeError, match="a policy must return the ready tasks"), daskgpt.scheduling(wrong):
+        Simulation([process({"a": "", "b": ""}, dict.fromkeys("ab", seconds(1.0)))], FREE, Platform(1))
+
+
 def test_dask_diagnostics_observe_a_run(small_text):
     steps, cut = 3, {"scheduler": "threads", "threads": 2, "grain": "block", "batch_chunk": 2, "sequence_chunk": 16}
     with Profiler() as tasks, ResourceProfiler(dt=0.01) as resources:

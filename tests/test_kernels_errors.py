@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 from product_cases import using
 
-from daskgpt.kernels import add, attention, crossentropy, embedding, gelu, layernorm, linear, relu2, rmsnorm
+from daskgpt.kernels import (
+    add,
+    attention,
+    crossentropy,
+    embedding,
+    gelu,
+    layernorm,
+    linear,
+    qk_norm,
+    relu2,
+    rmsnorm,
+    rotary,
+)
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm as bfloat16
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
@@ -99,6 +111,14 @@ REFUSED = [
     (lambda: attention.forward(QKV, heads=3), "qkv must have a column per channel"),
     (lambda: attention.forward(QKV, heads=0), "qkv must have a column per channel"),
     (lambda: bf16_attention.forward(QKV[..., 1:], heads=2), "qkv must have a column per channel"),
+    (lambda: attention.forward(QKV, heads=3, key_heads=-1), "qkv must have a column per channel"),
+    (lambda: attention.forward(QKV, np.zeros(2, int), heads=2, rate=1.0), "rate must be at least 0 and below 1"),
+    (lambda: attention.gather([X, X[:1]], None), "a part must have shape (2, 5, 8)"),
+    (lambda: attention.split(X, np.array([2, 0], "i4")), "positions must be consecutive"),
+    (lambda: qk_norm.forward(X, WEIGHT, WEIGHT, heads=6, key_heads=-1, norm_eps=1e-5), "there must be a head"),
+    (lambda: rotary.forward(X, POSITIONS, heads=4, key_heads=-1, rope=(1e4,) * 5), "there must be a head"),
+    (lambda: rotary.forward(X, POSITIONS, heads=2, key_heads=1, rope=(1e4,)), "rope must have five numbers"),
+    (lambda: crossentropy.mean_backward(np.ones(0), LOSSES, LOSSES), "dy must have shape ()"),
     (lambda: repacked(32, 16), "rows=(16, 48)"),
     (lambda: repacked(32, 64), "rows=(64, 96)"),
     (lambda: product_of_rows(2, 63), "total must be some of the 64 rows; got first_row=2"),

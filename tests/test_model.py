@@ -85,6 +85,31 @@ def test_loss_and_gradients_match_an_independent_program(random, chunk, rate):
         np.testing.assert_allclose(gradient, wanted.gradients[name], rtol=0, atol=tolerance * largest, err_msg=name)
 
 
+def test_gradients_of_dask_arrays_with_equal_values_are_their_own(random):
+    """Dask names arrays by their values; those of norms begin equal."""
+    parameters, batch = daskgpt.initial_parameters(SMALL, 0), random_batch(SMALL, random)
+    lazy = {name: da.from_array(value, chunks=1) for name, value in parameters.items()}
+    one, other = (
+        dask.compute(loss_and_gradients(SMALL, given, *lazy_batch(batch, (2, 6)))[1], scheduler="sync")[0]
+        for given in (parameters, lazy)
+    )
+    for name, gradient in one.items():
+        np.testing.assert_array_equal(gradient, other[name], err_msg=name)
+
+
+def test_arguments_of_other_kinds_are_refused(random):
+    parameters, (tokens, targets) = (
+        daskgpt.initial_parameters(SMALL, 0),
+        lazy_batch(random_batch(SMALL, random), (2, 6)),
+    )
+    with pytest.raises(TypeError, match="tokens and targets must be dask arrays"):
+        loss_and_gradients(SMALL, parameters, tokens.compute(), targets)
+    with pytest.raises(TypeError, match="must be a ModelConfig"):
+        daskgpt.initial_parameters("tiny", 0)
+    with pytest.raises(ValueError, match="which is missing"):
+        loss_and_gradients(SMALL, {}, tokens, targets)
+
+
 def test_padded_rows_of_the_vocabulary_get_no_probability_and_no_gradient(random):
     parameters, batch = random_parameters(SMALL, random), random_batch(SMALL, random)
     losses = []

@@ -286,6 +286,20 @@ def hidden(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.name.startswith(".")}
 
 
+def test_an_input_that_changes_is_refused(tmp_path):
+    changing = tmp_path / "changing.txt"
+    changing.write_text("one line\n" * 1000)
+    config = corpora.PrepareConfig(out=str(tmp_path / "out"), encoding="bytes")
+
+    def computed(bag, take):
+        changing.write_text("another line\n" * 1000)
+        bag.compute(scheduler="sync")
+
+    with pytest.raises(ValueError, match="an input must not change"):
+        Preparation([str(changing)], config).run(computed, print)
+    assert not (tmp_path / "out" / MANIFEST).exists()
+
+
 def test_tasks_write_nothing_once_their_preparation_has_ended(corpus, tmp_path):
     """Threads go on for some time after Ctrl-C or an error elsewhere."""
     bags = []

@@ -10,6 +10,7 @@ from conftest import SMALL, random_parameters
 import daskgpt
 from daskgpt import generate
 from daskgpt.data.tokenizer import get_encoding
+from daskgpt.generation import decoder
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, Texts, window
 from daskgpt.generation.sanitize import shown
@@ -92,6 +93,24 @@ def test_interrupted_reply_can_be_continued(parameters):
     writing.close()
     assert len(list(texts.write(15, Choice(), seed=2))) == 15
     assert texts.tokens[0][1:] == list(daskgpt.sample(SMALL, parameters, [1], 20, seed=2))
+
+
+def test_interrupted_reading_is_done_again(parameters, monkeypatch):
+    monkeypatch.setattr(decoder, "MOST_ROWS", 3)
+    texts = Texts(Weights(SMALL, parameters, "float32"), [[1, 2, 3, 4, 5]], threads=2)
+    step, calls = texts.decoder._step, iter("ab")
+
+    def interrupted(*rows):
+        if next(calls) == "b":
+            monkeypatch.setattr(texts.decoder, "_step", step)
+            raise KeyboardInterrupt
+        return step(*rows)
+
+    monkeypatch.setattr(texts.decoder, "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(texts.write(5, Choice(), seed=2))
+    list(texts.write(5, Choice(), seed=2))
+    assert texts.tokens[0][5:] == list(daskgpt.sample(SMALL, parameters, [1, 2, 3, 4, 5], 5, seed=2))
 
 
 NO_ARGUMENTS = [

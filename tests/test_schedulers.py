@@ -139,14 +139,28 @@ def test_why_a_scheduler_does_not_answer(said, reason, advice):
 
 def test_losses_raise_one_error():
     kinds = ("running", failures.WorkerLost, "worker"), ("closed", failures.ClusterLost, "scheduler")
+    closed = SimpleNamespace(status="closed", scheduler=None)
+    with pytest.raises(failures.ClusterLost, match="the client must live"), failures.losses_as_errors(closed):
+        raise AttributeError
     for status, kind, keyword in kinds:
         for error in (*failures.SIGNS[:1], *failures.SIGNS[2:]):
             with (
                 pytest.raises(kind, match=keyword) as caught,
-                failures.losses_as_errors(SimpleNamespace(status=status)),
+                failures.losses_as_errors(SimpleNamespace(status=status, scheduler=True)),
             ):
                 raise error
             assert type(caught.value) is kind
+
+
+def test_a_cluster_that_closes_ends_a_run_in_one_line(small_text):
+    with LocalCluster(**OPTIONS) as cluster, Client(cluster) as client:
+
+        def close(step, metrics):
+            if step == 2:
+                cluster.close()
+
+        with pytest.raises(RuntimeError, match="must live until the end of a run"):
+            fit(small_text, client=client, steps=10**6, on_step=close)
 
 
 @pytest.mark.parametrize(("count", "of"), [(1, 2), (2, 1)])
@@ -280,7 +294,7 @@ def test_a_lost_cluster_is_reported_although_ranks_cannot_be_ended():
 
     engine = RankEngine.__new__(RankEngine)
     engine.run_name, engine.epoch = "run", "epoch"
-    engine.scheduler = SimpleNamespace(client=SimpleNamespace(run=closed))
+    engine.scheduler = SimpleNamespace(client=SimpleNamespace(run=closed, status="closed", scheduler=None))
     with pytest.raises(failures.WorkerLost, match="a worker must live"), engine._aborting():
         raise failures.WorkerLost("here", "a worker must live", "nothing")
 
@@ -390,6 +404,30 @@ def test_open_cluster_warns_once(host, monkeypatch, capsys):
     for _ in range(2):
         connect.warn_of_open(["tcp://127.0.0.1:1", host])
     assert capsys.readouterr().err.count(f"no TLS: anyone who reaches {host} ") == (host in REACHED)
+
+
+@pytest.mark.parametrize(("template", "end"), [("{NOT_SET_HERE}/status", ""), ("http://a/{port}", "http://a/")])
+def test_the_site_decides_the_link_of_the_dashboard(template, end):
+    with (
+        LocalCluster(**OPTIONS | {"n_workers": 1}) as cluster,
+        Client(cluster) as client,
+        dask.config.set({"distributed.dashboard.link": template}),
+        connect.borrowed_cluster(client) as scheduler,
+    ):
+        described, _, link = scheduler.description.partition(", dashboard ")
+    assert link.startswith(end)
+    assert link.removeprefix(end).isdigit() if end else not link
+    assert described
+
+
+def test_the_scheduler_must_have_the_package(monkeypatch):
+    def missing(self, *_, **__):
+        raise ModuleNotFoundError("No module named 'daskgpt'")
+
+    with LocalCluster(**OPTIONS | {"n_workers": 1}) as cluster, Client(cluster) as client:
+        monkeypatch.setattr(Client, "run_on_scheduler", missing)
+        with pytest.raises(RuntimeError, match="the scheduler must be able to import daskgpt"):
+            connect._require_reachable(ClusterScheduler(client, ""))
 
 
 def test_identity_covers_every_source_file(tmp_path, monkeypatch):

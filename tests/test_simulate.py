@@ -144,6 +144,12 @@ def test_plans_of_threads_and_workers(calibrated):
     assert predicted(workers=4, threads=2).forecast.threads == 8
 
 
+def test_plans_of_workers_that_clip(calibrated):
+    plan = predicted(workers=2, optimizer={"clip": 1.0})
+    assert plan.forecast.seconds > 0
+    assert not any("better" in note for note in plan.forecast.notes), "a calibration is stored, but lacks clipping"
+
+
 def test_the_memory_of_this_machine_does_not_bound_others(calibrated, monkeypatch):
     wanted = predicted(threads=64).forecast.seconds
     monkeypatch.setattr("daskgpt.training.engine.available_memory", lambda: 1)

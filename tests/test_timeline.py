@@ -28,7 +28,7 @@ from daskgpt.profiling.recorder import (
     TimelineCallback,
     TimelineConfig,
     is_bare,
-    timeline_paths,
+    paths_of,
 )
 from daskgpt.profiling.timeline import (
     Event,
@@ -254,7 +254,7 @@ def test_bars_of_a_page():
 
 def test_names_of_the_files_and_what_is_refused(tmp_path):
     for given, base in {"x": "x", "x.json": "x", "x.html": "x", "v1.2": "v1.2"}.items():
-        assert timeline_paths(tmp_path / given) == (tmp_path / f"{base}.json", tmp_path / f"{base}.html")
+        assert paths_of(tmp_path / given) == [tmp_path / f"{base}.json", tmp_path / f"{base}.html"]
     with pytest.raises(ValueError, match="events=0"):
         str(Timeline("", (Lane("", 1),), (), (), TaskGraph({}, {}, frozenset())).summary)
     with pytest.raises(ValueError, match="timeline_steps=0"):
@@ -265,8 +265,22 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
         with pytest.raises(ValueError, match="must name a file that can be written"):
             TimelineConfig(timeline=str(path))
     TimelineConfig(timeline=str(tmp_path / "x"))
+    for files in (
+        {"timeline": "x", "graph": "x.json"},
+        {"paraver": "t.1", "graph": "t.1.row"},
+        {"graph": "config.toml"},
+    ):
+        with pytest.raises(ValueError, match="must differ"):
+            TimelineConfig(**files)
     names = {"first": True, "first.html": True, "./first": False, "..": False, "t/first": False}
     assert {path: is_bare(path) for path in names} == names
+
+
+def test_a_run_has_one_timeline_and_a_refused_one_leaves_no_run(small_text, tmp_path):
+    data, run = {"data": str(small_text), "sequence_length": 64}, {"steps": 2, "out": str(tmp_path / "run")}
+    with pytest.raises(ValueError, match="one timeline at most"):
+        daskgpt.fit(LARGER, data, run=run, callbacks=[TimelineCallback(), TimelineCallback()], quiet=True)
+    assert not (tmp_path / "run").exists()
 
 
 NAMES = {"process_name", "thread_name"}

@@ -273,6 +273,8 @@ def matching_files(source: str, where: str) -> list[Path]:
     if path.is_file():
         return [path]
     require(not path.is_dir(), where, "the source must name a file", {"source": source}, "Give a file or a glob.")
+    rule, advice = "the source must be a regular file", "Write what it gives to a file."
+    require(not path.exists(), where, rule, {"source": source}, advice)
     if not glob.has_magic(source):
         raise refusal(FileNotFoundError, where, "the file must exist", {"source": source}, "Check the path.")
     paths = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())

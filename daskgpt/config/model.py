@@ -28,7 +28,7 @@ class ModelConfig(Checked):
     padded_vocabulary: int = setting(0, "rows of the embedding table; 0 = the vocabulary; others stay 0", most=2**25)
     positions: int = setting(64, "longest sequence", unit="tokens", least=1, most=2**24)
     norm: str = setting("layernorm", "normalization of a block's inputs", choices=("layernorm", "rmsnorm"), rows=True)
-    norm_eps: float = setting(1e-5, "what rmsnorm adds to the mean square", above=0, most=1)
+    norm_eps: float = setting(1e-5, "what rmsnorm adds to the mean square", least=1e-37, most=1)
     position: str = setting(
         "learned", "a table of positions, or queries and keys that are turned", choices=("learned", "rotary"), rows=True
     )

@@ -69,7 +69,7 @@ class OptimizerConfig(Checked):
     clip: float = setting(0.0, "largest norm of all gradients together; larger ones are scaled down; 0 = never")
     beta1: float = setting(0.9, "decay of the mean gradient m", below=1)
     beta2: float = setting(0.99, "decay of the mean squared gradient v", below=1)
-    eps: float = setting(1e-8, "added to the square root of v", above=0, most=1)
+    eps: float = setting(1e-8, "added to the square root of v", least=1e-37, most=1)
     muon_beta: float = setting(0.95, "Muon: decay of the mean gradient m (Nesterov)", below=1)
     muon_scale: float = setting(0.2, "Muon: root mean square of an update, as a share of the learning rate")
     weight_decay: float = setting(0.1, "decoupled weight decay", most=1e3)

@@ -62,17 +62,19 @@ class ChatTemplate:
             advice = "Correct the tokenizer's files, or give another --template."
             raise refusal(ValueError, WHERE, "the chat template must be valid", got, advice) from None
 
-    def text(self, messages: Sequence[Message], reply: bool = False) -> str:
+    def text(self, messages: Sequence[Message], reply: bool = False, where: str = WHERE) -> str:
         """Return a conversation as text; with `reply`, up to where the assistant's next message begins.
+
+        where    opens errors
 
         Errors   ValueError if the template refuses the messages
         """
         rule, got = "the chat template must take these messages", {"roles": [m.get("role") for m in messages]}
-        with refusing((TemplateError, TypeError), WHERE, rule, got, "Correct their roles and contents."):
+        with refusing((TemplateError, TypeError), where, rule, got, "Correct their roles and contents."):
             text = self.template.render(messages=messages, add_generation_prompt=reply, **self.names)
         return text
 
-    def parts(self, messages: Sequence[Message]) -> list[Part]:
+    def parts(self, messages: Sequence[Message], where: str = WHERE) -> list[Part]:
         """Return a conversation's text up to the assistant's last message, divided where its messages begin and end.
 
         Each part that the assistant wrote comes after what it would read in a conversation: the text with `reply`.
@@ -83,11 +85,16 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message.get("role") != ASSISTANT:
                 continue
-            before, after = self.text(messages[:number], reply=True), self.text(messages[: number + 1])
+            before, after = self.text(messages[:number], True, where), self.text(messages[: number + 1], False, where)
             rule = "the chat template must leave the text of earlier messages as it is"
             advice = "Train on pairs of prompt and response instead."
+            if not number:
+                rule, advice = (
+                    "a conversation must begin with what the assistant answers",
+                    "Begin with a user's message.",
+                )
             fits = before.startswith(done) and after.startswith(before)
-            require(fits, WHERE, rule, {"message": number + 1}, advice)
+            require(fits, where, rule, {"message": number + 1}, advice)
             parts += [Part(before[len(done) :], False), Part(after[len(before) :], True)]
             done = after
         return parts

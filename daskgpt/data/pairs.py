@@ -30,16 +30,16 @@ PAIR = (USER, ASSISTANT)
 ROLES = {"human": USER, "gpt": ASSISTANT}
 
 
-def read_pairs(source: Source) -> tuple[list[Conversation], list[str]]:
-    """Return the conversations of a source's files, and what was left out: those with an empty text, or nothing that
-    the assistant says.
+def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]]:
+    """Return the conversations of a source's files, their places there, and those of what was left out: conversations
+    with an empty text, or nothing that the assistant says.
 
     The names of prompt and response are those of each file's first record (`source.PAIR_FIELDS`), and so is that of the
     messages of chats. A prompt of two fields, an instruction and its input, has a line break between them.
 
     Errors   ValueError naming the first record without such texts
     """
-    conversations, left_out = list[Conversation](), list[str]()
+    conversations, places, left_out = list[Conversation](), list[str](), list[str]()
     for file in source.files:
         if names := pair_fields(file.fields):
             parse, rule = partial(_pair, *names), f'a record must have "{names[0][0]}" and "{names[1]}", texts'
@@ -48,11 +48,10 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str]]:
             role, content = CHATS[field]
             parse, rule = partial(_chat, field), f'a record must have "{field}", each with "{role}" and "{content}"'
         for number, conversation in records(parse, rule, "Correct it.", file):
-            if all(text for _, text in conversation) and any(role == ASSISTANT for role, _ in conversation):
-                conversations.append(conversation)
-            else:
-                left_out.append(f"{file.name} line {number}")
-    return conversations, left_out
+            fine = all(text for _, text in conversation) and any(role == ASSISTANT for role, _ in conversation)
+            conversations += [conversation] * fine
+            (places if fine else left_out).append(f"{file.name} line {number}")
+    return conversations, places, left_out
 
 
 def _pair(asking: tuple[str, ...], answering: str, record: Any) -> Conversation:
@@ -148,7 +147,7 @@ def read_examples(
 
     Errors   as of read_pairs; ValueError if a part would have no example, or for chats without a chat template
     """
-    conversations, wrong = read_pairs(source)
+    conversations, places, wrong = read_pairs(source)
     plain = [tuple(role for role, _ in conversation) == PAIR for conversation in conversations]
     parts: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = ([], [])
     most, cut, lost = sequence_length + 1, 0, 0
@@ -156,15 +155,16 @@ def read_examples(
     advice = "Start from a chat model (--init), or give pairs of prompt and response."
     require(template is not None or all(plain), WHERE, rule, {"data": source.name, "encoding": codec.name}, advice)
     for run in runs(len(conversations), 1, fraction, held_out):
-        for conversation in conversations[run.start : run.stop]:
-            tokens, counted = _example(conversation, codec, template, source.name)
+        for number in range(run.start, run.stop):
+            tokens, counted = _example(conversations[number], codec, template, places[number])
             if not counted[:most].any():
                 lost += 1
                 continue
             cut += tokens.size > most
             parts[run.held_out].append((tokens[:most], counted[:most]))
     rule, got = "each part must have an example that fits", {"data": source.name, "pairs": len(conversations)}
-    got |= {"too long": lost}
+    unused = f"{len(wrong):,} left out: empty, or without an assistant ({wrong[0]})" if wrong else ""
+    got |= {"too long": lost} | ({"others": unused} if wrong else {})
     advice = "Give more pairs, a larger --sequence-length, or another --validation-fraction."
     require(all(parts[: 1 + (fraction > 0)]), WHERE, rule, got, advice)
     examples = [
@@ -182,13 +182,13 @@ def read_examples(
     facts += ["in the form of the chat template"] if template else []
     facts += [f"{cut:,} cut to {most:,} tokens"] if cut else []
     facts += [f"{lost:,} left out: their prompts alone are longer"] if lost else []
-    facts += [f"{len(wrong):,} left out: empty ({wrong[0]})"] if wrong else []
+    facts += [unused] if wrong else []
     texts = [tuple(text for _, text in conversation) for conversation in conversations]
     return examples, f"{source.name} ({'; '.join(facts)})", digest_of(texts if all(plain) else conversations)
 
 
 def _example(
-    conversation: Conversation, codec: Encoding, template: ChatTemplate | None, name: str
+    conversation: Conversation, codec: Encoding, template: ChatTemplate | None, place: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of an example, and which of them the model is to write: up to an end-of-text.
 
@@ -196,8 +196,8 @@ def _example(
     """
     parts = [Part(text, role == ASSISTANT) for role, text in conversation]
     if template:
-        parts = template.parts([{"role": role, "content": text} for role, text in conversation])
-    encoded = [encode(codec, part.text, name) for part in parts]
+        parts = template.parts([{"role": role, "content": text} for role, text in conversation], place)
+    encoded = [encode(codec, part.text, place) for part in parts]
     if not template:
         encoded[-1] = np.append(encoded[-1], np.array(codec.eot_token, encoded[-1].dtype))
     counted = [np.full(tokens.size, part.written) for tokens, part in zip(encoded, parts)]

@@ -6,6 +6,7 @@ need the inputs and the folder under the same paths.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import digest_of, write_file
+from daskgpt.config.files import digest_of, readable, write_file
 from daskgpt.data import corpus, reading, token_folder, tokenizer
 from daskgpt.data.corpus import WHERE, PrepareConfig, Section
 from daskgpt.data.token_folder import MANIFEST, PARTS, VOCABULARY_FILE, Contents, Manifest, TokenWriter
@@ -73,7 +74,8 @@ class Preparation:
         tell      called with the bytes of text of each partition that is complete
 
         Cost      memory for a block of 4 MiB a task, and for learning a vocabulary
-        Errors    ValueError for invalid texts, and a folder of other inputs or settings; OSError if the system refuses
+        Errors    ValueError for invalid texts, inputs that change, and a folder of other inputs or settings; OSError if
+                  the system refuses
         """
         from dask import bag  # it takes a fifth of a second to import
 
@@ -93,6 +95,12 @@ class Preparation:
                 compute(tokens, lambda results: tell(sum(part.train.bytes + part.val.bytes for part in results)))
             finally:
                 stop.set()
+            for file in self.files:
+                with readable(file.path, WHERE):
+                    status = os.stat(file.path)
+                rule, same = "an input must not change while it is read", status.st_size == file.size
+                same &= status.st_mtime_ns == file.modified
+                require(same, WHERE, rule, {"file": file.path}, "Prepare into a new folder.")
             manifest = self._manifest(folder, encoding, len(partitions))
             token_folder.complete(folder, manifest)
             return manifest

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, cast
 
-from daskgpt.config.errors import refusal, refusing
+from daskgpt.config.errors import refusal
 from daskgpt.config.files import readable
 
 WHERE = "data"
@@ -66,12 +66,18 @@ def opened(file: File) -> Iterator[BinaryIO]:
 
     Errors   OSError if it cannot be read; ValueError for damaged compression
     """
+    with _undamaged(file, "a compressed file must be complete", EOFError, zlib.error), _open(file) as stream:
+        yield stream
+
+
+@contextmanager
+def _undamaged(file: File, rule: str, *damages: type[Exception]) -> Iterator[None]:
+    """Refuse a file of damaged content, for which libraries raise also an OSError without a number."""
     try:
-        with _open(file) as stream:
-            yield stream
-    except (OSError, EOFError, zlib.error) as error:
-        if getattr(error, "errno", None) is None:  # of damaged compression
-            rule, got = "a compressed file must be complete", f"file={file.path} ({error})"
+        yield
+    except (OSError, *damages) as error:  # type: ignore[misc]
+        if getattr(error, "errno", None) is None:
+            got = f"file={file.path} ({error})"
             raise refusal(ValueError, WHERE, rule, got, "Make it again.") from error
         with readable(file.path, WHERE):
             raise
@@ -89,8 +95,8 @@ def opened_parquet(file: File) -> Iterator[Any]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    rule, got = "the file must be complete Parquet", {"file": file.path}
-    with refusing(pyarrow.ArrowException, WHERE, rule, got, "Make it again."), ParquetFile(file.path) as parquet:
+    rule = "the file must be complete Parquet"
+    with _undamaged(file, rule, pyarrow.ArrowException), ParquetFile(file.path) as parquet:
         yield parquet
 
 

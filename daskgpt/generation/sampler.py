@@ -36,7 +36,9 @@ class Choice(Checked):
                  counts probabilities after the temperature and among those that top_k leaves
     """
 
-    temperature: float = setting(1.0, "0 = always the likeliest token, 1 = the model's own probabilities", least=0)
+    temperature: float = setting(
+        1.0, "0 = always the likeliest token, 1 = the model's own probabilities", least=0, most=1e30
+    )
     top_k: int = setting(0, "choose among this many likeliest tokens; 0 = all", least=0)
     top_p: float = setting(
         1.0, "choose among the fewest likeliest tokens with at least this much probability; 1 = all", least=1e-9, most=1
@@ -196,10 +198,13 @@ class Texts:
             # A text that has not grown is scored again after its last token.
             begin = min(begin, len(tokens) - 1)
             rows += [(number, position - first, tokens[position]) for position in range(begin, len(tokens))]
-            self.first[number], self.read[number] = first, len(tokens)
+            # What is not read yet is not counted: Ctrl-C may come while a long text is being read.
+            self.first[number], self.read[number] = first, begin
             last.append(len(rows) - 1)
         start = perf_counter()
         scores = self.decoder.read(rows, last)
+        for number in numbers:
+            self.read[number] = len(self.tokens[number])
         if len(rows) == len(last):
             self.rate.seconds += perf_counter() - start
             self.rate.tokens += len(last)

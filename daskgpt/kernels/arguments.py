@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import refusal, require
 from daskgpt.kernels.compilation import Kernel, kernel
 from daskgpt.kernels.tracing import Operand
 
@@ -31,6 +31,12 @@ def check_shape(where: str, name: str, array: np.ndarray, shape: tuple[int, ...]
     if array.shape != shape:
         rule = f"{name} must have shape {shape}"
         raise refusal(ValueError, where, rule, {"shape": array.shape}, "Check the order of the arguments.")
+
+
+def check_heads(where: str, heads: int, key_heads: int) -> None:
+    """Raise ValueError unless there is a head of queries, and no negative number of heads of keys."""
+    got = {"heads": heads, "key_heads": key_heads}
+    require(heads >= 1 and key_heads >= 0, where, "there must be a head", got, "Check the model's numbers of heads.")
 
 
 def check_output(where: str, name: str, array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> None:

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import refusal, require
 from daskgpt.kernels.arguments import check_shape, checked_indices, contiguous
 from daskgpt.kernels.compilation import for_float32, helper, kernel, wide_vectors
 from daskgpt.kernels.dropout import factors_of_row, threshold_of
@@ -162,7 +162,7 @@ def check_forward(
     Errors   ValueError unless the columns of qkv are those of the heads, and there is a stream for each sequence
     """
     queries, keys = heads[0], heads[1] or heads[0]
-    columns, fits = qkv.shape[-1], queries >= 1 and queries % keys == 0
+    columns, fits = qkv.shape[-1], queries >= 1 and keys >= 1 and queries % keys == 0
     if not fits or columns % (queries + 2 * keys):
         rule = "qkv must have a column per channel of all heads, and key_heads must divide heads"
         got = {"columns": columns, "heads": queries, "key_heads": keys}
@@ -290,10 +290,13 @@ def gather(parts: list[np.ndarray], positions: object) -> np.ndarray:
     """Return whole sequences from their chunks.
 
     Shapes   parts: list of (b, t, C) -> (b, T, C); positions is not used
+    Errors   ValueError when parts differ in sequences or channels
     """
     if len(parts) == 1:
         return parts[0]
     sequences, _, channels = parts[0].shape
+    for part in parts:
+        check_shape("attention.gather", "a part", part, (sequences, part.shape[1], channels))
     whole = np.empty((sequences, sum(part.shape[1] for part in parts), channels), parts[0].dtype, like=parts[0])
     first = 0
     for part in parts:
@@ -306,8 +309,12 @@ def split(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the tokens at consecutive positions of whole sequences.
 
     Shapes   x (b, T, C), positions (t,), at least one -> (b, t, C), contiguous
-    Errors   ValueError for a position outside of the sequences
+    Errors   ValueError for positions outside of the sequences, or that are not consecutive
     """
-    y = np.empty((len(x), len(positions), x.shape[2]), x.dtype, like=x)
-    _split(contiguous(x), checked_indices("attention.split", "positions", positions, x.shape[1]), y)
+    y, where = np.empty((len(x), len(positions), x.shape[2]), x.dtype, like=x), "attention.split"
+    row = checked_indices(where, "positions", positions, x.shape[1])
+    if isinstance(row, np.ndarray):  # a step's own positions are consecutive
+        consecutive, got = bool(np.all(np.diff(row) == 1)), {"first": row[:1], "last": row[-1:]}
+        require(consecutive, where, "positions must be consecutive", got, "Take a part of np.arange(T).")
+    _split(contiguous(x), row, y)
     return y

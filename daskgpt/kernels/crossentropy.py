@@ -182,6 +182,7 @@ def mean_backward(dy: np.ndarray, losses: np.ndarray, shares: np.ndarray) -> np.
     Dtype    float32 or float64, that of losses; shares are rounded to it
     """
     check_shape("crossentropy.mean_backward", "shares", shares, losses.shape)
+    check_shape("crossentropy.mean_backward", "dy", dy, ())
     dlosses = np.empty(losses.shape, losses.dtype, like=losses)
     _mean_backward(flat(dy), flat(shares.astype(np.float64, copy=False)), flat(dlosses))
     return dlosses

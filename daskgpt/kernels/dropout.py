@@ -6,6 +6,7 @@ needs. A number depends on the stream of its sequence, the place in the model, a
 
 import numpy as np
 
+from daskgpt.config.errors import require
 from daskgpt.kernels.arguments import check_shape, flat, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 
@@ -88,7 +89,11 @@ def streams(seed: int, step: int, sequences: int) -> np.ndarray:
 
 
 def threshold_of(rate: float) -> int:
-    """Return the threshold of random words: a number is dropped if its word lies below it."""
+    """Return the threshold of random words: a number is dropped if its word lies below it.
+
+    Errors   ValueError for a rate below 0, or of 1 and more
+    """
+    require(0 <= rate < 1, "dropout", "rate must be at least 0 and below 1", {"rate": rate}, "Take 0.1, say.")
     return min(round(rate * NUMBERS), NUMBERS - 1)
 
 

@@ -106,7 +106,7 @@ def adamw_inplace(
     weight' = weight - rate (m̂ / (sqrt(v̂) + eps) + weight_decay weight)
     hyper = [rate, 1 - beta1^step, 1 - beta2^step], or the result of `clipped_hyper` for it
 
-    Shapes   weight, gradient, m, v of one shape, hyper (3,) or (6,) float64 -> weight, m, v
+    Shapes   weight, gradient, m, v of one shape, hyper (3,) or (5,) float64 -> weight, m, v
     Dtype    float32 or float64, one for all but hyper
     Cost     7 arrays through memory
     Source   Loshchilov and Hutter 2019, arXiv:1711.05101
@@ -284,7 +284,7 @@ def muon_inplace(
     An orthogonal matrix times the square root of its longer side has elements of root mean square 1, so a step has the
     root mean square `scale` times the rate.
 
-    Shapes   weight, gradient, m (maps n, k), hyper (3,) or (6,) float64 -> weight, m; the maps lie one below the
+    Shapes   weight, gradient, m (maps n, k), hyper (3,) or (5,) float64 -> weight, m; the maps lie one below the
              other, and each is orthogonalised on its own
     Dtype    float32 or float64, one for all but hyper
     Source   Jordan et al. 2024, as of `orthogonalised`; the scale: Liu et al. 2025, arXiv:2502.16982

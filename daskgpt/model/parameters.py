@@ -220,7 +220,7 @@ def initial_parameters(
     >>> parameters["wte.weight"].shape, parameters["h.0.attn.c_attn.weight"].shape
     ((257, 128), (384, 128))
     """
-    return dict(RandomParameters(config, seed, dtype))
+    return dict(RandomParameters(check_config("initial_parameters", config), seed, dtype))
 
 
 def digest(parameters: Mapping[str, np.ndarray]) -> str:
@@ -240,8 +240,12 @@ def digest(parameters: Mapping[str, np.ndarray]) -> str:
     return sha256.hexdigest()
 
 
-def check_parameters(config: ModelConfig, parameters: Mapping[str, np.ndarray]) -> None:
+def check_parameters(
+    config: ModelConfig, parameters: Mapping[str, Any], kinds: tuple[type, ...] = (np.ndarray,)
+) -> None:
     """Check that names and shapes are those of the table.
+
+    kinds    classes that the arrays may have
 
     Errors   ValueError naming the first tensor that is missing, unknown or of another shape; TypeError if the arguments
              are not a configuration and a mapping of arrays
@@ -255,7 +259,7 @@ def check_parameters(config: ModelConfig, parameters: Mapping[str, np.ndarray]) 
             got = f"{name}, which is {'missing' if name not in parameters else 'unknown'}"
             raise refusal(ValueError, where, "names must be the table's", got, "Compare PARAMETERS.")
         value = parameters[name]  # once: each lookup may read a file or fetch
-        require(isinstance(value, np.ndarray), where, rule, {name: type(value).__name__}, advice, TypeError)
+        require(isinstance(value, kinds), where, rule, {name: type(value).__name__}, advice, TypeError)
         shaped, shape = f"{name} must have shape {shapes[name]}", tuple(value.shape)
         require(shape == shapes[name], where, shaped, {"shape": shape}, "Compare the config.")
 

@@ -162,9 +162,15 @@ def lazy_inputs(tape: Tape, tokens: da.Array, targets: da.Array) -> Inputs:
 
 def check_tokens(config: ModelConfig, tokens: da.Array, targets: da.Array) -> None:
     """Check that tokens and targets have the same chunks and fit the model's positions."""
-    rule = "tokens and targets must be (B, T) in the same chunks"
+    rule = "tokens and targets must be (B, T), not empty, in the same chunks"
     got = {"tokens": tokens.chunks, "targets": targets.chunks}
-    require(tokens.ndim == 2 and tokens.chunks == targets.chunks, "loss", rule, got, "Rechunk one of them.")
+    require(
+        tokens.ndim == 2 and tokens.size > 0 and tokens.chunks == targets.chunks,
+        "loss",
+        rule,
+        got,
+        "Rechunk one of them.",
+    )
     rule, length = "a sequence must not be longer than the model's positions", tokens.shape[1]
     got = {"sequence_length": length, "positions": config.positions}
     advice = "Shorten the sequence or use a model with more positions."

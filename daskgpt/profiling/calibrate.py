@@ -222,7 +222,8 @@ def of_job(job: Job, chunk: tuple[int, int], stored: Calibration | None) -> Cali
     )
     step = LocalEngine(trial, local_scheduler("sync", 1), lambda line: None, memory=math.inf).step
     needed, half = Trial(step).peak, machine.available_memory() / 2
-    rule, advice = "kernels must be timed to predict a step", f"Run {called('bench')} --calibrate, or free memory."
+    rule, advice = "kernels must be timed to predict a step", "Free memory."
+    advice = advice if stored else f"Run {called('bench')} --calibrate, or free memory."
     got = f"{needed / 1e9:,.1f} GB for a trial of {half / 1e9:,.1f} GB"
     require(needed <= half, "plan", rule, got, advice, MemoryError)
     jobs = [trial]

@@ -15,7 +15,7 @@ from bokeh.resources import INLINE
 from tqdm import tqdm
 
 from daskgpt.config.files import write_file
-from daskgpt.profiling.timeline import Timeline, color_of, timeline_paths
+from daskgpt.profiling.timeline import Timeline, color_of, paths_of
 
 LANE_HEIGHT, MARGIN, LEFT = 60, 90, 130  # pixels
 HELP = (
@@ -28,7 +28,7 @@ TOOLTIPS = BAR.replace("</div>", "<br>@about{safe}</div>")
 
 def write_timeline(timeline: Timeline, path: str | Path) -> tuple[Path, Path]:
     """Write FILE.json, for Chrome's about:tracing and Perfetto, and FILE.html, for any browser; return both paths."""
-    trace, page = timeline_paths(path)
+    trace, page = paths_of(path)
     trace.parent.mkdir(parents=True, exist_ok=True)
     for place, text in ((trace, json.dumps(timeline.trace())), (page, page_of(timeline))):
         write_file(place, text.encode(), "timeline")

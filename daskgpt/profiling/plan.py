@@ -66,6 +66,7 @@ class Plan:
     loads: Sequence[Load]
     forecast: Forecast | None = None
     unknown: str = ""
+    libraries: int = 0
 
     @property
     def peak(self) -> int:
@@ -87,7 +88,7 @@ class Plan:
         memory += [[kind, _mb(self.made[kind]), _mb(self.at_peak[kind])] for kind in CLASSES]
         memory.append(["all, without scratch of kernels", "", _mb(self.peak)])
         below = {
-            "memory": fits(job, self.peak * max(len(self.loads), 1)),
+            "memory": fits(job, self.peak * max(len(self.loads), 1), self.libraries),
             "messages": described_loads(self.loads),
         }
         time = self.forecast.rows() if self.forecast else {"time": self.unknown}
@@ -150,6 +151,7 @@ def predict(
     timed      whether to predict the time of a step
     """
     workers, predicted, unknown = workers or 0, None, ""
+    libraries = machine.resident_memory()  # before kernels are timed here
     ranks, engines = max(1, min(workers, job.groups)), list[LocalEngine | TaskEngine]()
     if timed and in_place_of(job) and (workers or job.scheduler in ("sync", "threads")):
         try:
@@ -169,12 +171,13 @@ def predict(
         chunks=engine.chunks.described(step.dials.chunk),
         grain=step.dials.grain,
         why=f"{auto}, {ASSUMING}" if engine.choice.undecided else auto,
-        tasks=len(trial.results),
+        tasks=step.tasks,
         made=trial.made,
         at_peak=together.at_peak,
         loads=loads(steps) if ranks > 1 else (),
         forecast=predicted,
         unknown=unknown,
+        libraries=libraries,
     )
 
 
@@ -208,13 +211,16 @@ def check_plan(asked: Mapping[str, Any], *, plan: bool) -> None:
     require(fine, "plan", rule, {"bandwidth": bandwidth, "latency": latency}, "Add what is missing.")
 
 
-def fits(job: Job, peak: int) -> str:
-    """Return one sentence: whether the peak and the processes that hold it fit the memory that there is here."""
+def fits(job: Job, peak: int, libraries: int) -> str:
+    """Return one sentence: whether the peak and the processes that hold it fit the memory that there is here.
+
+    libraries   bytes of one such process without any array
+    """
     limit, whose = machine.memory_limit()
     if job.scheduler not in ("sync", "threads", "local"):
         return f"{rounded(peak)} are needed by the cluster's workers together; {whose} has {rounded(limit)}."
     processes = 1 + (job.dataflow.threads or usable_cores()) if job.scheduler == "local" else 1
-    libraries = processes * machine.resident_memory()  # of this process, which has loaded them and holds no step
+    libraries *= processes
     needed = f"{rounded(peak)} and {rounded(libraries)} for interpreter and libraries"
     needed += f" of {processes} processes" if processes > 1 else ""
     if peak + libraries <= limit:

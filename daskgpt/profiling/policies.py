@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from statistics import fmean
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from dask.callbacks import Callback
 
+from daskgpt.config.errors import require
 from daskgpt.graph.nodes import Graph, Key
 from daskgpt.graph.program import calls_of
 
@@ -126,6 +127,9 @@ class ReadyList(list[Key]):
         self.known[key] = ReadyTask(key, calls[0].kind if calls else "", len(self.known), seconds, path)
 
     def pop(self, *_: Any) -> Key:
-        key = self.policy([self.known[key] for key in self])[0].key
-        self.remove(key)
-        return key
+        ready = [self.known[key] for key in self]
+        chosen: Any = next(iter(self.policy(ready.copy()) or ()), None)
+        rule, advice = "a policy must return the ready tasks in an order", "Return a sorted list, say."
+        require(chosen in ready, "scheduling", rule, {"first": chosen}, advice, TypeError)
+        self.remove(chosen.key)
+        return cast(Key, chosen.key)

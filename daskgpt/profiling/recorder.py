@@ -15,18 +15,20 @@ from daskgpt.config.files import check_writable, write_file
 from daskgpt.config.settings import Checked, setting
 from daskgpt.profiling.exchange import paraver, workflow
 from daskgpt.profiling.timeline import (
+    TIMELINE,
     Event,
     Lane,
     TaskGraph,
     Timeline,
     Window,
     events_of,
-    timeline_paths,
+    paths_of,
 )
 from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
 from daskgpt.training.autotune import Trial
 from daskgpt.training.engine import Engine
 from daskgpt.training.job import Job
+from daskgpt.training.run_folder import FILES as RUN_FILES
 
 
 class ProcessEvents(NamedTuple):
@@ -129,6 +131,10 @@ def is_bare(path: str) -> bool:
     return path == Path(path).name and path != ".."
 
 
+PARAVER = (".prv", ".pcf", ".row")
+ENDINGS: dict[str, Sequence[str]] = {"timeline": TIMELINE, "graph": ("",), "paraver": PARAVER}  # of a setting's files
+
+
 class TimelineConfig(Checked):
     """A timeline of the last steps."""
 
@@ -143,10 +149,16 @@ class TimelineConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("timeline", "graph", "paraver"):
-            if not is_bare(value := getattr(self, name)):
-                for path in (Path(value), *(timeline_paths(value) if name == "timeline" else ())):
-                    check_writable(path, "timeline", name)
+        taken = set(map(Path, RUN_FILES))
+        for name, endings in ENDINGS.items():
+            value = getattr(self, name)
+            paths = paths_of(value, endings) if value else []
+            for path in () if is_bare(value) else (value, *paths):
+                check_writable(path, "timeline", name)
+            for path in paths:
+                rule, advice = "files must differ from each other and from those of a run", "Give each its own name."
+                require(path not in taken, "timeline", rule, {name: str(path)}, advice)
+                taken.add(path)
 
     @property
     def wanted(self) -> bool:
@@ -170,6 +182,9 @@ class TimelineCallback:
         self.recorder = Recorder(engine)
         rule, advice = "--graph needs tasks that one scheduler knows", "Add --engine tasks, or train with threads."
         require(not (engine.ranks and self.config.graph), "timeline", rule, {"engine": "ranks"}, advice)
+        rule, advice = "a run must have one timeline at most", "Take one with as many steps as the longest."
+        require(engine.recorder is None, "timeline", rule, "a second one", advice)
+        engine.recorder = self.recorder
         self.folder = Path(job.run.out)
         return max(steps - self.config.timeline_steps, 0)
 
@@ -189,10 +204,10 @@ class TimelineCallback:
             write_file(path, json.dumps(tasks, indent=1).encode(), "timeline")
             print(f"graph of the last step written to {path}")
         if config.paraver:
-            path = self._path(config.paraver)
-            for suffix, text in paraver(self.timeline, began).items():
-                write_file(path.with_suffix(suffix), text.encode(), "timeline")
-            print(f"Paraver's trace written to {path}")
+            paths, texts = paths_of(self._path(config.paraver), PARAVER), paraver(self.timeline, began)
+            for path in paths:
+                write_file(path, texts[path.suffix].encode(), "timeline")
+            print(f"Paraver's trace written to {paths[0]}")
         if config.timeline:
             from daskgpt.profiling.pages import write_timeline  # loads Bokeh
 

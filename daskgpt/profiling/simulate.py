@@ -497,7 +497,7 @@ def _calibration(job: Job, step: CompiledStep, notes: list[str]) -> Calibration:
     works = [work for key in graph if (work := work_of(graph, key))]
     if stored and all(stored.knows(f"{step.dials.precision.name} {kind}") for kind, _ in works):
         return stored
-    made, advice = of_job(job, step.dials.chunk, stored), f"better: {called('bench')} --calibrate"
+    made, advice = of_job(job, step.dials.chunk, stored), f" (better: {called('bench')} --calibrate)" * (not stored)
     seconds = perf_counter() - start
-    notes.append(f"kernels timed for {seconds:.1f} s just now, in steps of this model with few blocks ({advice})")
+    notes.append(f"kernels timed for {seconds:.1f} s just now, in steps of this model with few blocks{advice}")
     return made

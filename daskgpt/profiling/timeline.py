@@ -425,8 +425,11 @@ def _table(summary: Summary) -> str:
     return text_table(table)
 
 
-def timeline_paths(path: str | Path) -> tuple[Path, Path]:
-    """Return FILE.json and FILE.html, whether FILE is given with one of these endings or without."""
+TIMELINE = (".json", ".html")
+
+
+def paths_of(path: str | Path, endings: Sequence[str] = TIMELINE) -> list[Path]:
+    """Return FILE with each of some endings, whether it is given with one of them or without."""
     path = Path(path)
-    base = path.with_suffix("") if path.suffix in (".json", ".html") else path
-    return base.with_name(f"{base.name}.json"), base.with_name(f"{base.name}.html")
+    base = path.with_suffix("") if path.suffix in endings else path
+    return [base.with_name(base.name + ending) for ending in endings]

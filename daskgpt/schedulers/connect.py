@@ -34,7 +34,7 @@ from daskgpt.schedulers.dask_internals import (
     parse_address,
     scheduler_identity,
 )
-from daskgpt.schedulers.failures import REACHED
+from daskgpt.schedulers.failures import REACHED, losses_as_errors
 from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.local import ENVIRONMENT
 from daskgpt.schedulers.membership import (
@@ -55,6 +55,7 @@ CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
 HEARTBEATS_TIMEOUT = 3  # seconds; a worker that is starting need not be waited for
 SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
+IDLE = "distributed.scheduler.idle-timeout"  # a cluster of our own ends with its run
 # Intervals of what Dask's processes do between tasks: (Dask's default, ours). With two workers on two cores, workers,
 # nannies, scheduler and client take 15 % of a core with the defaults, and 5 % with ours. With the default cycle, the
 # memory of workers grows by 5 MB a minute for an hour.
@@ -109,7 +110,7 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
         raise SystemExit(1)
     resource_tracker.ensure_running()  # otherwise the start of a worker does this, and enables interrupts again
     try:
-        settings: dict[str, Any] = {SPAWN: {**dask.config.get(SPAWN), **ENVIRONMENT}, LOGGED: SENT}
+        settings: dict[str, Any] = {SPAWN: {**dask.config.get(SPAWN), **ENVIRONMENT}, LOGGED: SENT, IDLE: None}
         settings |= {name: better for name, (usual, better) in BETWEEN_TASKS.items() if dask.config.get(name) == usual}
         with delayed_interrupts(), dask.config.set(settings), warnings.catch_warnings():
             # Another dashboard may have the usual port: Dask takes a free one then.
@@ -124,6 +125,8 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
     except RuntimeError as error:
         rule, script = "the worker processes of a local cluster must start", "the script that is running"
         advice = f'Each of them imports {script}: put its code under `if __name__ == "__main__":`.'
+        if isinstance(error.__cause__, OSError):
+            advice = "Check Dask's settings (temporary-directory, say)."
         raise refusal(RuntimeError, "open_scheduler", rule, str(error).rstrip("."), advice) from None
 
 
@@ -172,7 +175,7 @@ def borrowed_cluster(client: Any) -> Iterator[ClusterScheduler]:
         try:
             yield _ready(scheduler)
         finally:
-            with suppress(OSError, RuntimeError, ValueError):  # its cluster is gone
+            with suppress(OSError, RuntimeError, ValueError), losses_as_errors(client):  # its cluster is gone
                 client.run_on_scheduler(remove_run, scheduler.name)
 
 
@@ -288,28 +291,38 @@ def _ready(scheduler: ClusterScheduler, *, ends_with_it: bool = False) -> Cluste
     Errors         RuntimeError if a worker cannot be reached, or differs from this process
     """
     client, run, look = scheduler.client, scheduler.name, scheduler.monitor.look
-    _require_reachable(scheduler)
-    if not ends_with_it:
-        register(client, Cleanup(client.id, run), look)
-    check_versions(client, run, packed=False, look=look)  # before workers compile kernels
-    scheduler.monitor.compiling = True
-    register(client, PrepareWorker(run), look)
-    deadline = time.monotonic() + HEARTBEATS_TIMEOUT  # for a heartbeat of every worker that says that it is prepared
-    while len(running(client)) < len(running(client, prepared=False)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    link = str(client.dashboard_link)
-    if client.run_on_scheduler(show_run, run):
-        link = f"{link.removesuffix('status')}{TOPIC}"
-    scheduler.description += f", dashboard {link}"
+    with losses_as_errors(client):
+        _require_reachable(scheduler)
+        if not ends_with_it:
+            register(client, Cleanup(client.id, run), look)
+        check_versions(client, run, packed=False, look=look)  # before workers compile kernels
+        scheduler.monitor.compiling = True
+        register(client, PrepareWorker(run), look)
+        # For a heartbeat of every worker that says that it is prepared.
+        deadline = time.monotonic() + HEARTBEATS_TIMEOUT
+        while len(running(client)) < len(running(client, prepared=False)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        shown = client.run_on_scheduler(show_run, run)
+        with suppress(KeyError, IndexError, ValueError):  # a variable of the link's template may not be set here
+            link = str(client.dashboard_link)
+            if shown and link.endswith("/status"):
+                link = f"{link.removesuffix('status')}{TOPIC}"
+            scheduler.description += f", dashboard {link}"
     return scheduler
 
 
 def _require_reachable(scheduler: ClusterScheduler) -> None:
     """Check that the scheduler reaches all workers; wait until those are ended that send no heartbeat either.
 
-    Errors   RuntimeError naming one that sends heartbeats, and both addresses
+    Errors   RuntimeError naming one that sends heartbeats, and both addresses, or where the scheduler lacks daskgpt
     """
     client, monitor, begin = scheduler.client, scheduler.monitor, time.monotonic()
+    try:
+        client.run_on_scheduler(unreached, [])
+    except ImportError as error:
+        rule, advice = "the scheduler must be able to import daskgpt", "Start it in an equal environment."
+        got = f"scheduler={client_address(client)} ({error})"
+        raise refusal(RuntimeError, "open_scheduler", rule, got, advice) from None
     while not_reached := client.run_on_scheduler(unreached, list(members(client))):
         monitor.look()
         waited = time.monotonic() - begin > HEARTBEATS_TIMEOUT

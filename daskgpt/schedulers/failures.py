@@ -51,6 +51,10 @@ def losses_as_errors(client: Any) -> Iterator[None]:
         if str(error) != LOST_SOURCE:
             raise
         raise loss(client, "a result's source") from None
+    except (AttributeError, UnboundLocalError):  # of a client that somebody closes meanwhile
+        if client.scheduler is not None:
+            raise
+        raise loss(client, "closed") from None
 
 
 def loss(client: Any, sign: str) -> WorkerLost:
@@ -59,7 +63,8 @@ def loss(client: Any, sign: str) -> WorkerLost:
     if client.status == "running":
         lost, who, what = WorkerLost, "every worker", "a worker lost with its part of the parameters"
     else:
-        lost, who, what = ClusterLost, "the scheduler", "no record of where the parameters are"
+        who = "the scheduler" if client.scheduler is not None else "the client"
+        lost, what = ClusterLost, "no record of where the parameters are"
     rule = f"{who} must live until the end of a run"
     return lost("ClusterScheduler", rule, f"{sign}, {what}")
 

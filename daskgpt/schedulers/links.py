@@ -34,11 +34,12 @@ CONNECT_SECONDS = 8.0  # after which an address counts as unreachable
 SMALL_BYTES = 1 << 19  # arrays below this are copied, which costs less than a part of a message of their own
 
 
-async def unreached(addresses: Sequence[str]) -> dict[str, str]:
-    """Return the addresses that this process cannot connect to, each with the reason.
+async def unreached(addresses: Sequence[str], dask_scheduler: Any = None, dask_worker: Any = None) -> dict[str, str]:
+    """Return the addresses that this process, a scheduler or worker, cannot connect to, each with the reason.
 
     A process that is stopped can be connected to: the system answers.
     """
+    security = (dask_scheduler or dask_worker).connection_args.get("ssl_context")
 
     async def attempt(address: str) -> str:
         protocol, place = parse_address(address)
@@ -51,6 +52,9 @@ async def unreached(addresses: Sequence[str]) -> dict[str, str]:
             return f"no answer in {CONNECT_SECONDS:g} s"
         except OSError as error:
             return os.strerror(error.errno) if error.errno else str(error)
+        if protocol == "tls":  # Dask warns of connections that end before their handshake
+            with suppress(OSError, TimeoutError):
+                await asyncio.wait_for(writer.start_tls(security), CONNECT_SECONDS)
         writer.close()
         return ""
 

@@ -46,7 +46,9 @@ def work_of(graph: Graph, key: Key) -> tuple[str, Sizes] | None:
         axes, rows = "OC"[: 1 + len(call.columns)], call.rows.stop - call.rows.start
         return f"{name} update {axes}->{axes}", dict(zip("OC", (rows, *call.columns))) | {"n": len(call.bands)}
     if call.by_rows:
-        (rows_of,) = (call_of(graph[needed]) for needed in graph[key].dependencies)
+        (needed,) = graph[key].dependencies
+        while isinstance(rows_of := call_of(graph[needed]), Exchange):  # the total of all ranks has the rows of each
+            needed = next(one for one in graph[needed].dependencies if not isinstance(call_of(graph[one]), Exchange))
         return f"{name} rows O->O", {"O": math.prod(rows_of.shape), "n": 1}
     assert isinstance(call, KernelCall)
     index = dict(zip(call.axes, key[1:]))

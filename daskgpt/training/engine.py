@@ -96,10 +96,12 @@ class Engine(ABC):
     made        number of steps before the state
     undecided   whether the next step is measured to choose chunks or grain, and must run alone
     ranks       whether the workers of a cluster share each batch
+    recorder    instrument that records its kernel calls: one at most
     """
 
     job: Job
     scheduler: Scheduler
+    recorder: Any = None
     ranks = False
     undecided = False
 

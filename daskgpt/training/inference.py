@@ -11,6 +11,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
+from daskgpt.config.errors import require
 from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.dataset import validation_batches
@@ -19,9 +20,10 @@ from daskgpt.graph.compiled import CompiledGraph, KernelGraph, Layout, compile_g
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import from_numpy, graph_of
 from daskgpt.graph.update_in_place import Rewritten
+from daskgpt.model.parameters import check_parameters
 from daskgpt.model.step import Lazy, gradients_of, input_leaves, input_values, state_leaves
 from daskgpt.model.tape import Tape
-from daskgpt.model.transformer import lazy_inputs, mean_loss
+from daskgpt.model.transformer import check_tokens, lazy_inputs, mean_loss
 from daskgpt.training.engine import Engine
 from daskgpt.training.job import Job
 
@@ -49,7 +51,8 @@ def loss_and_gradients(
 
     Shapes   tokens, targets (B, T) int32, alike in chunks; their chunks are those of every activation
     Dtype    that of the parameters, float32 or float64
-    Errors   ValueError if shapes or chunks do not fit the model, or groups the batch
+    Errors   ValueError if names, shapes or chunks do not fit the model, or groups the batch; TypeError for arguments of
+             other kinds
 
     >>> import dask.array as da
     >>> import numpy as np
@@ -63,15 +66,25 @@ def loss_and_gradients(
     >>> bool(abs(loss.compute() - np.log(257)) < 0.1)  # an untrained model prefers no token
     True
     """
+    check_parameters(config, parameters, kinds=(np.ndarray, da.Array))
+    rule, got = "tokens and targets must be dask arrays", {"tokens": repr(tokens)[:40], "targets": repr(targets)[:40]}
+    lazy = isinstance(tokens, da.Array) and isinstance(targets, da.Array)
+    require(lazy, "loss_and_gradients", rule, got, "Give dask.array.from_array(ids, chunks=(1, 64)), say.", TypeError)
+    check_tokens(config, tokens, targets)
     tape = Tape(groups=Groups(groups_of_batch(tokens.shape[0], tokens.shape[1], groups)))
-    weights = {
-        name: value.rechunk(-1)
-        if isinstance(value, da.Array)
-        else from_numpy(f"weight.{name}-{tape.token}", value, tuple((size,) for size in value.shape))
-        for name, value in parameters.items()
-    }
+    weights = dict[str, da.Array]()
+    for parameter, value in parameters.items():
+        name = f"weight.{parameter}-{tape.token}"  # a name of Dask's would be the same for arrays of the same values
+        if isinstance(value, da.Array):
+            weights[parameter] = value.rechunk(-1).map_blocks(_same, name=name, dtype=value.dtype)
+        else:
+            weights[parameter] = from_numpy(name, value, tuple((size,) for size in value.shape))
     loss = mean_loss(tape, config, weights, lazy_inputs(tape, tokens, targets))
     return loss, gradients_of(tape, weights, loss)
+
+
+def _same(block: np.ndarray) -> np.ndarray:
+    return block
 
 
 TOGETHER = 20  # batches in one graph

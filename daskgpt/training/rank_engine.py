@@ -321,8 +321,10 @@ class RankEngine(Engine):
             yield
         except BaseException:
             self.given, self.copies, self.held = None, {}, []
-            with suppress(OSError, RuntimeError, ValueError):  # the cluster is gone, which the first error says
-                self.scheduler.client.run(rank_program.abort, self.run_name, self.epoch, wait=False, on_error="ignore")
+            client = self.scheduler.client
+            # The cluster is gone, which the first error says.
+            with suppress(OSError, RuntimeError, ValueError), losses_as_errors(client):
+                client.run(rank_program.abort, self.run_name, self.epoch, wait=False, on_error="ignore")
             raise
 
 

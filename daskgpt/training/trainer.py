@@ -363,8 +363,10 @@ class _Trainer:
         return False
 
     def _begin(self) -> None:
-        """Write the folder's first files, print the header, and begin to watch workers and to observe."""
+        """Begin to observe, write the folder's first files, print the header, and begin to watch workers."""
         job, progress, engine, start = self.job, self.progress, self.engine, self.start
+        # Before anything is written: an instrument may refuse the run.
+        self.callbacks = [(one.begin(job, engine, job.steps), one) for one in self.observers.callbacks]
         if self.saver:
             resolved = self._resolved()
             entry = start.entry or beginning(job, resolved, start.parameters)
@@ -375,7 +377,6 @@ class _Trainer:
         self.scheduler.attend(progress.say, self.stop_requested, run.worker_seconds, run.worker_minutes)
         if engine.described_tasks:  # otherwise it is printed when it is known
             progress.say(f"grain      {engine.described_tasks}")
-        self.callbacks = [(one.begin(job, engine, job.steps), one) for one in self.observers.callbacks]
         self.began = time.perf_counter()
         progress.begin()
 
