@@ -108,6 +108,8 @@ def _summed(weights: Weights, coming: Iterator[np.ndarray], encoding: Encoding, 
             line.set_postfix_str(f"loss {nats / count:.4f}", refresh=False)
     size = int(encoding.sizes[counted].sum())
     loss = nats / count
+    rule, advice = "a model's loss must be finite", "Its weights are damaged, or its training has diverged."
+    require(math.isfinite(loss), "evaluate", rule, {"loss": loss}, advice)
     return {
         "tokens": count,
         "bytes": size,

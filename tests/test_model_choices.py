@@ -103,7 +103,7 @@ def test_no_dial_changes_a_bit(name, optimizer, precision, cluster):
         ({"bias": "some"}, "bias must be known"),
         ({"norm": "rmsnrm"}, "rmsnrm"),
         ({"norm_eps": 1e-6}, "layernorm must have norm_eps=1e-05"),
-        ({"norm": "rmsnorm", "norm_eps": 0.0}, "above 0"),
+        ({"norm": "rmsnorm", "norm_eps": 0.0}, "at least 1e-37"),
     ],
 )
 def test_choices_that_do_not_fit_are_refused(settings, keyword):

@@ -17,7 +17,7 @@ from daskgpt.formats.huggingface import is_huggingface, open_huggingface, open_r
 from daskgpt.formats.llmc import KINDS, open_model, write_model
 from daskgpt.formats.safetensors import ENDING, tensor_path
 from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel
-from daskgpt.model.parameters import check_dtypes, check_parameters
+from daskgpt.model.parameters import check_dtypes, check_finite, check_parameters
 
 LLMC = ".bin"
 PICKLE_ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
@@ -118,10 +118,7 @@ def save(
     require(ending in (ENDING, LLMC), "save", rule, {"path": path}, advice)
     check_parameters(config, parameters)
     check_dtypes("save", parameters, np.float32)
-    for name, values in parameters.items():
-        rule, advice = f"every number of {name} must be finite", "Training has diverged: take an earlier model."
-        got = {"not finite": int(np.count_nonzero(~np.isfinite(values)))}
-        require(bool(np.isfinite(values).all()), "save", rule, got, advice)
+    check_finite("save", parameters)
     if ending == ENDING:
         write_run_model(path, StoredModel(config, parameters, encoding, sequence_length))
     else:

@@ -274,6 +274,17 @@ def check_config(where: str, config: Any) -> ModelConfig:
     return cast(ModelConfig, config)
 
 
+def check_finite(where: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Check that every number is finite.
+
+    Errors   ValueError naming the first array with one that is not
+    """
+    for name, values in arrays.items():
+        count = int(np.count_nonzero(~np.isfinite(values)))
+        rule, advice = f"every number of {name} must be finite", "Training has diverged: take an earlier model."
+        require(not count, where, rule, {"not finite": count}, advice)
+
+
 def check_dtypes(where: str, arrays: Mapping[str, np.ndarray], dtype: type[np.generic]) -> None:
     """Check that every array has this dtype.
 

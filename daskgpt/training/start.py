@@ -25,7 +25,7 @@ from daskgpt.data.tokenizer import (
 from daskgpt.formats.models import open_model_file
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
-from daskgpt.model.parameters import RandomParameters, digest
+from daskgpt.model.parameters import RandomParameters, check_finite, digest
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, require_scheduler
@@ -225,7 +225,8 @@ def new_run(
     elif origin:
         parameters = origin.model.loaded().parameters
     else:
-        parameters = RandomParameters(job.config, job.run.seed)
+        return job, Start(folder, RandomParameters(job.config, job.run.seed))
+    check_finite("train", parameters)
     return job, Start(folder, parameters)
 
 
