@@ -20,7 +20,7 @@ from prepared_texts import BYTES, files_of, forget_vocabularies, prepared, text_
 from daskgpt import train
 from daskgpt.config.run import DataConfig
 from daskgpt.data import corpus as corpora
-from daskgpt.data import reading
+from daskgpt.data import reading, source
 from daskgpt.data.dataset import load_dataset
 from daskgpt.data.preparation import Preparation, Stop
 from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE, TokenWriter, read_manifest
@@ -298,6 +298,11 @@ def test_an_input_that_changes_is_refused(tmp_path):
     with pytest.raises(ValueError, match="an input must not change"):
         Preparation([str(changing)], config).run(computed, print)
     assert not (tmp_path / "out" / MANIFEST).exists()
+
+
+def test_the_standard_library_is_prepared(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "STANDARD_LIBRARY_BYTES", 50_000)
+    assert (prepared(tmp_path, "stdlib", *BYTES) / MANIFEST).is_file()
 
 
 def test_tasks_write_nothing_once_their_preparation_has_ended(corpus, tmp_path):

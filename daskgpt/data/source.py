@@ -281,8 +281,9 @@ def standard_library(root: Path) -> tuple[File, ...]:
     for path in files_below(root, _OTHER_FOLDERS)[0]:
         name = path.relative_to(root)
         if path.suffix == ".py" and name.parts[0].removesuffix(".py") in modules:
-            files.append(File(str(path), name.as_posix(), TEXT, size=path.stat().st_size))
-            size += files[-1].size
+            status = path.stat()
+            files.append(File(str(path), name.as_posix(), TEXT, size=status.st_size, modified=status.st_mtime_ns))
+            size += status.st_size
             if size > STANDARD_LIBRARY_BYTES:
                 files.pop()
                 break
