@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from command_lines import write_text
-from terminals import everything, left_lines, opened, shown_lines
+from terminals import left_lines, opened, read_to_end, shown_lines
 
 import daskgpt
 from daskgpt.model.parameters import initial_parameters
@@ -28,18 +28,18 @@ def fitted(tmp_path_factory):
 def shown_in_terminal(columns, steps):
     """Return the output to a terminal of some width for a run of some steps with a validation every 20."""
     ours, theirs = opened(columns)
-    with ThreadPoolExecutor(1) as pool:
-        written = pool.submit(everything, ours)
-        with os.fdopen(theirs, "w") as stream:
-            progress = Progress(steps, stream=stream)
-            progress.begin()
-            for step in range(1, steps + 1):
-                validated = {"validation_loss": 11.25} if step % 20 == 0 else {}
-                progress.line.mininterval = 0
-                progress.step(
-                    {"loss": 10.9, "tokens_per_s": 1_234_567.0, **validated, **({"best": True} if step == 20 else {})}
-                )
-            progress.close()
+    with ThreadPoolExecutor(1) as pool, os.fdopen(ours, "rb"), os.fdopen(theirs, "w") as stream:
+        written = pool.submit(read_to_end, ours)
+        progress = Progress(steps, stream=stream)
+        progress.begin()
+        for step in range(1, steps + 1):
+            validated = {"validation_loss": 11.25} if step % 20 == 0 else {}
+            progress.line.mininterval = 0
+            progress.step(
+                {"loss": 10.9, "tokens_per_s": 1_234_567.0, **validated, **({"best": True} if step == 20 else {})}
+            )
+        progress.close()
+        print("\0", end="", file=stream, flush=True)
         return written.result()
 
 

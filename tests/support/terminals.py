@@ -9,7 +9,7 @@ import struct
 import subprocess
 import termios
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 
 
 def opened(columns: int) -> tuple[int, int]:
@@ -19,26 +19,28 @@ def opened(columns: int) -> tuple[int, int]:
     return ours, theirs
 
 
-def everything(ours: int) -> str:
-    """What is written to a terminal until nobody has it open."""
+def read_to_end(ours: int) -> str:
+    """What is written to a terminal until a NUL, which its user writes at the end.
+
+    The other side is to stay open until this returns: what is in a terminal as its last writer closes it may be lost.
+    """
     written = b""
-    with suppress(OSError):  # how a terminal ends once nobody writes to it
-        while read := os.read(ours, 65536):
-            written += read
-    os.close(ours)
-    return written.decode()
+    while not written.endswith(b"\0"):
+        written += os.read(ours, 65536)
+    return written[:-1].decode()
 
 
 def in_terminal(command: Sequence[str], columns: int) -> tuple[int, str]:
     """Exit code and everything that a command wrote to a terminal with so many columns."""
     ours, theirs = opened(columns)
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
-    )
-    os.close(theirs)
-    written = everything(ours)
-    return process.wait(), written
+    with ThreadPoolExecutor(1) as pool, os.fdopen(ours, "rb"), os.fdopen(theirs, "wb") as stream:
+        written = pool.submit(read_to_end, ours)
+        options = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
+        code = subprocess.run(command, env=environment, **options).returncode
+        stream.write(b"\0")
+        stream.flush()
+        return code, written.result()
 
 
 def shown_lines(written: str) -> list[str]:
