@@ -194,6 +194,10 @@ def test_resume_checks_python_arguments(copy, small_text):
         daskgpt.fit(resume=copy, parameters=daskgpt.initial_parameters(MODEL, 0))
     with pytest.raises(ValueError, match="config=None"):
         daskgpt.fit()
+    with pytest.raises(TypeError, match="must be a DataConfig or a mapping .* given='text.txt'"):
+        daskgpt.fit(resume=copy, data="text.txt")
+    with pytest.raises(ValueError, match="one of RunConfig's; got field=step. Did you mean"):
+        daskgpt.fit(resume=copy, run={"step": ""})
     data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16)
     result = daskgpt.fit(MODEL, data, OPTIMIZER, run=daskgpt.RunConfig(steps=STEPS), resume=copy, quiet=True)
     assert (result.first, len(result.losses)) == (7, STEPS)

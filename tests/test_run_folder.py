@@ -1,7 +1,9 @@
 """Tests of a run's folder: when it is written, the content of its files, and errors."""
 
+import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from command_lines import SMALL
@@ -10,6 +12,7 @@ from small_runs import config_of, fit
 from daskgpt import train
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.training import run_folder
+from daskgpt.training.checkpoint import step_folder
 from daskgpt.training.run_folder import RunFolder
 
 
@@ -56,7 +59,27 @@ def test_the_configuration_of_a_run_on_a_cluster(small_text, tmp_path, cluster):
     fit(small_text, tmp_path / "run", steps=2, dataflow={"scheduler": named, "threads": 7})
     dataflow = config_of(tmp_path / "run")["dataflow"]
     assert dataflow["scheduler"] == cluster.address
-    assert (dataflow["threads"], dataflow["grain"]) == (2, "auto")  # each worker chooses its own
+    assert dataflow["threads"] == 2
+    assert dataflow["grain"] in ("segment", "block", "chunk")  # that of the first worker
+
+
+def test_what_a_run_has_begun_with_may_go(small_text, tmp_path, monkeypatch):
+    """Its working directory is removed while it trains; its later checkpoints say what the first one says."""
+    gone, facts = tmp_path / "gone", []
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+
+    def on_step(step, metrics):
+        if step == 3:
+            gone.rmdir()
+
+    fit(os.path.relpath(small_text), tmp_path / "run", steps=6, save_every=2, keep=3, on_step=on_step)
+    for step in (2, 4, 6):
+        state = json.loads((step_folder(tmp_path / "run", step) / "state.json").read_text())
+        facts.append({name: state[name] for name in ("configuration", "versions", "asked")})
+        assert state["data"]["next_batch"] == step
+    assert facts[0] == facts[1] == facts[2]
+    assert facts[0]["configuration"]["data"]["data"] == str(small_text.resolve())
 
 
 def test_toml_escapes_round_trip(tmp_path):
@@ -65,6 +88,14 @@ def test_toml_escapes_round_trip(tmp_path):
     folder.begin({"data": names}, {"step": 0})
     folder.close()
     assert config_of(tmp_path / "run")["data"] == names
+
+
+def test_a_folder_that_cannot_be_locked_stays_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "locked", Mock(side_effect=OSError("no locks")))
+    folder = RunFolder(str(tmp_path / "run"))
+    with pytest.raises(OSError, match="no locks"):
+        folder.begin({}, {"step": 0})
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_two_runs_into_one_folder(tmp_path):

@@ -1,12 +1,16 @@
 """Tests of validations, and of samples of text during a run."""
 
 import math
+import signal
+from contextlib import contextmanager
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from batch_results import results_of
-from small_runs import FLAGS, MODEL, OPTIMIZER, fit, metrics_of
+from small_runs import FLAGS, MODEL, OPTIMIZER, STEPS, fit, metrics_of
 
+import daskgpt
 from daskgpt import train
 from daskgpt.config.run import DataConfig, DataflowConfig, RunConfig
 from daskgpt.data.dataset import validation_batches
@@ -45,6 +49,27 @@ def test_validation_in_one_graph_matches_single_batches(small_text):
         losses = [float(results_of(*given, batch, (2, 8), groups=job.groups)["loss"]) for batch in batches]
         assert len(set(losses)) > 1
         assert Validation(job, engine).loss() == sum(losses) / len(losses)
+
+
+def test_a_stop_waits_for_a_validation_that_is_due(small_text, tmp_path):
+    """It is not due again when the run continues, and decides which checkpoint is the best."""
+
+    @contextmanager
+    def watch(steps):
+        yield
+        if 3 in steps:
+            signal.raise_signal(signal.SIGINT)
+
+    observer = Mock(watch=watch, begin=lambda *of_run: 0)
+    out, data = tmp_path / "run", {"data": str(small_text), "batch_size": 4, "sequence_length": 16}
+    run = {"steps": STEPS, "validate_every": 4, "validation_batches": 1, "out": str(out)}
+    result = daskgpt.fit(MODEL, data, OPTIMIZER, run=run, callbacks=[observer], quiet=True)
+    assert result.stopped
+    daskgpt.fit(resume=out, quiet=True)
+    fit(small_text, tmp_path / "whole", validate_every=4)
+    losses = [[record.get("validation_loss") for record in metrics_of(folder)] for folder in (out, tmp_path / "whole")]
+    assert losses[0] == losses[1]
+    assert [loss is not None for loss in losses[0]] == [False, False, False, True] * 3
 
 
 @pytest.mark.parametrize("barrier", ["step", "none"])

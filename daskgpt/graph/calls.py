@@ -266,12 +266,10 @@ class ChunkSum(KernelCall):
         rows = max(int(min(most, ROWS_ELEMENTS)) // self.shape[1] // 64, 1) * 64
         return [(first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows)]
 
-    def add(
-        self, chains: Sequence[Chain], totals: Sequence[np.ndarray], first: int, last: int, *, started: bool
-    ) -> None:
-        """Sum rows first .. last over consecutive chains.
+    def add(self, chains: Sequence[Chain], totals: Sequence[np.ndarray], first: int, *, started: bool) -> None:
+        """Sum rows from the first one on over consecutive chains.
 
-        totals    the same rows (of a vector: all of it) of the totals so far, and space for new ones
+        totals    these rows (of a vector: all of it) of the totals so far, and space for new ones
         started   whether the first chain continues from its total; otherwise the total's content is ignored
         """
         options = {**self.options, "first_row": first} if len(self.shape) > 1 else self.options
@@ -341,7 +339,7 @@ class RowSum(TaskCall):
         started = self.given > self.call.order.level(chains[0].group)
         for first, last in self.bands:
             rows = [total[first - base : last - base] if total.ndim else total for total in totals]
-            self.call.add(chains, rows, first, last, started=started)
+            self.call.add(chains, rows, first, started=started)
         return totals[0] if self.left == 1 else tuple(totals[: self.left])
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:

@@ -188,7 +188,7 @@ class RowUpdate(TaskCall):
             for band in bands if self.sums else ():
                 own = gradient[band[0] - first : band[1] - first]
                 for number, (call, chain) in enumerate(zip(self.sums, chains)):
-                    call.add(chain, [own], *band, started=bool(given) or number > 0)
+                    call.add(chain, [own], band[0], started=bool(given) or number > 0)
             self.rule.kernel(weight, gradient, *moments, hyper, **self.options)
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -141,11 +142,18 @@ class WorkerMonitor:
         self.left, self.stuck = dict[str, str](), dict[str, str]()
         self.say: Callable[[str], Any] = partial(print, file=sys.stderr, flush=True)
         self.stop_requested: Callable[[], bool] = lambda: False
-        self.looked = 0.0
+        self.looked, self.looking = 0.0, threading.Lock()
         self.watched: dict[str, Watched] = {}
 
     def look(self) -> None:
-        """Look at all workers; called about every half second."""
+        """Look at all workers, unless another thread does; called about every half second."""
+        if self.looking.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self.looking.release()
+
+    def _look(self) -> None:
         now = time.monotonic()
         if now - self.looked < EVERY:
             return

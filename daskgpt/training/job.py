@@ -97,17 +97,16 @@ class Job:
         tokens = self.run.tokens or math.ceil(self.run.epochs * epoch)
         return -(-tokens // math.prod(self.batch_shape)) if tokens else self.run.steps
 
-    def resolved(self, scheduler: Scheduler, chunk: tuple[int, int], grain: str) -> dict[str, dict[str, Any]]:
-        """Return the fields of every configuration by its name, with no setting left on `auto` and absolute paths.
-
-        chunk, grain   of the steps, once they are chosen
+    def resolved(self, scheduler: Scheduler) -> dict[str, dict[str, Any]]:
+        """Return the fields of every configuration by its name, with absolute paths, and only those dials left on
+        `auto` which an engine chooses.
         """
         data, run, encoding = self.data, self.run, self.tokens.encoding_name
         sources = {"data": data.data, "validation_data": data.validation_data}
         places = {name: path if path == STANDARD_LIBRARY else from_root(path) for name, path in sources.items()}
         init = run.init if run.init in PACKAGED else from_root(run.init)
-        dials = {"batch_chunk": chunk[0], "sequence_chunk": chunk[1], "grain": grain, "threads": scheduler.threads}
-        dials |= {"scheduler": resolved_address(self.dataflow.scheduler), "precision": self.precision.name}
+        dials = {"scheduler": resolved_address(self.dataflow.scheduler), "threads": scheduler.threads}
+        dials["precision"] = self.precision.name
         return {
             "model": asdict(self.config),
             "data": asdict(data) | places | {"encoding": encoding, "order": self.order, "groups": self.groups},

@@ -92,8 +92,9 @@ class RunFolder:
                     self.metrics = open_metrics(self.path, None)
             except FileExistsError:
                 raise self._taken() from None
-            self._lock()
         try:
+            if not self.resumed:
+                self._lock()
             self.configure(sections)
             self.metrics = self.metrics or open_metrics(self.path, done)
             self.chain = Chain(self.path / CHAIN, entry)
@@ -247,7 +248,7 @@ class Saver:
             self._write(state, {**facts, **link, **({"best": asdict(best)} if best.step >= 0 else {})})
         except WorkerLost:
             raise
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:  # the last where something else has taken its name
             return self._failed(state.step, error, last=last)
         former, self.saved, self.best = self.best, state.step, best
         try:

@@ -71,21 +71,32 @@ PACKAGES = ("numpy", "numba", "dask")
 def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return every configuration by its name, each from one, from a mapping of some of its fields, or from None.
 
-    Errors   TypeError for another kind of object, ValueError for an unknown field; `where` opens the message
+    Errors   as of `given_settings`
     """
     made = {}
     for section, kind in SECTIONS.items():
-        settings = {} if given.get(section) is None else given[section]
-        if isinstance(settings, Mapping):
-            names = [f.name for f in fields(kind)]
-            for name in settings.keys() - names:
-                rule = f"every field must be one of {kind.__name__}'s"
-                raise refusal(ValueError, where, rule, {"field": name}, nearest(str(name), names))
-            settings = kind(**settings)
-        rule, got = f"it must be a {kind.__name__} or a mapping of its fields", {"given": repr(settings)[:40]}
-        require(isinstance(settings, kind), where, rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
-        made[section] = settings
+        settings = given.get(section)
+        made[section] = settings if isinstance(settings, kind) else kind(**given_settings(where, section, settings))
     return made
+
+
+def given_settings(where: str, section: str, given: Any) -> Mapping[str, Any]:
+    """Return the settings of a section that a mapping gives, or those of a configuration that differ from the defaults.
+
+    Errors   TypeError for another kind of object, ValueError for an unknown field; `where` opens the message
+    """
+    kind = SECTIONS[section]
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        names = [f.name for f in fields(kind)]
+        for name in given.keys() - names:
+            rule = f"every field must be one of {kind.__name__}'s"
+            raise refusal(ValueError, where, rule, {"field": name}, nearest(str(name), names))
+        return given
+    rule, got = f"it must be a {kind.__name__} or a mapping of its fields", {"given": repr(given)[:40]}
+    require(isinstance(given, kind), where, rule, got, f"Give daskgpt.{kind.__name__}(...).", TypeError)
+    return {f.name: value for f in fields(kind) if (value := getattr(given, f.name)) != f.default}
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,19 +241,18 @@ def new_run(
     return job, Start(folder, parameters)
 
 
-def checkpoint_facts(job: Job, resolved: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Return the entries of a checkpoint's state.json by which a run is resumed.
+def checkpoint_facts(job: Job, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a checkpoint's state.json by which a run is resumed, but for the number of its next batch.
 
-    resolved   see `Job.resolved`
+    settings   see `Job.resolved`
 
     `configuration` has every setting resolved, `asked` the dials as they were given: another machine resolves `auto`
     in its own way.
     """
-    data = {"next_batch": step} | fingerprint(job.tokens)
     return {
         "seed": job.run.seed,
-        "data": data,
-        "configuration": resolved,
+        "data": fingerprint(job.tokens),
+        "configuration": settings,
         "asked": {name: getattr(job.dataflow, name) for name in DIALS},
         "groups": job.groups,
         "arithmetic": arithmetic(job),
@@ -255,10 +265,10 @@ def arithmetic(job: Job) -> dict[str, str]:
     return {"precision": job.precision.name, "unit": unit().name.lower() if job.precision.packed else "fused"}
 
 
-def beginning(job: Job, resolved: Mapping[str, Any], parameters: Arrays) -> dict[str, Any]:
+def beginning(facts: Mapping[str, Any], parameters: Arrays) -> dict[str, Any]:
     """Return the first entry of a run's chain; parameters: those that the run begins with."""
     origin = SEEDED if isinstance(parameters, RandomParameters) else digest(parameters)
-    return {"version": VERSION, "step": 0, **checkpoint_facts(job, resolved, 0), "parameters": origin, "files": {}}
+    return {"version": VERSION, "step": 0, **facts, "parameters": origin, "files": {}}
 
 
 def stored_settings(where: str, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -399,7 +409,7 @@ def _changed_configuration(
         given = changes.get(section, {})
         if section == "dataflow":
             # As they were given, so that this machine resolves them.
-            values |= state["asked"]
+            values |= {name: value for name, value in state["asked"].items() if name in values}
             # Never an address from the folder: another person's could name theirs, whose data would be unpickled.
             values["scheduler"] = values["scheduler"] if values["scheduler"] in LOCAL_SCHEDULERS else "auto"
         if section == "run":

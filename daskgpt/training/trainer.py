@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -20,7 +20,7 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
-from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
+from daskgpt.model.parameters import check_config, check_dtypes, check_finite, check_parameters
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.schedulers.protocol import TOPIC, ClusterLost, Scheduler, WorkerLost
@@ -37,6 +37,7 @@ from daskgpt.training.start import (
     beginning,
     checkpoint_facts,
     configurations,
+    given_settings,
     new_run,
     resumed_run,
 )
@@ -179,12 +180,12 @@ def fit(
     if client is not None:
         from daskgpt.schedulers.connect import client_address
 
-        dataflow = {**_changes(dataflow), "scheduler": client_address(client)}
+        dataflow = {**given_settings("fit", "dataflow", dataflow), "scheduler": client_address(client)}
     sections = {"model": config, "data": data, "optimizer": optimizer, "dataflow": dataflow, "run": run}
     if resume is not None:
         rule, advice = "a run that is resumed has its own parameters", "Leave parameters out, or resume."
         require(parameters is None, "fit", rule, {"resume": resume}, advice)
-        changes = {name: _changes(given) for name, given in sections.items()}
+        changes = {name: given_settings("fit", name, given) for name, given in sections.items()}
         job, start = resumed_run(os.fspath(resume), changes, connects=client is None)
     else:
         rule, advice = "a new run must have the size of a model", "Give daskgpt.preset, say."
@@ -202,13 +203,6 @@ def fit(
         given = settings, lambda vocabulary: size, origin, parameters
         job, start = new_run(*given, most=size.vocabulary, connects=client is None)
     return train(job, start, Observers(on_step, callbacks, quiet=quiet), client)
-
-
-def _changes(settings: Any) -> Mapping[str, Any]:
-    """Return the settings that a mapping gives, or those of a configuration that differ from their defaults."""
-    if settings is None or isinstance(settings, Mapping):
-        return settings or {}
-    return {f.name: value for f in fields(settings) if (value := getattr(settings, f.name)) != f.default}
 
 
 def train(job: Job, start: Start, observers: Observers = Observers(), client: Any = None) -> Result:
@@ -284,7 +278,7 @@ class _Trainer:
         self.metrics = StepMetrics(job, scheduler, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
         self.result = Result(job.config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
-        self.validation = Validation(job, self.engine, self.stop_requested)
+        self.validation = Validation(job, self.engine)
         self.saver: Saver | None = None
         if self.folder:
             self.saver = Saver(job, self.folder, scheduler, say, start.best, self.losses, self.news)
@@ -331,15 +325,15 @@ class _Trainer:
         while engine.made < length:
             steps = range(engine.made, engine.made + self._together())
             batches = self.loader.take(steps)
-            undecided, begin = engine.undecided, time.perf_counter()
+            dials, begin = self._dials(), time.perf_counter()
             with self._observed(steps):
                 outcomes = engine.run(batches, length)
             seconds = time.perf_counter() - begin
             first_time = steps[-1] >= len(self.losses)  # else all of them are made again after a loss
             with self.timed("logs"):
                 records = self.metrics.of_window(steps, outcomes, seconds)
-            if self.folder and undecided:  # chunks and grain may have been chosen with this step
-                self.folder.configure(self._resolved())
+            if self.folder and self._dials() != dials:  # they were chosen with this step
+                self.folder.configure(self._settings())
             if first_time and engine.made == self._next_validation(steps[-1]):
                 with self.timed("validation"):
                     records[-1].update(self.validation.measure())
@@ -368,9 +362,10 @@ class _Trainer:
         # Before anything is written: an instrument may refuse the run.
         self.callbacks = [(one.begin(job, engine, job.steps), one) for one in self.observers.callbacks]
         if self.saver:
-            resolved = self._resolved()
-            entry = start.entry or beginning(job, resolved, start.parameters)
-            self.saver.folder.begin(resolved, entry)
+            # Once: places and versions are those of the beginning, even where a working directory or a file goes.
+            self.facts = checkpoint_facts(job, job.resolved(self.scheduler))
+            entry = start.entry or beginning(self._facts(0), start.parameters)
+            self.saver.folder.begin(self._settings(), entry)
             self.saver.best.point(self.saver.folder.path)  # an earlier process may have been killed before it did
         progress.say("\n".join([describe(job, self.scheduler, engine.described_chunks), *start.messages]))
         run = job.run
@@ -431,27 +426,36 @@ class _Trainer:
     def _save_if_due(self, *, checked: bool) -> None:
         """Write a checkpoint if one is due; checked: whether the parameters are known to be finite."""
         made = self.engine.made
-        loss = self.validated.get(made)
-        if self.saver and self.saver.due(made, loss):
+        if self.saver and self.saver.due(made, self.validated.get(made)):
             with self.timed("checkpoints"):
                 if not checked:
                     self.finite.require_weights(self.engine, made - 1)
-                self.saver.save(self.engine.state(), self._facts(made), loss)
+                self._save(self.saver, self.engine.state())
 
-    def _resolved(self) -> dict[str, Any]:
-        return self.job.resolved(self.scheduler, self.engine.chunk, self.engine.grain)
+    def _dials(self) -> dict[str, Any]:
+        """Return the dials that the engine chooses, as they are now."""
+        (sequences, length), grain = self.engine.chunk, self.engine.grain
+        return {"batch_chunk": sequences, "sequence_chunk": length, "grain": grain}
+
+    def _settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = self.facts["configuration"]
+        return settings | {"dataflow": settings["dataflow"] | self._dials()}
 
     def _facts(self, step: int) -> dict[str, Any]:
         """Return the entries of a checkpoint's state.json."""
-        facts = checkpoint_facts(self.job, self._resolved(), step)
-        return facts | {"seconds": round(self.seconds, 3)}
+        return self.facts | {"data": {"next_batch": step} | self.facts["data"], "configuration": self._settings()}
+
+    def _save(self, saver: Saver, state: State, *, last: bool = False) -> None:
+        facts = self._facts(state.step) | {"seconds": round(self.seconds, 3)}
+        saver.save(state, facts, self.validated.get(state.step), last=last)
 
     def _save_what_is_left(self) -> None:
         """Save the newest recovery point of a run whose cluster is lost, where it can be had without its workers."""
-        with suppress(WorkerLost, OSError):
+        with suppress(WorkerLost, OSError, ValueError):  # of numbers that are not finite
             state = self.recovery.points.newest_whole() if self.recovery else None
             if self.saver and state and state.step > self.saver.saved:
-                self.saver.save(state, self._facts(state.step), self.validated.get(state.step), last=True)
+                check_finite("train", state.parameters(self.scheduler))
+                self._save(self.saver, state, last=True)
 
     def _finished(self, *, stopped: bool) -> Result:
         """Save the last state and return the result of the run."""
@@ -464,7 +468,7 @@ class _Trainer:
         self.progress.close()
         del self.losses[engine.made :]  # of steps that a loss has taken back
         if self.saver:
-            self.saver.save(engine.state(), self._facts(engine.made), self.validated.get(engine.made), last=True)
+            self._save(self.saver, engine.state(), last=True)
             self.saver.folder.sync()
         return result
 
