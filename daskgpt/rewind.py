@@ -32,6 +32,7 @@ from daskgpt.generation.sanitize import readable
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.job import compile_kernels
 from daskgpt.training.replay import PlacesConfig, Replay, StepTensors
+from daskgpt.training.run_folder import is_own
 
 DIGITS, LOSS = 12, "loss.loss"  # of a SHA-256; the tensor
 
@@ -52,6 +53,8 @@ def main(arguments: list[str]) -> int:
         rule, advice = "--out must be given with one --tensor", "Name one tensor."
         require(len(values.tensor) == 1 and values.tensor != ["all"], "rewind", rule, {"tensor": values.tensor}, advice)
         check_writable(values.out, "rewind", "out")
+        rule = "--out must not have the name of a run's file"
+        require(not is_own(values.out), "rewind", rule, {"out": values.out}, "Name another file.")
     dials, step = given_flags(DataflowConfig, values), values.step - 1
     replay = Replay("rewind", values.run, dials, places.data, places.init)
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:

@@ -92,6 +92,8 @@ def test_what_cannot_be_rewound_is_refused(trained, told, small_text, tmp_path):
         told(rewind, run, "--step", 10, "--tensor", "h.0.atn.y")
     with pytest.raises(ValueError, match=r"one of 1 to 13, the last of which is to come; got step=14"):
         told(rewind, run, "--step", 14, "--tensor", "targets")
+    with pytest.raises(ValueError, match="--out must not have the name of a run's file"):
+        told(rewind, run, "--step", 2, "--tensor", "targets", "--out", run / "config.toml")
     with pytest.raises(ValueError, match="--out must be given with one --tensor"):
         told(rewind, run, "--step", 2, "--rows", "--out", tmp_path / "x.npy")
     assert told(rewind, run, "--step", 13, "--tensor", "wte.weight")[0] == 0  # the state after the last step

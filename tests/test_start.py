@@ -140,6 +140,8 @@ WRONG = [
     ("--sequence-length 64 --positions 32", "must not be longer than the model's positions"),
     ("--blocks 4096 --channels 65536 --heads 64", "must fit into"),
     ("--workers 2", "--workers must come with --plan"),
+    ("--plan --timeline x", "which --plan does not run"),
+    ("--rope-theta 500", "of rotary positions; got rope_theta=500.0"),
     ("--resume RUN --scheduler 127.0.0.1:1", "scheduler must answer"),
     ("--resume RUN --steps 1", "must have steps left"),
 ]

@@ -269,8 +269,11 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
         {"timeline": "x", "graph": "x.json"},
         {"paraver": "t.1", "graph": "t.1.row"},
         {"graph": "config.toml"},
+        {"graph": str(tmp_path / "chain.jsonl")},
+        {"graph": "latest"},
+        {"graph": str(tmp_path / "step-00000005")},
     ):
-        with pytest.raises(ValueError, match="must differ"):
+        with pytest.raises(ValueError, match="must not have the name of each other or of a run's files"):
             TimelineConfig(**files)
     names = {"first": True, "first.html": True, "./first": False, "..": False, "t/first": False}
     assert {path: is_bare(path) for path in names} == names

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
+from fractions import Fraction
 from inspect import cleandoc
 from numbers import Integral, Real
 from textwrap import indent, wrap
@@ -146,10 +147,13 @@ def _matched(text: str, rest: str) -> re.Match[str]:
 def count(text: str) -> int:
     """Return the whole number of a text such as 1000, 10M, 1.5G or 1e6.
 
-    Errors   ValueError for another text
+    Errors   ValueError for another text, and a number that is not whole
     """
     number, exponent, suffix = _matched(text, r"(?:e(\d{1,2}))? ?([kmgb]?)").groups()
-    return round(float(f"{number}e{exponent or 0}") * SUFFIXES[suffix.lower()])
+    amount = Fraction(f"{number}e{exponent or 0}") * SUFFIXES[suffix.lower()]
+    if amount.denominator > 1:
+        raise ValueError(text)
+    return int(amount)
 
 
 def duration(text: str) -> float:

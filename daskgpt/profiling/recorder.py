@@ -28,7 +28,7 @@ from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
 from daskgpt.training.autotune import Trial
 from daskgpt.training.engine import Engine
 from daskgpt.training.job import Job
-from daskgpt.training.run_folder import FILES as RUN_FILES
+from daskgpt.training.run_folder import is_own
 
 
 class ProcessEvents(NamedTuple):
@@ -149,15 +149,15 @@ class TimelineConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        taken = set(map(Path, RUN_FILES))
+        taken = set[Path]()
         for name, endings in ENDINGS.items():
             value = getattr(self, name)
             paths = paths_of(value, endings) if value else []
             for path in () if is_bare(value) else (value, *paths):
                 check_writable(path, "timeline", name)
             for path in paths:
-                rule, advice = "files must differ from each other and from those of a run", "Give each its own name."
-                require(path not in taken, "timeline", rule, {name: str(path)}, advice)
+                rule, advice = "files must not have the name of each other or of a run's files", "Name others."
+                require(path not in taken and not is_own(path), "timeline", rule, {name: str(path)}, advice)
                 taken.add(path)
 
     @property

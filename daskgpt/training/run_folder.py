@@ -21,7 +21,9 @@ from daskgpt.model.step import Arrays
 from daskgpt.schedulers.protocol import Scheduler, WorkerLost
 from daskgpt.training.chain import CHAIN, LINK, Chain
 from daskgpt.training.checkpoint import (
+    BEST,
     LATEST,
+    STEP,
     Best,
     checkpoints,
     point,
@@ -36,6 +38,11 @@ from daskgpt.training.logs import METRICS, RecordFile, open_metrics
 
 CONFIG, LOCK = "config.toml", ".lock"
 FILES = (CONFIG, METRICS, CHAIN, LOCK)
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a path has the name of a file, checkpoint or link in the folder of a run."""
+    return path.name in (*FILES, LATEST, BEST) or STEP.fullmatch(path.name) is not None
 
 
 def new_folder() -> str:
