@@ -48,9 +48,10 @@ def main(arguments: list[str]) -> int:
     require_scheduler(dataflow.scheduler)
     paths = values.one, values.other
     if not all((path / CHAIN).is_file() for path in paths):
-        difference = first_difference(*(load(path)[1] for path in paths))
-        print(difference or "the models are equal")
-        return int(bool(difference))
+        (config, one), (config_of_other, other) = (load(path)[:2] for path in paths)
+        lines = [*differing(asdict(config), asdict(config_of_other)), first_difference(one, other)]
+        print("\n".join(filter(None, lines)) or "the models are equal")
+        return int(any(lines))
     dials = given_flags(DataflowConfig, values)
     bisection = Bisection([Audit(path, dials, places.data, places.init, "bisect") for path in paths])
     print(f"written: {bisection.described()}", flush=True)
@@ -81,6 +82,12 @@ def first_difference(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarr
             count, most = np.count_nonzero(differences != 0), np.nanmax(differences)
             return f"{name}: {count:,} of {a.size:,} numbers differ, the largest difference is {most:.3g}"
     return ""
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line on settings of the same names, if any differ."""
+    if different := [f"{name} {one[name]} and {other[name]}" for name in one if one[name] != other[name]]:
+        yield f"settings that differ: {', '.join(different)}"
 
 
 class Bisection:
@@ -167,9 +174,7 @@ class Bisection:
             both.append({"seed": job.run.seed, "steps": job.steps, "tokens": job.tokens.digest[:DIGITS]})
             for name, part in {"model": job.config, "data": job.data, "optimizer": job.optimizer}.items():
                 both[-1] |= {f"{name}.{key}": value for key, value in asdict(part).items() if key not in PLACES}
-        one, other = both
-        if different := [f"{name} {one[name]} and {other[name]}" for name in one if one[name] != other[name]]:
-            yield f"settings that differ: {', '.join(different)}"
+        yield from differing(*both)
 
     def _verdict(self, run: Audit) -> Verdict:
         """Return how a run differs from its replay, from the shared state to the first difference of both runs."""

@@ -76,6 +76,12 @@ def test_picture_has_the_panels_of_its_runs(two, tmp_path):
     assert drawn == picture(read_runs(odd), "svg"), "damaged lines, and one that is being written, are left out"
 
 
+def test_values_that_are_no_numbers_are_left_out(tmp_path):
+    ((_, curves),) = read_runs([write_run(tmp_path / "odd", 3, loss="much", norm=10**400)]).items()
+    assert np.isnan([curves["loss"], curves["norm"]]).all()
+    assert np.isfinite(curves["learning_rate"]).all()
+
+
 NO_RUNS = [(None, "metrics.jsonl"), (b"", "must have a step"), (b'{"step": 0, "loss"', "must have a step")]
 NO_RUNS += [(bytes(range(256)) + b"\n", "must have a step"), (b'{"step": "0"}\n', "must have a step")]
 

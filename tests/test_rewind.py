@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -145,6 +146,15 @@ def test_equal_runs(honest, trained, told):
     code, shown = told(bisect, honest / "step-00000003", honest / "step-00000004")
     assert code == 1
     assert "numbers differ, the largest difference is" in shown
+
+
+def test_models_whose_numbers_alone_differ(tmp_path, told):
+    config = replace(MODEL, norm="rmsnorm")
+    for name, eps in {"a": 1e-5, "b": 1e-6}.items():
+        parameters = daskgpt.initial_parameters(config, 0)
+        daskgpt.save(tmp_path / f"{name}.safetensors", replace(config, norm_eps=eps), parameters)
+    shown = told(bisect, tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert shown == (1, "settings that differ: norm_eps 1e-05 and 1e-06\n")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Errors   RuntimeError if matplotlib, which an extra brings, is not installed
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -69,8 +70,13 @@ def _read(path: Path) -> Curves:
     records = [record for record, _ in metrics_lines(file, sys.maxsize)]
     require(bool(records), "plot", "the metrics must have a step", {"metrics": file}, "Wait for the run's first one.")
     names = ("step", *TITLES, "validation_loss")
-    values = {name: np.array([record.get(name) for record in records], float) for name in names}  # None is nan
+    values = {name: np.array([_number(record.get(name)) for record in records]) for name in names}
     return values | {"step": values["step"] + 1}
+
+
+def _number(value: Any) -> float:
+    """Return a metric as a number; nan for null and for what another program may have written."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else math.nan
 
 
 def picture(runs: Mapping[str, Curves], kind: str) -> bytes:
@@ -79,7 +85,6 @@ def picture(runs: Mapping[str, Curves], kind: str) -> bytes:
     kind   "png" or "svg"
     """
     names = [name for name in TITLES if any(np.isfinite(run[name]).any() for run in runs.values())]
-    buffer = BytesIO()
     with style():
         figure = Figure(figsize=(13.0, 3.8 * ((len(names) + 1) // 2)))
         for place, name in enumerate(names, 1):
@@ -88,8 +93,7 @@ def picture(runs: Mapping[str, Curves], kind: str) -> bytes:
                 _draw(axes, run, name, label, color)
             axes.set(title=TITLES[name], xlabel="steps", yscale="log" if name == "norm" else "linear")
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
-        save(figure, buffer, kind)
-    return buffer.getvalue()
+        return drawn(figure, kind)
 
 
 def _draw(axes: Any, run: Curves, name: str, label: str, color: str) -> None:
@@ -109,6 +113,8 @@ def style() -> Any:
     return mpl.rc_context(STYLE)
 
 
-def save(figure: Figure, file: Any, kind: str) -> None:
-    """Write a figure as "png" or "svg", without a date, so that the same numbers give the same file."""
-    figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {})
+def drawn(figure: Figure, kind: str) -> bytes:
+    """Return a figure as a "png" or "svg" file, without a date, so that the same numbers give the same file."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {})
+    return buffer.getvalue()

@@ -269,12 +269,12 @@ def write(results: Results) -> None:
     table = table_of(results.points)
     table.insert(1, ["---"] * len(table[0]))
     lines = [*(f"- {line}" for line in caption(results)), "", *(f"| {' | '.join(cells)} |" for cells in table), ""]
-    results.path.with_name("table.md").write_text("\n".join(lines), encoding="utf-8")
+    write_file(results.path.with_name("table.md"), "\n".join(lines).encode(), "study")
     with plots.style():
         figure = figure_of(results.points)
         figure.suptitle("\n".join(caption(results)[:2]), fontsize=11)
         for kind in ("png", "svg"):
-            plots.save(figure, results.path.with_name(f"threads.{kind}"), kind)
+            write_file(results.path.with_name(f"threads.{kind}"), plots.drawn(figure, kind), "study")
 
 
 def figure_of(points: Points) -> Any:
