@@ -52,8 +52,8 @@ SCHEDULES = {row.name: row for row in (CONSTANT, LINEAR, COSINE, WSD)}
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Return the learning rate of a step, counted from 0, in a run of `steps`.
 
-    The rate rises linearly over `warmup` steps to its maximum, and falls to the final rate in the last step; see
-    `SCHEDULES`.
+    The rate rises linearly over `warmup` steps to its maximum, and falls to the final rate in the last step, unless the
+    run ends with the warm-up; see `SCHEDULES`.
     """
     row = SCHEDULES[config.schedule]
     warmup = part_of(config.warmup, steps) if row.warms else 0
