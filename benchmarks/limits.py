@@ -48,6 +48,12 @@ OPERATIONS = {  # of each number that is read or summed; products and attention 
     "gelu.backward": 45,
     "layernorm.forward": 8,
     "layernorm.backward": 14,
+    "rmsnorm.forward": 6,
+    "rmsnorm.backward": 12,
+    "swiglu.forward": 15,
+    "swiglu.backward": 25,
+    "rotary.forward": 2,
+    "rotary.backward": 2,
 }
 EXPONENTIAL = 16  # operations; what a polynomial takes
 
@@ -57,11 +63,11 @@ def operations_of(kind: str, sizes: Sizes) -> float:
     name, (inputs, outputs) = kind.partition(" ")[0], arrays_of(kind)
     _, read, written, pairs = features(kind, sizes)
     letters = set("".join([*inputs, *outputs]))
-    if "T" in letters:
-        products = 2 if name.endswith("forward") else 5
+    if name in ("attention.forward", "attention.backward"):
+        products, results = (2, outputs[0]) if name.endswith("forward") else (5, inputs[0])
         half = sizes["b"] * sizes["T"] ** 2 / 2
-        return half * (2 * products * sizes["C"] + EXPONENTIAL * sizes["H"])
-    if "b" in letters and len(letters - set("bt")) == 2 and not name.startswith("embedding"):
+        return half * (2 * products * sizes[results[-1]] + EXPONENTIAL * sizes["H"])
+    if "b" in letters and len(letters - set("bt")) == 2 and not name.startswith(("embedding", "swiglu")):
         exponentials = EXPONENTIAL * sizes["b"] * sizes["t"] * sizes["V"] if outputs[-1] == "btV" else 0
         return 2 * pairs + exponentials
     return OPERATIONS.get(name, 1) * max(read, written) / (len(inputs) if "update" in kind else 1)

@@ -42,9 +42,14 @@ def test_bytes_and_features_of_a_call():
     assert limits.bytes_of(update, sizes)[1] == 6 * 4 * 32 * 16
 
 
-def test_table_of_a_step(capsys):
-    flags = "--blocks 1 --heads 1 --channels 16 --batch-size 2 --sequence-length 16 --threads 2 --warmup 3 --recorded 1"
-    assert limits.main(flags.split()) == 0
+LLAMA = "--preset smollm2-135m --kv-heads 1 --hidden 32 --head-size 8 --vocabulary 64 --padded-vocabulary 64"
+
+
+@pytest.mark.parametrize(("model", "call"), [("", "btC,OC,O->btO"), (LLAMA, "btC,OC->btO")])
+def test_table_of_a_step(model, call, capsys):
+    flags = "--blocks 1 --heads 2 --channels 16 --batch-size 2 --sequence-length 16 --threads 2 --warmup 3 --recorded 1"
+    assert limits.main([*model.split(), *flags.split()]) == 0
     shown = capsys.readouterr().out
-    assert "linear.forward btC,OC,O->btO" in shown
+    assert f"linear.forward {call}" in shown
+    assert "attention.backward" in shown
     assert "all kernels" in shown
