@@ -232,7 +232,8 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
 def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
     """Return the pieces in one row, each after an end-of-text, since no piece continues the previous one."""
     mark = np.array([end_of_text], id_dtype(end_of_text + 1))
-    marked = [array for piece in pieces for array in ((piece,) if piece[0] == end_of_text else (mark, piece))]
+    filled = (piece for piece in pieces if piece.size)
+    marked = [array for piece in filled for array in ((piece,) if piece[0] == end_of_text else (mark, piece))]
     return np.concatenate(marked) if marked else mark[:0]
 
 

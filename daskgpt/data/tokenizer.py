@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from daskgpt.config.errors import refusal, require, short
+from daskgpt.config.errors import refusing, require
 from daskgpt.formats.byte_level import END_OF_TEXT, byte_level_bpe, decoded, named
 from daskgpt.formats.encoding import KNOWN, NAMED, Encoding, know_library, known_encoding, of_tokens, read_vocabulary
 from daskgpt.formats.llmc import id_dtype
@@ -98,16 +98,10 @@ def encode(encoding: Encoding, text: str, origin: str = "") -> np.ndarray:
     Cost     gpt2: about 15 MB of text a second; bytes: a copy
     Errors   ValueError, with the origin, for a text that the tokenizer cannot encode
     """
-    try:
-        return encoding.ids(text).astype(id_dtype(encoding.n_vocab))
-    except BaseException as error:
-        # A panic of Rust's is no Exception and has no public name.
-        ordinary = isinstance(error, Exception) and not isinstance(error, (MemoryError, OSError))
-        if not (ordinary or type(error).__name__ == "PanicException"):
-            raise
-        rule = f"the tokenizer {encoding.name} must be able to encode the text"
-        got = {"text": origin or "one", "error": short(error, 80)}
-        raise refusal(ValueError, "encode", rule, got, "Correct the text, or leave it out.") from None
+    rule, got = f"the tokenizer {encoding.name} must be able to encode the text", {"text": origin or "one"}
+    with refusing(None, "encode", rule, got, "Correct the text, or leave it out."):
+        ids = encoding.ids(text).astype(id_dtype(encoding.n_vocab))
+    return ids
 
 
 def _gpt2() -> Encoding:

@@ -11,11 +11,12 @@ from typing import Any
 
 from tokenizers import Tokenizer, models
 
-from daskgpt.config.errors import refusal, require, short
+from daskgpt.config.errors import refusal, require, short, tells_of_content
 
 WHERE = "read_tokenizer"
 OTHERS = "Other tokenizers are not supported: remove its files from the folder, and name an --encoding."
 END_OF_TEXT = "<|endoftext|>"
+IDS = 2**24  # a hundred times those of large vocabularies
 
 # A token's name has a printable character for each byte: the byte's own, and for others those from 256 on, in order.
 # Source: GPT-2, encoder.py: bytes_to_unicode.
@@ -73,6 +74,18 @@ def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[Sequence[str]], spli
     split = {"type": "Sequence", "pretokenizers": [first, *others]} if others else first
     model = {"type": "BPE", "vocab": ids, "merges": merges, "ignore_merges": splitting in WHOLE_WORDS}
     return Tokenizer.from_str(json.dumps({"pre_tokenizer": split, "decoder": _LEVEL, "model": model}))
+
+
+def opened_library(content: object, origin: Path | str) -> Tokenizer:
+    """Return a tokenizer from the content of a tokenizer.json.
+
+    Errors   ValueError if it is damaged, or an id is too large for a table of all tokens
+    """
+    with whole_files(origin):
+        library = Tokenizer.from_str(json.dumps(content))
+    largest = max(library.get_vocab().values(), default=0)
+    require(largest < IDS, WHERE, f"every id must be below {IDS:,}", {"path": origin, "id": largest}, OTHERS)
+    return library
 
 
 def library_of(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> Tokenizer:
@@ -135,8 +148,8 @@ def whole_files(origin: Path | str) -> Iterator[None]:
     """Raise the errors of files with another content than they should have in the common form."""
     try:
         yield
-    except Exception as error:  # the library raises no other
-        if type(error) is ValueError or isinstance(error, OSError):  # in this form already
+    except BaseException as error:
+        if type(error) is ValueError or not tells_of_content(error):  # in this form already, or not of the files
             raise
         got = {"path": origin, "error": short(f"{type(error).__name__}: {error}", 80)}
         advice = "Copy them again, or update tokenizers."

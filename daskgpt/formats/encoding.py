@@ -24,7 +24,17 @@ from tokenizers import Tokenizer
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.config.files import readable
-from daskgpt.formats.byte_level import BYTES, END_OF_TEXT, OTHERS, decoded, library_of, named, splitting_of, whole_files
+from daskgpt.formats.byte_level import (
+    BYTES,
+    END_OF_TEXT,
+    OTHERS,
+    decoded,
+    library_of,
+    named,
+    opened_library,
+    splitting_of,
+    whole_files,
+)
 from daskgpt.formats.stored_model import FilePath
 
 WHERE = "read_vocabulary"
@@ -124,7 +134,8 @@ class Encoding:
         return ids
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """Yield parts of a text whose ids are those of the whole text.
+        """Yield parts of a text, whose ids are those of the whole text as far as they depend on the AROUND characters
+        on both sides of a cut.
 
         It is cut between words, where the tokens around do not change. A text without such places stays whole.
         """
@@ -198,7 +209,8 @@ def know(content: str, origin: str) -> str:
         return name
     rule, got = "a vocabulary must be JSON that daskgpt wrote", {"path": origin, "begin": ascii(content[:20])}
     require(content.startswith("{"), WHERE, rule, got, "Learn those of earlier versions again.")
-    encoding = _parsed(digest, content, origin)
+    with whole_files(origin):
+        encoding = _parsed(digest, content, origin)
     if encoding.pipeline and encoding.n_vocab == NAMED["gpt2"]:
         names, pipeline = " ".join(map(named, encoding.ranks)), json.loads(encoding.pipeline.to_str())
         if _digest(names) == GPT2 and len(pipeline["added_tokens"]) == 1 and splitting_of(pipeline) == "gpt-2":
@@ -208,10 +220,9 @@ def know(content: str, origin: str) -> str:
 
 
 def _parsed(digest: str, content: str, origin: str) -> Encoding:
-    with whole_files(origin):
-        fields = json.loads(content)
-        end, learned, template = fields["end_of_text"], bool(fields.get("learned")), fields.get("chat_template", "")
-        pipeline = Tokenizer.from_str(json.dumps(fields["tokenizer"]))
+    fields = json.loads(content)
+    end, learned, template = fields["end_of_text"], bool(fields.get("learned")), fields.get("chat_template", "")
+    pipeline = opened_library(fields["tokenizer"], origin)
     ids: dict[str, int] = pipeline.get_vocab()
     require(end in ids, WHERE, "end_of_text must name a token", {"path": origin, "end_of_text": end}, OTHERS)
     added = pipeline.get_added_tokens_decoder()
