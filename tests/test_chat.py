@@ -160,7 +160,7 @@ def test_chats_are_conversations(tmp_path):
     assert talk == (("system", "s"), *((message["role"], message["content"]) for message in TALK))
     assert left_out == ["chats.json line 2"]
     assert read_pairs(write(tmp_path / "shared.json", SHARED)) == ([short], ["shared.json line 1"], [])
-    with pytest.raises(ValueError, match='"messages", each with "role" and "content".*line=4.*KeyError'):
+    with pytest.raises(ValueError, match='"messages", each with "role" and "content".*line 4, found=KeyError'):
         read_pairs(write(tmp_path / "wrong.json", [*CHATS, {"messages": [{"role": "user", "text": "a"}]}]))
 
 

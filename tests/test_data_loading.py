@@ -10,7 +10,16 @@ from small_runs import losses_of
 
 from daskgpt import train
 from daskgpt.data import corpus, reading
-from daskgpt.data.dataset import EPOCHS, BatchLoader, Dataset, MappedTokens, batch, load_dataset, shuffled, validation_batches
+from daskgpt.data.dataset import (
+    EPOCHS,
+    BatchLoader,
+    Dataset,
+    MappedTokens,
+    batch,
+    load_dataset,
+    shuffled,
+    validation_batches,
+)
 
 ROW = np.arange(1000, dtype=np.uint16)
 

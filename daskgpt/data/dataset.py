@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import digest_of_file
+from daskgpt.config.files import digest_of_file, expanded
 from daskgpt.data import tokenizer
 from daskgpt.data.pairs import Examples, read_examples
 from daskgpt.data.source import PAIRS, PREPARED, STANDARD_LIBRARY, TEXT, TOKENS, Source, recognize
@@ -185,7 +185,7 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
     """
     written = source.encoding
     if source.kind == PREPARED:
-        written = encoding_of(Path(source.name).expanduser())
+        written = encoding_of(expanded(source.name))
     name = wanted or written or ("gpt2" if source.kind == TOKENS else default)
     learned = tokenizer.is_to_be_learned(name)
     tokenizer.size_to_learn(name) if learned else tokenizer.vocabulary_size(name)  # known without reading anything
@@ -199,7 +199,7 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
 def _load(source: Source, name: str, fraction: float, held_out: str, sequence_length: int) -> Dataset:
     """Return both parts of a source; a fraction of 0 leaves the validation empty, unless the source has one itself."""
     if source.kind == PREPARED:
-        return _prepared(Path(source.name).expanduser())
+        return _prepared(expanded(source.name))
     if source.kind == PAIRS:
         codec = tokenizer.get_encoding(name)
         parts, origin, digest = read_examples(source, codec, fraction, held_out, sequence_length)
@@ -298,7 +298,7 @@ def batch(
 
     order        random: start[b] = Philox(seed, step)[b] mod (N - T). epochs: the tokens are cut into (N - 1) // T
                  sequences, of which an epoch sees each once, in an order of its own (`shuffled`)
-    vocabulary   bound of every id; 0 = not checked
+    vocabulary   bound of every id, but of those of pairs, which are made here; 0 = not checked
 
     Shapes   tokens (N,) -> tokens (B, T), targets (B, T), of pairs weights (B, T)
     Dtype    int32, weights float64

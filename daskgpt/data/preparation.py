@@ -73,7 +73,8 @@ class Preparation:
         compute   see schedulers.protocol.Scheduler.compute
         tell      called with the bytes of text of each partition that is complete
 
-        Cost      memory for a block of 4 MiB a task, and for learning a vocabulary
+        Cost      memory for a block of 4 MiB, or a longer line or record, with its tokens a task; for a vocabulary that
+                  is learned, for the different words
         Errors    ValueError for invalid texts, inputs that change, and a folder of other inputs or settings; OSError if
                   the system refuses
         """
@@ -148,7 +149,7 @@ def tokenize(
     encoding   name; the file of a learned one is in the folder
     stop       ends the task after a document
 
-    Cost       tiktoken's time, without Python's lock; memory for a block
+    Cost       tiktoken's time, without Python's lock; memory for a block, or a longer line or record, with its tokens
     Errors     ValueError for invalid texts, OSError if the system refuses
     """
     rule, advice = "a worker must find the folder that the client has made", "Name one on a file system that both have."

@@ -22,7 +22,17 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import refusing, require
-from daskgpt.config.files import digest_of, digest_of_file, locked, remove, replacing, sync_folder, write_file, written
+from daskgpt.config.files import (
+    digest_of,
+    digest_of_file,
+    expanded,
+    locked,
+    remove,
+    replacing,
+    sync_folder,
+    write_file,
+    written,
+)
 from daskgpt.formats.encoding import is_learned, read_vocabulary
 from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, token_header
 
@@ -140,23 +150,29 @@ def begun_folder(path: str, decides: Mapping[str, Any]) -> Iterator[Path]:
     Errors    ValueError if it has other content than a preparation of them; RuntimeError if another process writes it;
               OSError if the system refuses
     """
-    folder, content = Path(path).expanduser(), json.dumps({"decides": digest_of(decides)}).encode()
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    fresh = all(name == LOCK or (name.startswith(".") and name.endswith(".tmp")) for name in names)
-    good = (fresh or JOURNAL in names) and (folder.is_dir() or not folder.exists())
-    rule, advice = "the folder must be new, empty, or left by the same command", "Name another with --out."
-    require(good, WHERE, rule, {"out": folder}, advice)
+    folder, content = expanded(path), json.dumps({"decides": digest_of(decides)}).encode()
+    _has_journal(folder)  # nothing is written into a folder of others
     with written(folder, WHERE):
         folder.mkdir(parents=True, exist_ok=True)
         lock = locked(folder / LOCK, WHERE, "no other process must write the folder")
     with lock:
-        if JOURNAL in names:
+        if _has_journal(folder):  # another process may have written it before the lock
             same = (folder / JOURNAL).read_bytes() == content
             rule = "the folder must not be of other inputs or settings"
             require(same, WHERE, rule, {"out": folder}, "Name another with --out, or remove it.")
         else:
             write_file(folder / JOURNAL, content, WHERE)
         yield folder
+
+
+def _has_journal(folder: Path) -> bool:
+    """Return whether a preparation has begun a folder. Errors   ValueError if it has other content"""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    fresh = all(name == LOCK or (name.startswith(".") and name.endswith(".tmp")) for name in names)
+    good = (fresh or JOURNAL in names) and (folder.is_dir() or not folder.exists())
+    rule, advice = "the folder must be new, empty, or left by the same command", "Name another with --out."
+    require(good, WHERE, rule, {"out": folder}, advice)
+    return JOURNAL in names
 
 
 def complete(folder: Path, manifest: Manifest) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import tiktoken
 
 from daskgpt.config.errors import refusing, require
+from daskgpt.config.files import expanded
 from daskgpt.formats.byte_level import END_OF_TEXT, byte_level_bpe, decoded, named
 from daskgpt.formats.encoding import KNOWN, NAMED, Encoding, know_library, known_encoding, of_tokens, read_vocabulary
 from daskgpt.formats.llmc import id_dtype
@@ -53,7 +54,7 @@ def encoding_named(name: str) -> str:
 
     Errors   ValueError for anything else, or a file without a vocabulary
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name not in NAMED and name not in KNOWN and path.exists():
         folder = path.parent if path.name == TOKENIZER else path
         return (encoding_in(folder) if folder.is_dir() else "") or read_vocabulary(path)
@@ -116,7 +117,7 @@ def _gpt2() -> Encoding:
     spec = find_spec(PACKAGE.replace("-", "_"))
     installed = [Path(folder, "data") for folder in (spec.submodule_search_locations or [])] if spec else []
     given = os.environ.get(FOLDER_VARIABLE, "")
-    path = next(iter([Path(given).expanduser()] if given else installed), Path()) / FILE
+    path = next(iter([expanded(given)] if given else installed), Path()) / FILE
     content = path.read_bytes() if path.is_file() else b""
     if not content and not given:
         with suppress(OSError):  # no network

@@ -204,17 +204,17 @@ def know(content: str, origin: str) -> str:
 
     Errors    ValueError if it is no such text
     """
-    digest = _digest(content)
-    if name := next((name for name in KNOWN if name.endswith(f"-{digest}")), ""):
-        return name
-    rule, got = "a vocabulary must be JSON that daskgpt wrote", {"path": origin, "begin": ascii(content[:20])}
-    require(content.startswith("{"), WHERE, rule, got, "Learn those of earlier versions again.")
     with whole_files(origin):
+        digest = _digest(content)
+        if name := next((name for name in KNOWN if name.endswith(f"-{digest}")), ""):
+            return name
+        rule, got = "a vocabulary must be JSON that daskgpt wrote", {"path": origin, "begin": ascii(content[:20])}
+        require(content.startswith("{"), WHERE, rule, got, "Learn those of earlier versions again.")
         encoding = _parsed(digest, content, origin)
-    if encoding.pipeline and encoding.n_vocab == NAMED["gpt2"]:
-        names, pipeline = " ".join(map(named, encoding.ranks)), json.loads(encoding.pipeline.to_str())
-        if _digest(names) == GPT2 and len(pipeline["added_tokens"]) == 1 and splitting_of(pipeline) == "gpt-2":
-            encoding = of_tokens("gpt2", list(encoding.ranks))
+        if encoding.pipeline and encoding.n_vocab == NAMED["gpt2"]:
+            names, pipeline = " ".join(map(named, encoding.ranks)), json.loads(encoding.pipeline.to_str())
+            if _digest(names) == GPT2 and len(pipeline["added_tokens"]) == 1 and splitting_of(pipeline) == "gpt-2":
+                encoding = of_tokens("gpt2", list(encoding.ranks))
     KNOWN[encoding.name] = encoding
     return encoding.name
 
