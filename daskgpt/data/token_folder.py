@@ -22,17 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from daskgpt.config.errors import refusing, require
-from daskgpt.config.files import (
-    digest_of,
-    digest_of_file,
-    expanded,
-    locked,
-    remove,
-    replacing,
-    sync_folder,
-    write_file,
-    written,
-)
+from daskgpt.config.files import digest_of, digest_of_file, locked, remove, replacing, sync_folder, write_file, written
 from daskgpt.formats.encoding import is_learned, read_vocabulary
 from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, token_header
 
@@ -142,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 @contextmanager
-def begun_folder(path: str, decides: Mapping[str, Any]) -> Iterator[Path]:
+def begun_folder(folder: Path, decides: Mapping[str, Any]) -> Iterator[Path]:
     """Yield a folder, made if it is missing, into which no other process writes meanwhile.
 
     decides   inputs and settings that decide the content
@@ -150,7 +140,7 @@ def begun_folder(path: str, decides: Mapping[str, Any]) -> Iterator[Path]:
     Errors    ValueError if it has other content than a preparation of them; RuntimeError if another process writes it;
               OSError if the system refuses
     """
-    folder, content = expanded(path), json.dumps({"decides": digest_of(decides)}).encode()
+    content = json.dumps({"decides": digest_of(decides)}).encode()
     _has_journal(folder)  # nothing is written into a folder of others
     with written(folder, WHERE):
         folder.mkdir(parents=True, exist_ok=True)

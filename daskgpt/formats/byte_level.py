@@ -16,7 +16,6 @@ from daskgpt.config.errors import refusal, require, short, tells_of_content
 WHERE = "read_tokenizer"
 OTHERS = "Other tokenizers are not supported: remove its files from the folder, and name an --encoding."
 END_OF_TEXT = "<|endoftext|>"
-IDS = 2**24  # a hundred times those of large vocabularies
 
 # A token's name has a printable character for each byte: the byte's own, and for others those from 256 on, in order.
 # Source: GPT-2, encoder.py: bytes_to_unicode.
@@ -74,18 +73,6 @@ def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[Sequence[str]], spli
     split = {"type": "Sequence", "pretokenizers": [first, *others]} if others else first
     model = {"type": "BPE", "vocab": ids, "merges": merges, "ignore_merges": splitting in WHOLE_WORDS}
     return Tokenizer.from_str(json.dumps({"pre_tokenizer": split, "decoder": _LEVEL, "model": model}))
-
-
-def opened_library(content: object, origin: Path | str) -> Tokenizer:
-    """Return a tokenizer from the content of a tokenizer.json.
-
-    Errors   ValueError if it is damaged, or an id is too large for a table of all tokens
-    """
-    with whole_files(origin):
-        library = Tokenizer.from_str(json.dumps(content))
-    largest = max(library.get_vocab().values(), default=0)
-    require(largest < IDS, WHERE, f"every id must be below {IDS:,}", {"path": origin, "id": largest}, OTHERS)
-    return library
 
 
 def library_of(ranks: Mapping[bytes, int], specials: Mapping[str, int]) -> Tokenizer:

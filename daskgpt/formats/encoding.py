@@ -24,17 +24,7 @@ from tokenizers import Tokenizer
 
 from daskgpt.config.errors import nearest, require
 from daskgpt.config.files import readable
-from daskgpt.formats.byte_level import (
-    BYTES,
-    END_OF_TEXT,
-    OTHERS,
-    decoded,
-    library_of,
-    named,
-    opened_library,
-    splitting_of,
-    whole_files,
-)
+from daskgpt.formats.byte_level import BYTES, END_OF_TEXT, OTHERS, decoded, library_of, named, splitting_of, whole_files
 from daskgpt.formats.stored_model import FilePath
 
 WHERE = "read_vocabulary"
@@ -42,6 +32,7 @@ NAMED = {"bytes": 257, "gpt2": 50257}  # number of ids, of which end-of-text is 
 PREFIX = "learned-"  # of the names of encodings that are known by their content
 GPT2 = "0ffec638c558"  # digest of the names of GPT-2's tokens
 SIZE_LIMIT = 2**26  # largest file, in bytes
+IDS = 2**24  # most ids, of which there is a table; some hundred times those of large vocabularies
 # The pattern by which GPT-2 and learned vocabularies cut text into pieces, which are encoded one by one.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
@@ -184,6 +175,17 @@ def read_vocabulary(path: FilePath) -> str:
         require(size <= SIZE_LIMIT, WHERE, "it must be a vocabulary", {"path": path, "bytes": size}, "Give another.")
         content = Path(path).read_text(encoding="utf-8", errors="replace")
     return know(content, str(path))
+
+
+def opened_library(content: object, origin: FilePath) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json's content.
+
+    Errors   as the library raises them; ValueError for an id that is too large
+    """
+    library = Tokenizer.from_str(json.dumps(content))
+    largest = max(library.get_vocab().values(), default=0)
+    require(largest < IDS, WHERE, f"every id must be below {IDS:,}", {"path": origin, "id": largest}, OTHERS)
+    return library
 
 
 def know_library(library: Tokenizer, end_of_text: str, origin: str, **others: str | bool) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from daskgpt.config.errors import require
-from daskgpt.formats.byte_level import BYTES, END_OF_TEXT, OTHERS, WHERE, check_byte_level, opened_library, whole_files
-from daskgpt.formats.encoding import SIZE_LIMIT, Encoding, know_library
+from daskgpt.formats.byte_level import BYTES, END_OF_TEXT, OTHERS, WHERE, check_byte_level, whole_files
+from daskgpt.formats.encoding import SIZE_LIMIT, Encoding, know_library, opened_library
 from daskgpt.formats.stored_model import read_json
 
 TOKENIZER, SETTINGS, SPECIALS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
