@@ -78,7 +78,7 @@ def loss_of_text(
 ) -> Figures:
     """Return loss, perplexity and bits per byte of a text."""
     row = np.asarray(tokens[: options.limit + 1] if options.limit else tokens[:])
-    check_tokens(row, weights.config.vocabulary)
+    check_tokens(row, min(weights.config.vocabulary, encoding.n_vocab))
     rule, got = "there must be at least two tokens", {"data": options.data, "tokens": len(row)}
     require(len(row) > 1, "evaluate", rule, got, "Give more text.")
     losses = sequence_losses(weights, row, length, options.threads)
@@ -91,7 +91,7 @@ def loss_of_pairs(
     """Return loss, perplexity and bits per byte of responses and the end-of-text after each."""
     count = min(options.limit or examples.count, examples.count)
     rows = [examples.row(number) for number in range(count)]
-    check_tokens(np.concatenate([tokens for tokens, _ in rows]), weights.config.vocabulary)
+    check_tokens(np.concatenate([tokens for tokens, _ in rows]), min(weights.config.vocabulary, encoding.n_vocab))
     counted = np.concatenate([tokens[counts] for tokens, counts in rows])
     losses = response_losses(weights, rows, length, options.threads)
     return {"pairs": count} | _summed(weights, losses, encoding, counted) | {"sequence_length": length}

@@ -179,7 +179,8 @@ def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
     """
     encoding, steps, asked = get_encoding(job.tokens.encoding_name), state.step, list(job.tokens.prompt)
     options: dict[str, Any] = {"temperature": 0.8, "seed": job.run.seed, "context": job.data.sequence_length}
-    end, prompt = encoding.eot_token if asked else None, asked or encode(encoding, "\n").tolist()
+    end = encoding.eot_token if asked else None
+    prompt = asked or encode(encoding, "\n").tolist() or [encoding.eot_token]
     parameters = state.parameters(scheduler)
     tokens = list(sample(job.config, parameters, prompt, job.run.sample_tokens, end=end, **options))
     text = "".join(readable(encoding, [*asked, *shown(encoding, tokens, end)]))

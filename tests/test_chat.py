@@ -64,6 +64,10 @@ def test_what_templates_may_use():
     ("source", "keyword"),
     [
         ("{% for message in messages %}", "must be valid; got line=1"),
+        ("{% for n in [1] %}" * 30 + "{% endfor %}" * 30, "must be valid; .*nested"),
+        ("{{ 1 / 0 }}", "must take these messages.*ZeroDivisionError"),
+        ("{% for n in range(10**9) %}{% endfor %}", "must take these messages.*OverflowError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "must take these messages.*RecursionError"),
         ("{{ raise_exception('roles must alternate') }}", "must take these messages.*roles must alternate"),
         ("{{ messages[0]['content'] + 1 }}", "must take these messages"),
         ("{{ messages.append(1) }}", "must take these messages.*append"),
@@ -156,7 +160,7 @@ def test_chats_are_conversations(tmp_path):
     assert talk == (("system", "s"), *((message["role"], message["content"]) for message in TALK))
     assert left_out == ["chats.json line 2"]
     assert read_pairs(write(tmp_path / "shared.json", SHARED)) == ([short], ["shared.json line 1"], [])
-    with pytest.raises(ValueError, match='"messages", each with "role" and "content".*line=4.*KeyError'):
+    with pytest.raises(ValueError, match='"messages", each with "role" and "content".*line 4, found=KeyError'):
         read_pairs(write(tmp_path / "wrong.json", [*CHATS, {"messages": [{"role": "user", "text": "a"}]}]))
 
 

@@ -10,7 +10,16 @@ from small_runs import losses_of
 
 from daskgpt import train
 from daskgpt.data import corpus, reading
-from daskgpt.data.dataset import EPOCHS, BatchLoader, Dataset, MappedTokens, batch, load_dataset, shuffled
+from daskgpt.data.dataset import (
+    EPOCHS,
+    BatchLoader,
+    Dataset,
+    MappedTokens,
+    batch,
+    load_dataset,
+    shuffled,
+    validation_batches,
+)
 
 ROW = np.arange(1000, dtype=np.uint16)
 
@@ -67,8 +76,13 @@ def test_batches_do_not_depend_on_file_ends():
             parts = batch(MappedTokens(np.split(ROW, cuts)), **shape, order=order)
             np.testing.assert_array_equal(parts, whole)
     # An id beyond the vocabulary ends a batch.
+    sizes = {"sequence_length": 10, "vocabulary": 900}
     with pytest.raises(ValueError, match="id=9[0-9][0-9], vocabulary=900"):
-        batch(ROW, batch_size=99, sequence_length=10, seed=0, step=0, order=EPOCHS, vocabulary=900)
+        batch(ROW, batch_size=99, seed=0, step=0, order=EPOCHS, **sizes)
+    with pytest.raises(ValueError, match="id=9[0-9][0-9], vocabulary=900"):
+        list(validation_batches(ROW, batch_size=99, count=1, **sizes))
+    with pytest.raises(ValueError, match="id=4294967295"):
+        batch(np.array([1, 2**32 - 1] * 9, np.uint32), batch_size=1, seed=0, step=0, **sizes)
 
 
 def test_next_batches_are_read_ahead():

@@ -1,7 +1,9 @@
 """Tests of what a path holds: recognized by content, the same for training, evaluation and preparation."""
 
+import errno
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -176,6 +178,28 @@ def test_empty_pairs_are_left_out_by_number_and_half_characters_replaced(tmp_pat
         tmp_path / "t.jsonl", '{"text": "half \\ud83d of one"}\n' + lines([{"text": TEXT}, {"text": "\U0001f600"}])
     )
     assert texts_of(path) == ["half ? of one", TEXT, "\U0001f600"]
+
+
+@pytest.mark.parametrize("second", ["plain words", "[1]", "{see below}"])
+@pytest.mark.parametrize("size", [0, 2**14 - 14, 2**14 - 13, 2**14 - 12, 50_000])
+def test_prose_may_begin_with_json(second, size, tmp_path):
+    content = json.dumps({"text": "x" * size}) + f"\n\n{second}\nand more\n"
+    assert texts_of(written(tmp_path / "a.txt", content)) == [content]
+
+
+def test_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    written(tmp_path / "a.txt", TEXT)
+    (tmp_path / "below").mkdir()
+    scanned = os.scandir
+
+    def scandir(path):
+        if Path(path).name == "below":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scanned(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError, match=r"data: .*/below \(Permission denied\)"):
+        recognize(str(tmp_path))
 
 
 @pytest.mark.parametrize("size", [2**14 - 150, 2**14 - 27, 2**14 - 26, 2**14 - 25, 50_000])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import evaluate
+from daskgpt.data.pairs import Examples
+from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.likelihood import sequence_losses
 
@@ -82,6 +85,16 @@ def test_impossible_evaluation_is_refused(evaluated, tmp_path):
     for name, keyword in (("empty.txt", "must not be empty"), ("missing.txt", "missing.txt")):
         with pytest.raises((ValueError, OSError), match=keyword):
             evaluated("--data", tmp_path / name)
+
+
+def test_ids_beyond_the_encoding_of_a_larger_model_are_refused():
+    config = replace(CONFIG, vocabulary=300, padded_vocabulary=0)
+    weights = Weights(config, daskgpt.initial_parameters(config, seed=0), "float32")
+    tokens, options = np.array([1, 280, 2]), evaluate.EvaluateConfig(data="tokens")
+    examples = Examples(tokens, np.array([3]), tokens > 1, 256)
+    for loss, data in ((evaluate.loss_of_text, tokens), (evaluate.loss_of_pairs, examples)):
+        with pytest.raises(ValueError, match="id=280, position=1, vocabulary=257"):
+            loss(weights, options, get_encoding("bytes"), data, 8)
 
 
 def test_flags_that_do_not_fit_are_refused(evaluated, tmp_path):

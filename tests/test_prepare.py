@@ -18,9 +18,10 @@ from machines import KillItself, on_workers
 from prepared_texts import BYTES, files_of, forget_vocabularies, prepared, text_of, tokens_of, write_corpus
 
 from daskgpt import train
+from daskgpt.config.files import locked
 from daskgpt.config.run import DataConfig
 from daskgpt.data import corpus as corpora
-from daskgpt.data import reading, source
+from daskgpt.data import reading, source, token_folder
 from daskgpt.data.dataset import load_dataset
 from daskgpt.data.preparation import Preparation, Stop
 from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE, TokenWriter, read_manifest
@@ -155,6 +156,14 @@ def test_partitions_change_no_token(tmp_path, monkeypatch):
     assert sum(tokens_of(folders[0], part).tobytes().count(b"x\0") for part in ("train", "val")) > block - 99
 
 
+@pytest.mark.parametrize("wrong", ["no json", "[1]"])
+def test_a_wrong_line_of_a_later_block_is_found(wrong, tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 100)
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "x" * 37}) + "\n") * 5 + wrong)  # lines of 50 bytes
+    with pytest.raises(ValueError, match=r"path=.*/a.jsonl, line 2 from byte 200 on, found="):
+        prepared(tmp_path, tmp_path / "a.jsonl", *BYTES, "--scheduler", "sync")
+
+
 def test_row_groups_are_partitions(tmp_path, monkeypatch):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     documents = [text_of(500, seed=number) for number in range(60)]
@@ -187,7 +196,7 @@ def test_a_partition_without_held_out_text_has_no_file_of_it(tmp_path):
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     path, good = tmp_path / "a.jsonl", [json.dumps({"text": f"good {number}"}).encode() for number in range(9999)]
     path.write_bytes(b"\n".join([*good[:5000], b'{"text": "b\xffd"}', *good[5000:]]))
-    with pytest.raises(ValueError, match="JSON in UTF-8.*line=5001"):
+    with pytest.raises(ValueError, match="JSON in UTF-8.*line 5001"):
         prepared(tmp_path, path, *BYTES, out="refused")
     assert not (tmp_path / "refused" / MANIFEST).exists()
     (tmp_path / "a.txt").write_bytes(b"a text\n" * 9000 + b"\xff")
@@ -362,8 +371,9 @@ REFUSED = [
     ("short.txt", ValueError, "part must hold text"),
     ("a.jsonl", ValueError, "without the field text; fields=title, body"),
     ("c.jsonl", ValueError, "fields=list"),
-    ("a.jsonl --field body", ValueError, "must be text.*line=1.*fields=title, body"),
+    ("a.jsonl --field body", ValueError, "must be text.*line 1, found=.*fields=title, body"),
     ("b.jsonl", ValueError, "must be JSON"),
+    ("~nobody-here/a.txt", ValueError, "folder of the user must be known.*path=~nobody-here/a.txt"),
     ("cut.gz", ValueError, "compressed file must be complete"),
     ("wrong.zst", ValueError, "compressed file must be complete"),
     ("cut.parquet", ValueError, "must be complete Parquet"),
@@ -411,6 +421,17 @@ def test_folder_is_locked(corpus, tmp_path):
             prepared(tmp_path, corpus / "below", *BYTES)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [LOCK]
     prepared(tmp_path, corpus / "below", *BYTES)
+
+
+def test_a_folder_that_another_process_begins_before_the_lock(corpus, tmp_path, monkeypatch):
+    def late(*arguments):
+        (tmp_path / "out" / JOURNAL).write_text("another")
+        return locked(*arguments)
+
+    monkeypatch.setattr(token_folder, "locked", late)
+    with pytest.raises(ValueError, match="other inputs or settings"):
+        prepared(tmp_path, corpus / "below", *BYTES)
+    assert (tmp_path / "out" / JOURNAL).read_text() == "another"
 
 
 DAMAGES = [

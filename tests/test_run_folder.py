@@ -25,6 +25,8 @@ def test_only_a_named_folder_is_written(small_text, tmp_path, monkeypatch):
     with pytest.raises(FileExistsError, match="must not hold a run already"):
         fit(small_text, "named")
     assert {path: path.read_bytes() for path in Path("named").rglob("*") if path.is_file()} == before
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert fit(small_text, "~/named", steps=3).checkpoint == tmp_path / "home/named/step-00000003"
 
 
 def test_command_line_chooses_a_folder(small_text, tmp_path, monkeypatch, capfd):

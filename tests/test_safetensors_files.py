@@ -120,3 +120,12 @@ def test_an_index_and_files_that_do_not_fit(index, tmp_path):
     ):
         index.write_text(json.dumps({"weight_map": changed}))
         refused(index, keyword, kind)
+
+
+def test_headers_are_bounded(tmp_path, monkeypatch):
+    write(tmp_path / "a.safetensors")
+    monkeypatch.setattr("daskgpt.formats.safetensors.HEADER_LIMIT", 99)
+    refused(tmp_path / "a.safetensors", "complete safetensors file.*header=")
+    with pytest.raises(ValueError, match="at most 99 bytes"):
+        write(tmp_path / "b.safetensors")
+    assert not (tmp_path / "b.safetensors").exists()

@@ -67,6 +67,8 @@ def test_ids_are_those_of_the_library(specials, tmp_path):
         ("model.end_of_word_suffix", "</w>", "end_of_word_suffix"),
         ("model.merges", [1], "whole"),
         ("model.vocab", 3, "whole"),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "whole"),
+        ("model.vocab.zz", 10**9, "every id must be below"),
         ("pre_tokenizer", [1], "whole"),
     ],
 )

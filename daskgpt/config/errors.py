@@ -26,19 +26,32 @@ def refusal(kind: type[E], where: str, rule: str, got: Mapping[str, object] | st
     return kind(f"{where}: {rule}; got {description}. {advice}")
 
 
+def tells_of_content(error: BaseException) -> bool:
+    """Return whether an error of a library that reads foreign content is one of that content, and not of memory, of
+    the system or an interruption. A panic of Rust's is no Exception and has no public name.
+    """
+    ordinary = isinstance(error, Exception) and not isinstance(error, (MemoryError, OSError))
+    return ordinary or type(error).__name__ == "PanicException"
+
+
 @contextmanager
 def refusing(
-    errors: type[Exception] | tuple[type[Exception], ...],
+    errors: type[Exception] | tuple[type[Exception], ...] | None,
     where: str,
     rule: str,
     got: Mapping[str, object],
     advice: str,
 ) -> Iterator[None]:
-    """Raise errors of a library or of foreign content as a `refusal`, a ValueError, whose values end with the error."""
+    """Raise errors of a library or of foreign content as a `refusal`, a ValueError, whose values end with the error.
+
+    errors   None = all that `tells_of_content` names
+    """
     try:
         yield
-    except errors as error:
-        said = short(f"{type(error).__name__}: {error}", 200).rstrip(".")
+    except BaseException as error:
+        if not (isinstance(error, errors) if errors else tells_of_content(error)):
+            raise
+        said = short(" ".join(f"{type(error).__name__}: {error}".split()), 200).rstrip(".")
         raise refusal(ValueError, where, rule, {**got, "error": said}, advice) from error
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusal, refusing, require
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors by which file systems of networks, drives and user programs refuse a call that they do not support.
@@ -52,6 +52,14 @@ def check_writable(path: str | os.PathLike[str], where: str, name: str) -> None:
         advice = "It is a folder: add a file name." if target.is_dir() else ADVICE[FORBIDDEN]
     fine = target.parent.is_dir() and not target.is_dir() and os.access(place, os.W_OK)
     require(fine, where, f"{name} must name a file that can be written", {name: path}, advice)
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path that may begin with ~ or ~name, the folder of a user. Errors   ValueError if there is none"""
+    rule, advice = "the folder of the user must be known", "Write the whole path."
+    with refusing(RuntimeError, "files", rule, {"path": path}, advice):
+        whole = Path(path).expanduser()
+    return whole
 
 
 def printable(path: str) -> str:
@@ -269,7 +277,7 @@ def matching_files(source: str, where: str) -> list[Path]:
 
     Errors   FileNotFoundError if there is no such file or the glob matches none; `where` opens the message
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_file():
         return [path]
     require(not path.is_dir(), where, "the source must name a file", {"source": source}, "Give a file or a glob.")

@@ -11,7 +11,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from daskgpt.config.errors import refusal, refusing, require
+from daskgpt.config.errors import refusal, refusing, require, short, tells_of_content
 from daskgpt.formats.encoding import Encoding
 
 WHERE = "chat"
@@ -57,8 +57,10 @@ class ChatTemplate:
         self.names = names
         try:
             self.template = environment.from_string(source)
-        except TemplateError as error:
-            got = {"line": getattr(error, "lineno", 0), "error": str(error)[:80]}
+        except Exception as error:
+            if not tells_of_content(error):
+                raise
+            got = {"line": getattr(error, "lineno", 0), "error": short(error, 80)}
             advice = "Correct the tokenizer's files, or give another --template."
             raise refusal(ValueError, WHERE, "the chat template must be valid", got, advice) from None
 
@@ -70,7 +72,7 @@ class ChatTemplate:
         Errors   ValueError if the template refuses the messages
         """
         rule, got = "the chat template must take these messages", {"roles": [m.get("role") for m in messages]}
-        with refusing((TemplateError, TypeError), where, rule, got, "Correct their roles and contents."):
+        with refusing(None, where, rule, got, "Correct their roles and contents."):
             text = self.template.render(messages=messages, add_generation_prompt=reply, **self.names)
         return text
 

@@ -49,7 +49,7 @@ class PrepareConfig(Checked):
 
 
 def list_sources(inputs: list[str], config: PrepareConfig) -> tuple[list[File], list[str]]:
-    """Return the files of some inputs, sorted, with absolute paths, and descriptions of what was taken of each input.
+    """Return the files of some inputs in their order, with absolute paths, and what was taken of each input.
 
     Errors   as of `recognize`; ValueError for inputs without text
     """
@@ -124,12 +124,12 @@ def documents(section: Section, config: PrepareConfig) -> Iterator[Document]:
     """
     file, fraction = section.file, config.validation_fraction
     for place, text in reading.texts(file, config.field, section.start, section.stop):
+        origin = f"{file.path}, {place}"
         if file.form == DOCUMENT:
             for held_out, parts in enumerate(split_text([text], fraction)):
-                origin = f"{file.path}, from byte {place:,} on"
                 yield from (Document(part, bool(held_out), origin) for part in parts if part.strip())
         elif text.strip():
-            yield Document(text, _is_held_out(text, fraction), f"{file.path}, document {place}")
+            yield Document(text, _is_held_out(text, fraction), origin)
 
 
 def _is_held_out(text: str, fraction: float) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import digest_of_file
+from daskgpt.config.files import digest_of_file, expanded
 from daskgpt.data import tokenizer
 from daskgpt.data.pairs import Examples, read_examples
 from daskgpt.data.source import PAIRS, PREPARED, STANDARD_LIBRARY, TEXT, TOKENS, Source, recognize
@@ -185,7 +185,7 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
     """
     written = source.encoding
     if source.kind == PREPARED:
-        written = encoding_of(Path(source.name).expanduser())
+        written = encoding_of(expanded(source.name))
     name = wanted or written or ("gpt2" if source.kind == TOKENS else default)
     learned = tokenizer.is_to_be_learned(name)
     tokenizer.size_to_learn(name) if learned else tokenizer.vocabulary_size(name)  # known without reading anything
@@ -199,7 +199,7 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
 def _load(source: Source, name: str, fraction: float, held_out: str, sequence_length: int) -> Dataset:
     """Return both parts of a source; a fraction of 0 leaves the validation empty, unless the source has one itself."""
     if source.kind == PREPARED:
-        return _prepared(Path(source.name).expanduser())
+        return _prepared(expanded(source.name))
     if source.kind == PAIRS:
         codec = tokenizer.get_encoding(name)
         parts, origin, digest = read_examples(source, codec, fraction, held_out, sequence_length)
@@ -232,7 +232,8 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
 def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
     """Return the pieces in one row, each after an end-of-text, since no piece continues the previous one."""
     mark = np.array([end_of_text], id_dtype(end_of_text + 1))
-    marked = [array for piece in pieces for array in ((piece,) if piece[0] == end_of_text else (mark, piece))]
+    filled = (piece for piece in pieces if piece.size)
+    marked = [array for piece in filled for array in ((piece,) if piece[0] == end_of_text else (mark, piece))]
     return np.concatenate(marked) if marked else mark[:0]
 
 
@@ -248,7 +249,8 @@ def check_tokens(tokens: np.ndarray, vocabulary: int, path: str = "") -> None:
         return
     place = int(np.argmax((tokens < 0) | (tokens >= vocabulary)))
     got = {"id": int(tokens[place]), "position": place, "vocabulary": vocabulary} | ({"path": path} if path else {})
-    advice = "Name the --encoding of these tokens; ids without a header must be little-endian, of 2 bytes each."
+    advice = "Name the --encoding of these tokens, or make their files again if they are damaged; ids without a header "
+    advice += "must be little-endian, of 2 bytes each."
     raise refusal(ValueError, "check_tokens", "every id must be at least 0 and below the vocabulary", got, advice)
 
 
@@ -296,7 +298,7 @@ def batch(
 
     order        random: start[b] = Philox(seed, step)[b] mod (N - T). epochs: the tokens are cut into (N - 1) // T
                  sequences, of which an epoch sees each once, in an order of its own (`shuffled`)
-    vocabulary   bound of every id; 0 = not checked
+    vocabulary   bound of every id, but of those of pairs, which are made here; 0 = not checked
 
     Shapes   tokens (N,) -> tokens (B, T), targets (B, T), of pairs weights (B, T)
     Dtype    int32, weights float64
@@ -316,12 +318,7 @@ def batch(
         numbers = (raw % np.uint64(count)).astype(np.int64)
     if isinstance(tokens, Examples):
         return tokens.batch(numbers, sequence_length)
-    sequences = _windows(tokens, numbers * stride, sequence_length)
-    if vocabulary:
-        largest = int(max(part.max() for part in sequences))
-        rule, got = "every id must be below the vocabulary", {"id": largest, "vocabulary": vocabulary, "step": step}
-        require(largest < vocabulary, "batch", rule, got, "The token files are damaged: prepare them again.")
-    return sequences
+    return _windows(tokens, numbers * stride, sequence_length, vocabulary)
 
 
 def _sequences(tokens: Tokens, length: int, stride: int) -> int:
@@ -337,14 +334,19 @@ def _in_epochs(count: int, batch_size: int, seed: int, step: int) -> np.ndarray:
     return numbers
 
 
-def validation_batches(tokens: Tokens, *, batch_size: int, sequence_length: int, count: int) -> Iterator[Batch]:
+def validation_batches(
+    tokens: Tokens, *, batch_size: int, sequence_length: int, count: int, vocabulary: int = 0
+) -> Iterator[Batch]:
     """Return the same windows every time, spread evenly from the first token to the last.
 
     They overlap where tokens are few. Of pairs, each batch has other examples, and there are fewer batches if need be.
 
+    vocabulary   bound of every id; 0 = not checked
+
     Shapes   tokens (N,) -> count times tokens (B, T), targets (B, T), of pairs weights (B, T)
     Dtype    int32, weights float64
-    Errors   ValueError for sizes below 1 or fewer than T + 1 tokens, before the first batch is made
+    Errors   ValueError for sizes below 1 or fewer than T + 1 tokens, before the first batch is made, and for an id
+             beyond the vocabulary
     """
     _check_sizes("validation_batches", tokens, batch_size=batch_size, sequence_length=sequence_length, count=count)
     if isinstance(tokens, Examples):
@@ -352,11 +354,16 @@ def validation_batches(tokens: Tokens, *, batch_size: int, sequence_length: int,
     windows = batch_size * count
     last = tokens.size - sequence_length - 1
     starts = np.arange(windows, dtype=np.int64) * last // max(1, windows - 1)
-    return (_windows(tokens, row, sequence_length) for row in starts.reshape(count, batch_size))
+    return (_windows(tokens, row, sequence_length, vocabulary) for row in starts.reshape(count, batch_size))
 
 
-def _windows(tokens: np.ndarray | MappedTokens, starts: np.ndarray, sequence_length: int) -> Batch:
-    windows = tokens[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int32)
+def _windows(tokens: np.ndarray | MappedTokens, starts: np.ndarray, sequence_length: int, vocabulary: int) -> Batch:
+    windows = tokens[starts[:, None] + np.arange(sequence_length + 1)]
+    if vocabulary:
+        largest = int(windows.max())  # before int32, in which the largest ids of 4 bytes are negative
+        rule, got = "every id must be below the vocabulary", {"id": largest, "vocabulary": vocabulary}
+        require(largest < vocabulary, "batch", rule, got, "The token files are damaged: prepare them again.")
+    windows = windows.astype(np.int32)
     return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
 

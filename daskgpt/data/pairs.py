@@ -47,10 +47,10 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
             field = next(name for name in CHATS if name in file.fields)
             role, content = CHATS[field]
             parse, rule = partial(_chat, field), f'a record must have "{field}", each with "{role}" and "{content}"'
-        for number, conversation in records(parse, rule, "Correct it.", file):
+        for place, conversation in records(parse, rule, "Correct it.", file):
             fine = all(text for _, text in conversation) and any(role == ASSISTANT for role, _ in conversation)
             conversations += [conversation] * fine
-            (places if fine else left_out).append(f"{file.name} line {number}")
+            (places if fine else left_out).append(f"{file.name} {place}")
     return conversations, places, left_out
 
 

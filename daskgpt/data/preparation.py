@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import digest_of, readable, write_file
+from daskgpt.config.files import digest_of, expanded, readable, write_file
 from daskgpt.data import corpus, reading, token_folder, tokenizer
 from daskgpt.data.corpus import WHERE, PrepareConfig, Section
 from daskgpt.data.token_folder import MANIFEST, PARTS, VOCABULARY_FILE, Contents, Manifest, TokenWriter
@@ -73,14 +73,15 @@ class Preparation:
         compute   see schedulers.protocol.Scheduler.compute
         tell      called with the bytes of text of each partition that is complete
 
-        Cost      memory for a block of 4 MiB a task, and for learning a vocabulary
+        Cost      memory for a block of 4 MiB, or a longer line or record, with its tokens a task; for a vocabulary that
+                  is learned, for the different words
         Errors    ValueError for invalid texts, inputs that change, and a folder of other inputs or settings; OSError if
                   the system refuses
         """
         from dask import bag  # it takes a fifth of a second to import
 
         decides = {"settings": self.settings, "files": [[file.name, file.size, file.modified] for file in self.files]}
-        with token_folder.begun_folder(self.config.out, decides) as folder:
+        with token_folder.begun_folder(expanded(self.config.out), decides) as folder:
             self.existed = (folder / MANIFEST).is_file()
             if self.existed:
                 return token_folder.read_manifest(folder)
@@ -148,7 +149,7 @@ def tokenize(
     encoding   name; the file of a learned one is in the folder
     stop       ends the task after a document
 
-    Cost       tiktoken's time, without Python's lock; memory for a block
+    Cost       tiktoken's time, without Python's lock; memory for a block, or a longer line or record, with its tokens
     Errors     ValueError for invalid texts, OSError if the system refuses
     """
     rule, advice = "a worker must find the folder that the client has made", "Name one on a file system that both have."

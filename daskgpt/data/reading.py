@@ -117,23 +117,25 @@ def blocks(file: File, start: int = 0, stop: int = LAST) -> Iterator[tuple[int, 
             start += len(content)
 
 
-def _records(file: File, start: int, stop: int, field: str | None) -> Iterator[tuple[int, Any]]:
+def _records(file: File, start: int, stop: int, field: str | None) -> Iterator[tuple[str, Any]]:
     if file.form == PARQUET:
         with opened_parquet(file) as parquet:
             groups = range(start, min(stop, parquet.num_row_groups))
             first = 1 + sum(parquet.metadata.row_group(number).num_rows for number in range(start))
             batches = parquet.iter_batches(ROWS, row_groups=groups, columns=field and [field])
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), first)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            yield from ((f"row {number}", row) for number, row in enumerate(rows, first))
         return
+    counted = f" from byte {start:,} on" if start else ""
     lines = (line for _, block in blocks(file, start, stop) for line in block.removesuffix(b"\n").split(b"\n"))
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        place = f"line {number}{counted}"
         try:
-            yield number, json.loads(line.decode())
+            yield place, json.loads(line.decode())
         except (ValueError, RecursionError) as error:
-            got = {"path": file.path, "line": number} | ({"from byte": start} if start else {})
-            got |= {"found": f"{type(error).__name__}: {str(error)[:60]}"}
+            got = {"path": f"{file.path}, {place}", "found": f"{type(error).__name__}: {str(error)[:60]}"}
             advice = "Correct it; texts that are no JSON need an ending such as .txt."
             raise refusal(ValueError, WHERE, "every line must be JSON in UTF-8", got, advice) from None
 
@@ -146,26 +148,26 @@ def records(
     start: int = 0,
     stop: int = LAST,
     field: str | None = None,
-) -> Iterator[tuple[int, T]]:
-    """Yield what `parse` makes of each record of a file, with the number of its line or row.
+) -> Iterator[tuple[str, T]]:
+    """Yield what `parse` makes of each record of a file, with its place: the number of its line or row.
 
-    start, stop   of lines of JSON as of `blocks`, and numbers count from there; of Parquet: row groups
+    start, stop   of lines of JSON as of `blocks`, and lines are counted from there; of Parquet: row groups
     field         only column of Parquet to read; None = all
 
     Errors   ValueError with the rule, naming the first record for which `parse` raises an error for another content,
              or the first line that is not JSON, or not UTF-8; as of `opened`
     """
-    for number, record in _records(file, start, stop, field):
+    for place, record in _records(file, start, stop, field):
         try:
             value = parse(record)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            got = {"path": file.path, "line": number, "found": f"{type(error).__name__}: {str(error)[:120]}"}
+            got = {"path": f"{file.path}, {place}", "found": f"{type(error).__name__}: {str(error)[:120]}"}
             raise refusal(ValueError, WHERE, rule, got, advice) from None
-        yield number, value
+        yield place, value
 
 
-def texts(file: File, field: str = FIELD, start: int = 0, stop: int = LAST) -> Iterator[tuple[int, str]]:
-    """Yield the texts of a file's records with their numbers, or the blocks of a document with their places [bytes].
+def texts(file: File, field: str = FIELD, start: int = 0, stop: int = LAST) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a file's records, or the blocks of a document, with their places.
 
     start, stop   as of `records` and `blocks`
 
@@ -174,7 +176,7 @@ def texts(file: File, field: str = FIELD, start: int = 0, stop: int = LAST) -> I
     if file.form == DOCUMENT:
         for place, content in blocks(file, start, stop):
             try:
-                yield place, content.decode()
+                yield f"from byte {place:,} on", content.decode()
             except UnicodeDecodeError as error:
                 got = {"source": file.path, "first wrong byte": place + error.start}
                 advice = "Convert it, for example with iconv -t UTF-8 (-c leaves out what is none)."

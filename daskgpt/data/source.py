@@ -20,11 +20,12 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt.config.errors import refusal, require, require_package
-from daskgpt.config.files import matching_files, printable, readable
+from daskgpt.config.files import expanded, matching_files, printable, readable
 from daskgpt.data import reading
 from daskgpt.data.reading import DOCUMENT, FIELD, LINES, PARQUET, WHERE, File
 from daskgpt.data.token_folder import encoding_of, is_prepared
 from daskgpt.formats import llmc
+from daskgpt.formats.stored_model import is_pickled
 
 STANDARD_LIBRARY = "stdlib"
 # Kinds of sources. Of the files in a folder, the first kind is taken.
@@ -91,7 +92,7 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
     require(bool(source.strip()), WHERE, rule, {"source": repr(source)}, f"Give a path, or {STANDARD_LIBRARY}.")
     if source == STANDARD_LIBRARY:
         return Source(source, TEXT, standard_library(Path(sysconfig.get_path("stdlib"))))
-    path, rule = Path(source).expanduser(), f"the source must hold {' or '.join(accepted)}"
+    path, rule = expanded(source), f"the source must hold {' or '.join(accepted)}"
     left_out: list[tuple[str, str]] = []
     if path.is_dir():
         kind, advice = _folder_kind(path)
@@ -172,7 +173,7 @@ def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
     if (wrong := _wrong_byte(start)) >= 0:
         return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_EXPORT)
     named_records = not _RECORD_ENDINGS.isdisjoint(Path(name.lower()).suffixes[-2 if packing else -1 :])
-    if fields := _first_record(file):
+    if fields := _first_record(file, named_records):
         # Any JSON is text, too: as records count lines of files that are named so, and records of known fields.
         return _of_records(replace(file, form=LINES, fields=fields), accepted, field, records=named_records)
     # The reader of lines names the first wrong one.
@@ -182,11 +183,9 @@ def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
 def _no_ids(path: Path, start: bytes) -> str:
     """Return what a file is that could be taken for token ids without a header; "" for ids."""
     magic, words = int.from_bytes(start[:4], "little"), np.frombuffer(start[: len(start) // 4 * 4], "<u2")
-    # After the protocol, a pickle has one of few instructions; ids may begin with these two bytes, too.
-    pickled = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] in b"\x95}](cXqK\x8a"
     if magic in llmc.KINDS:
         return f"is an llm.c {llmc.KINDS[magic]}"
-    if pickled or start.startswith(b"PK\3\4"):
+    if is_pickled(start):
         return "holds pickled Python objects, which are not opened"
     if path.with_name(llmc.META).exists():
         return f"holds ids of the characters in {llmc.META}, pickled Python objects, which are not opened"
@@ -226,14 +225,20 @@ def pair_fields(names: Collection[str]) -> tuple[tuple[str, ...], str] | None:
     return None
 
 
-def _first_record(file: File) -> tuple[str, ...]:
-    """Return the names in the first line of a file, if that is an object in JSON; none for other text."""
+def _first_record(file: File, named: bool) -> tuple[str, ...]:
+    """Return the names in the first line of a file, if that is an object in JSON, and so is the second one of a file
+    whose name does not say that it holds records; none for other text.
+    """
     for size in (LOOKED_AT, LONGEST_RECORD):
-        line = reading.beginning(file, size).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
-        if not line.startswith(b"{"):
+        start = reading.beginning(file, size)
+        line, _, others = start.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+        second = b"" if named else others.lstrip().partition(b"\n")[0]
+        if not line.startswith(b"{") or second[:1] not in (b"", b"{"):
             return ()
-        with suppress(ValueError, RecursionError):
-            return tuple(json.loads(line))
+        if named or second or len(start) < size:  # else the second one may come behind what was read
+            with suppress(ValueError, RecursionError):
+                json.loads(second or b"{}")
+                return tuple(json.loads(line))
     return ()
 
 
@@ -253,9 +258,16 @@ def _folder_kind(folder: Path) -> tuple[str, str]:
 def files_below(folder: Path, skipped: Collection[str] = ()) -> tuple[list[Path], list[Path]]:
     """Return all files in a folder and below it, sorted, and the folders there that are runs, models or prepared
     tokens, which are not entered. Hidden files and folders, and folders of skipped names, are in neither.
+
+    Errors   OSError for a folder that cannot be read
     """
+
+    def refuse(error: OSError) -> None:
+        with readable(error.filename, WHERE):
+            raise error
+
     files, others = list[Path](), list[Path]()
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         below = [Path(parent, name) for name in folders if not name.startswith(".") and name not in skipped]
         others += [path for path in below if _folder_kind(path)[0]]
         folders[:] = [path.name for path in below if path not in others]

@@ -132,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 @contextmanager
-def begun_folder(path: str, decides: Mapping[str, Any]) -> Iterator[Path]:
+def begun_folder(folder: Path, decides: Mapping[str, Any]) -> Iterator[Path]:
     """Yield a folder, made if it is missing, into which no other process writes meanwhile.
 
     decides   inputs and settings that decide the content
@@ -140,23 +140,29 @@ def begun_folder(path: str, decides: Mapping[str, Any]) -> Iterator[Path]:
     Errors    ValueError if it has other content than a preparation of them; RuntimeError if another process writes it;
               OSError if the system refuses
     """
-    folder, content = Path(path).expanduser(), json.dumps({"decides": digest_of(decides)}).encode()
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    fresh = all(name == LOCK or (name.startswith(".") and name.endswith(".tmp")) for name in names)
-    good = (fresh or JOURNAL in names) and (folder.is_dir() or not folder.exists())
-    rule, advice = "the folder must be new, empty, or left by the same command", "Name another with --out."
-    require(good, WHERE, rule, {"out": folder}, advice)
+    content = json.dumps({"decides": digest_of(decides)}).encode()
+    _has_journal(folder)  # nothing is written into a folder of others
     with written(folder, WHERE):
         folder.mkdir(parents=True, exist_ok=True)
         lock = locked(folder / LOCK, WHERE, "no other process must write the folder")
     with lock:
-        if JOURNAL in names:
+        if _has_journal(folder):  # another process may have written it before the lock
             same = (folder / JOURNAL).read_bytes() == content
             rule = "the folder must not be of other inputs or settings"
             require(same, WHERE, rule, {"out": folder}, "Name another with --out, or remove it.")
         else:
             write_file(folder / JOURNAL, content, WHERE)
         yield folder
+
+
+def _has_journal(folder: Path) -> bool:
+    """Return whether a preparation has begun a folder. Errors   ValueError if it has other content"""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    fresh = all(name == LOCK or (name.startswith(".") and name.endswith(".tmp")) for name in names)
+    good = (fresh or JOURNAL in names) and (folder.is_dir() or not folder.exists())
+    rule, advice = "the folder must be new, empty, or left by the same command", "Name another with --out."
+    require(good, WHERE, rule, {"out": folder}, advice)
+    return JOURNAL in names
 
 
 def complete(folder: Path, manifest: Manifest) -> None:

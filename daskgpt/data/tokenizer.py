@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from daskgpt.config.errors import refusal, require, short
+from daskgpt.config.errors import refusing, require
+from daskgpt.config.files import expanded
 from daskgpt.formats.byte_level import END_OF_TEXT, byte_level_bpe, decoded, named
 from daskgpt.formats.encoding import KNOWN, NAMED, Encoding, know_library, known_encoding, of_tokens, read_vocabulary
 from daskgpt.formats.llmc import id_dtype
@@ -53,7 +54,7 @@ def encoding_named(name: str) -> str:
 
     Errors   ValueError for anything else, or a file without a vocabulary
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name not in NAMED and name not in KNOWN and path.exists():
         folder = path.parent if path.name == TOKENIZER else path
         return (encoding_in(folder) if folder.is_dir() else "") or read_vocabulary(path)
@@ -98,16 +99,10 @@ def encode(encoding: Encoding, text: str, origin: str = "") -> np.ndarray:
     Cost     gpt2: about 15 MB of text a second; bytes: a copy
     Errors   ValueError, with the origin, for a text that the tokenizer cannot encode
     """
-    try:
-        return encoding.ids(text).astype(id_dtype(encoding.n_vocab))
-    except BaseException as error:
-        # A panic of Rust's is no Exception and has no public name.
-        ordinary = isinstance(error, Exception) and not isinstance(error, (MemoryError, OSError))
-        if not (ordinary or type(error).__name__ == "PanicException"):
-            raise
-        rule = f"the tokenizer {encoding.name} must be able to encode the text"
-        got = {"text": origin or "one", "error": short(error, 80)}
-        raise refusal(ValueError, "encode", rule, got, "Correct the text, or leave it out.") from None
+    rule, got = f"the tokenizer {encoding.name} must be able to encode the text", {"text": origin or "one"}
+    with refusing(None, "encode", rule, got, "Correct the text, or leave it out."):
+        ids = encoding.ids(text).astype(id_dtype(encoding.n_vocab))
+    return ids
 
 
 def _gpt2() -> Encoding:
@@ -122,7 +117,7 @@ def _gpt2() -> Encoding:
     spec = find_spec(PACKAGE.replace("-", "_"))
     installed = [Path(folder, "data") for folder in (spec.submodule_search_locations or [])] if spec else []
     given = os.environ.get(FOLDER_VARIABLE, "")
-    path = next(iter([Path(given).expanduser()] if given else installed), Path()) / FILE
+    path = next(iter([expanded(given)] if given else installed), Path()) / FILE
     content = path.read_bytes() if path.is_file() else b""
     if not content and not given:
         with suppress(OSError):  # no network

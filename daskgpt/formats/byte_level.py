@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models
 
-from daskgpt.config.errors import refusal, require, short
+from daskgpt.config.errors import refusal, require, short, tells_of_content
 
 WHERE = "read_tokenizer"
 OTHERS = "Other tokenizers are not supported: remove its files from the folder, and name an --encoding."
@@ -135,8 +135,8 @@ def whole_files(origin: Path | str) -> Iterator[None]:
     """Raise the errors of files with another content than they should have in the common form."""
     try:
         yield
-    except Exception as error:  # the library raises no other
-        if type(error) is ValueError or isinstance(error, OSError):  # in this form already
+    except BaseException as error:
+        if type(error) is ValueError or not tells_of_content(error):  # in this form already, or not of the files
             raise
         got = {"path": origin, "error": short(f"{type(error).__name__}: {error}", 80)}
         advice = "Copy them again, or update tokenizers."

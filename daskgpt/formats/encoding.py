@@ -32,6 +32,7 @@ NAMED = {"bytes": 257, "gpt2": 50257}  # number of ids, of which end-of-text is 
 PREFIX = "learned-"  # of the names of encodings that are known by their content
 GPT2 = "0ffec638c558"  # digest of the names of GPT-2's tokens
 SIZE_LIMIT = 2**26  # largest file, in bytes
+IDS = 2**24  # most ids, of which there is a table; some hundred times those of large vocabularies
 # The pattern by which GPT-2 and learned vocabularies cut text into pieces, which are encoded one by one.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
@@ -124,7 +125,8 @@ class Encoding:
         return ids
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """Yield parts of a text whose ids are those of the whole text.
+        """Yield parts of a text, whose ids are those of the whole text as far as they depend on the AROUND characters
+        on both sides of a cut.
 
         It is cut between words, where the tokens around do not change. A text without such places stays whole.
         """
@@ -175,6 +177,17 @@ def read_vocabulary(path: FilePath) -> str:
     return know(content, str(path))
 
 
+def opened_library(content: object, origin: FilePath) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json's content.
+
+    Errors   as the library raises them; ValueError for an id that is too large
+    """
+    library = Tokenizer.from_str(json.dumps(content))
+    largest = max(library.get_vocab().values(), default=0)
+    require(largest < IDS, WHERE, f"every id must be below {IDS:,}", {"path": origin, "id": largest}, OTHERS)
+    return library
+
+
 def know_library(library: Tokenizer, end_of_text: str, origin: str, **others: str | bool) -> str:
     """Make a tokenizer available as an encoding, and return its name, as `know`.
 
@@ -193,25 +206,25 @@ def know(content: str, origin: str) -> str:
 
     Errors    ValueError if it is no such text
     """
-    digest = _digest(content)
-    if name := next((name for name in KNOWN if name.endswith(f"-{digest}")), ""):
-        return name
-    rule, got = "a vocabulary must be JSON that daskgpt wrote", {"path": origin, "begin": ascii(content[:20])}
-    require(content.startswith("{"), WHERE, rule, got, "Learn those of earlier versions again.")
-    encoding = _parsed(digest, content, origin)
-    if encoding.pipeline and encoding.n_vocab == NAMED["gpt2"]:
-        names, pipeline = " ".join(map(named, encoding.ranks)), json.loads(encoding.pipeline.to_str())
-        if _digest(names) == GPT2 and len(pipeline["added_tokens"]) == 1 and splitting_of(pipeline) == "gpt-2":
-            encoding = of_tokens("gpt2", list(encoding.ranks))
+    with whole_files(origin):
+        digest = _digest(content)
+        if name := next((name for name in KNOWN if name.endswith(f"-{digest}")), ""):
+            return name
+        rule, got = "a vocabulary must be JSON that daskgpt wrote", {"path": origin, "begin": ascii(content[:20])}
+        require(content.startswith("{"), WHERE, rule, got, "Learn those of earlier versions again.")
+        encoding = _parsed(digest, content, origin)
+        if encoding.pipeline and encoding.n_vocab == NAMED["gpt2"]:
+            names, pipeline = " ".join(map(named, encoding.ranks)), json.loads(encoding.pipeline.to_str())
+            if _digest(names) == GPT2 and len(pipeline["added_tokens"]) == 1 and splitting_of(pipeline) == "gpt-2":
+                encoding = of_tokens("gpt2", list(encoding.ranks))
     KNOWN[encoding.name] = encoding
     return encoding.name
 
 
 def _parsed(digest: str, content: str, origin: str) -> Encoding:
-    with whole_files(origin):
-        fields = json.loads(content)
-        end, learned, template = fields["end_of_text"], bool(fields.get("learned")), fields.get("chat_template", "")
-        pipeline = Tokenizer.from_str(json.dumps(fields["tokenizer"]))
+    fields = json.loads(content)
+    end, learned, template = fields["end_of_text"], bool(fields.get("learned")), fields.get("chat_template", "")
+    pipeline = opened_library(fields["tokenizer"], origin)
     ids: dict[str, int] = pipeline.get_vocab()
     require(end in ids, WHERE, "end_of_text must name a token", {"path": origin, "end_of_text": end}, OTHERS)
     added = pipeline.get_added_tokens_decoder()

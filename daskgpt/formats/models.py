@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt.config.errors import require
+from daskgpt.config.files import expanded
 from daskgpt.config.model import ModelConfig
 from daskgpt.formats.gguf import open_gguf
 from daskgpt.formats.gguf_file import MAGIC
 from daskgpt.formats.huggingface import is_huggingface, open_huggingface, open_run_model, write_run_model
 from daskgpt.formats.llmc import KINDS, open_model, write_model
 from daskgpt.formats.safetensors import ENDING, tensor_path
-from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel
+from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel, is_pickled
 from daskgpt.model.parameters import check_dtypes, check_finite, check_parameters
 
 LLMC = ".bin"
@@ -30,7 +31,7 @@ def model_path(name: FilePath) -> Path:
 
     Errors   FileNotFoundError if there is no model
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if os.fspath(name) in PACKAGED and not path.exists():
         return _packaged(os.fspath(name))
     advice = "Check the spelling. Nothing is downloaded: `hf download NAME` prints a folder that can be given."
@@ -73,10 +74,9 @@ def open_model_file(path: FilePath) -> StoredModel:
         return open_run_model(path)
     if start.startswith(MAGIC):
         return open_gguf(path)
-    # A pickle can execute anything when it is read; PyTorch writes zip archives of them.
-    pickled = (start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5")) or start.startswith(b"PK\3\4")
+    pickled = is_pickled(start) or path.suffix in PICKLE_ENDINGS
     rule = "the file must be readable without executing it, not pickled Python objects"
-    require(not pickled and path.suffix not in PICKLE_ENDINGS, "read_model_file", rule, {"path": path}, ADVICE)
+    require(not pickled, "read_model_file", rule, {"path": path}, ADVICE)
     rule = "the file must be a model: this program's, llm.c's or llama.cpp's, or Hugging Face's folder"
     got = {"path": path, "first bytes": start[:4].hex(" ") or "none"}
     require(llmc or not path.is_file(), "read_model_file", rule, got, ADVICE)

@@ -21,6 +21,9 @@ from daskgpt.formats.stored_model import FilePath, StoredTensor, mapped, pieces,
 
 ENDING, INDEX_ENDING = ".safetensors", ".safetensors.index.json"
 ENTRY = "daskgpt"  # this program's entry of the metadata, a JSON object
+# Large models have headers of a MB; a run's file has its vocabulary there, of which 200,000 tokens take some ten MB.
+# Of more, JSON would make some GB.
+HEADER_LIMIT = 2**26
 COPY_AGAIN = "Copy the folder again."
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -41,8 +44,8 @@ def write_tensor_file(
 
     Cost     memory of one tensor at a time, and 16 MiB if it is not contiguous
     Returns  the SHA-256 of the file, in hexadecimal
-    Errors   TypeError for values of another shape or dtype; FileNotFoundError if the folder is missing; OSError if the
-             system refuses
+    Errors   TypeError for values of another shape or dtype; ValueError for a header that is too large to be read;
+             FileNotFoundError if the folder is missing; OSError if the system refuses
     Source   safetensors, README: Format
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -52,6 +55,8 @@ def write_tensor_file(
         entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    rule, got = f"the file's header must have at most {HEADER_LIMIT:,} bytes", {"path": path, "bytes": len(text)}
+    require(len(text) <= HEADER_LIMIT, where, rule, got, "Choose a smaller vocabulary.")
     header = memoryview(len(text).to_bytes(8, "little") + text)
 
     def values(name: str) -> np.ndarray:
@@ -98,7 +103,9 @@ class TensorFiles(dict[str, StoredTensor]):
         with open(path, "rb") as file:  # names the path if the system refuses
             size = int.from_bytes(file.read(8), "little")
             rule, got = "the file must be a complete safetensors file", {"path": path, "bytes": path.stat().st_size}
-            with refusing(SafetensorError, self.where, rule, got, "It is of another kind, or damaged."):
+            advice = "It is of another kind, or damaged."
+            require(size <= HEADER_LIMIT, self.where, rule, got | {"header": size}, advice)
+            with refusing(SafetensorError, self.where, rule, got, advice):
                 _check(path)
             header = json.loads(file.read(size))
         values, metadata = mapped(path, offset=8 + size), header.pop("__metadata__", None)

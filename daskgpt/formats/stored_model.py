@@ -25,7 +25,7 @@ from daskgpt.config.model import ModelConfig
 READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 PIECE_BYTES = 2**24
-# Headers and indexes of GPT-2 have some ten thousand bytes. safetensors reads up to 100 MB, of which JSON makes a GB.
+# Indexes and configurations of large models have some hundred thousand bytes.
 MAX_JSON_BYTES = 2**22
 FilePath = str | os.PathLike[str]
 ADVICE = (
@@ -185,6 +185,15 @@ def require_file(path: Path, where: str) -> None:
     """Raise FileNotFoundError if there is no such file."""
     advice = "Check the spelling and the folder."
     require(path.is_file(), where, "the file must exist", {"path": path}, advice, FileNotFoundError)
+
+
+def is_pickled(start: bytes) -> bool:
+    """Return whether a file that begins so holds pickled Python objects, or is a zip archive, as PyTorch makes of them.
+    They can execute anything when they are read.
+    """
+    # After the protocol, a pickle has one of few instructions; token ids may begin with these two bytes, too.
+    pickle = start[:2] in (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5") and start[2:3] in b"\x95}](cXqK\x8a"
+    return pickle or start.startswith(b"PK\3\4")
 
 
 def read_json(path: Path, where: str, what: str, most: int = MAX_JSON_BYTES) -> dict[str, Any]:

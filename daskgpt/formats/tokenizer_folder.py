@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from daskgpt.config.errors import require
 from daskgpt.formats.byte_level import BYTES, END_OF_TEXT, OTHERS, WHERE, check_byte_level, whole_files
-from daskgpt.formats.encoding import SIZE_LIMIT, Encoding, know_library
+from daskgpt.formats.encoding import SIZE_LIMIT, Encoding, know_library, opened_library
 from daskgpt.formats.stored_model import read_json
 
 TOKENIZER, SETTINGS, SPECIALS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -36,7 +36,7 @@ def encoding_in(folder: Path) -> str:
         require(not others, WHERE, rule, {"path": folder, "files": ", ".join(others)}, advice)
         return ""
     with whole_files(folder):
-        library = Tokenizer.from_str(json.dumps(_read(folder, TOKENIZER)))
+        library = opened_library(_read(folder, TOKENIZER), folder)
         check_byte_level(folder, library)
         settings = _add_tokens(library, folder)
         end, bos = _end_of_text(folder, library, settings.get("eos_token")), _content(settings.get("bos_token") or "")

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -31,7 +31,7 @@ from dask.local import start_state_from_dask
 from dask.order import order
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import digest_of, write_file
+from daskgpt.config.files import digest_of, expanded, write_file
 from daskgpt.config.flags import called
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
@@ -181,14 +181,14 @@ def known_machine() -> dict[str, Any]:
 
 def cache_path() -> Path:
     """Return the file of this machine's calibration."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache"))
     return folder / "daskgpt" / f"calibration-{digest_of(known_machine())[:12]}.json"
 
 
-def calibrate(say: Callable[[str], None] = print) -> Calibration:
+def calibrate() -> Calibration:
     """Measure everything, in some minutes; the machine should have nothing else to do."""
     cores, samples, start = usable_cores(), Samples(), perf_counter()
-    say("calibrate  kernels and tasks of this machine, for two to three minutes ...")
+    print("calibrate  kernels and tasks of this machine, for two to three minutes ...")
     for model, (config, turns, shapes) in MODELS.items():
         jobs = list[Job]()
         for precision, (chunks, sequences, length, tokens, barrier) in product(("float32", "auto"), shapes):
@@ -199,7 +199,7 @@ def calibrate(say: Callable[[str], None] = print) -> Calibration:
                 jobs.append(job)
         for kind, rows in sample(jobs, cores, turns).items():
             samples.setdefault(kind, []).extend(rows)
-        say(f"calibrate  kernels of {model}: {perf_counter() - start:.0f} s")
+        print(f"calibrate  kernels of {model}: {perf_counter() - start:.0f} s")
     return overheads(samples, cores)
 
 

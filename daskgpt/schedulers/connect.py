@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any
 
 import dask
 from distributed import Client, LocalCluster
 
 from daskgpt.config.errors import refusal, require
+from daskgpt.config.files import expanded
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.dask_internals import (
@@ -245,7 +245,7 @@ def address_in(address: str) -> str:
     """
     if not address.startswith("file:"):
         return address
-    path, deadline = Path(address.removeprefix("file:")).expanduser(), time.monotonic() + CONNECT_TIMEOUT
+    path, deadline = expanded(address.removeprefix("file:")), time.monotonic() + CONNECT_TIMEOUT
     while True:
         try:
             return str(json.loads(path.read_text(encoding="utf-8"))["address"])

@@ -146,5 +146,5 @@ class Validation:
 
     def _batches(self) -> Any:
         (batch_size, length), count = self.job.batch_shape, self.job.run.validation_batches
-        tokens = self.job.tokens.validation
-        return validation_batches(tokens, batch_size=batch_size, sequence_length=length, count=count)
+        data, sizes = self.job.tokens, {"batch_size": batch_size, "sequence_length": length, "count": count}
+        return validation_batches(data.validation, **sizes, vocabulary=data.vocabulary)

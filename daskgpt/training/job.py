@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from daskgpt.config.errors import refusal, require
+from daskgpt.config.files import expanded
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import digests_of_modules
@@ -192,7 +192,7 @@ def require_memory(job: Job, workers: Sequence[int] = ()) -> None:
 
 def from_root(path: str) -> str:
     """Return an absolute path; an empty one stays empty."""
-    return str(Path(path).expanduser().resolve()) if path else ""
+    return str(expanded(path).resolve()) if path else ""
 
 
 def compile_kernels(precision: Precision = FLOAT32, uses: Container[str] | None = None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from daskgpt.config.errors import nearest, refusal, require, require_named, short
+from daskgpt.config.files import expanded
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import require_allowed
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
@@ -225,6 +226,8 @@ def new_run(
     require_compiler()
     job = Job(config_of(0), **settings)
     require_memory(job)
+    if job.run.out:
+        job = replace(job, run=replace(job.run, out=str(expanded(job.run.out))))
     folder = RunFolder(job.run.out) if job.run.out else None
     if connects:
         require_scheduler(job.dataflow.scheduler)
