@@ -50,7 +50,7 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
         for number, conversation in records(parse, rule, "Correct it.", file):
             fine = all(text for _, text in conversation) and any(role == ASSISTANT for role, _ in conversation)
             conversations += [conversation] * fine
-            (places if fine else left_out).append(f"{file.name} line {number}")
+            (places if fine else left_out).append(f"{file.name} {file.unit} {number}")
     return conversations, places, left_out
 
 

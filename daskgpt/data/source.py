@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ import numpy as np
 from daskgpt.config.errors import refusal, require, require_package
 from daskgpt.config.files import matching_files, printable, readable
 from daskgpt.data import reading
-from daskgpt.data.reading import DOCUMENT, FIELD, LINES, PARQUET, WHERE, File
+from daskgpt.data.reading import DOCUMENT, FIELD, LINES, LIST, PARQUET, WHERE, File
 from daskgpt.data.token_folder import encoding_of, is_prepared
 from daskgpt.formats import llmc
 
@@ -68,8 +69,10 @@ class Source:
     def described(self) -> str:
         """The line for people: what was taken and what was left out."""
         count = len(self.files) + len(self.left_out)
-        notes = {note for file in self.files for note in (file.packing, file.form) if note not in ("", DOCUMENT)}
-        text = f"{count:,} file{'s' * (count != 1)}" + (f" of {', '.join(sorted(notes))}" if notes else "")
+        notes = Counter(note for file in self.files for note in (file.form, file.packing) if note not in ("", DOCUMENT))
+        shared = ", ".join(note for note, number in notes.items() if number == count)
+        text = f"{count:,} file{'s' * (count != 1)}" + (f" of {shared}" if shared else "")
+        text += "".join(f", {number:,} of {note}" for note, number in notes.items() if number < count)
         if self.left_out:
             shown = "; ".join(f"{name} {reason}" for name, reason in self.left_out[:3])
             more = f"; and {len(self.left_out) - 3:,} more" if len(self.left_out) > 3 else ""
@@ -172,9 +175,10 @@ def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
     if (wrong := _wrong_byte(start)) >= 0:
         return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_EXPORT)
     named_records = not _RECORD_ENDINGS.isdisjoint(Path(name.lower()).suffixes[-2 if packing else -1 :])
-    if fields := _first_record(file):
+    form, fields = _first_record(file)
+    if fields:
         # Any JSON is text, too: as records count lines of files that are named so, and records of known fields.
-        return _of_records(replace(file, form=LINES, fields=fields), accepted, field, records=named_records)
+        return _of_records(replace(file, form=form, fields=fields), accepted, field, records=named_records)
     # The reader of lines names the first wrong one.
     return replace(file, kind=TEXT, form=LINES if named_records and start.strip() else DOCUMENT)
 
@@ -226,15 +230,20 @@ def pair_fields(names: Collection[str]) -> tuple[tuple[str, ...], str] | None:
     return None
 
 
-def _first_record(file: File) -> tuple[str, ...]:
-    """Return the names in the first line of a file, if that is an object in JSON; none for other text."""
+def _first_record(file: File) -> tuple[str, tuple[str, ...]]:
+    """Return LINES and the names in the first line of a file, if that is an object in JSON; LIST and those of the first
+    object of a list; no names for other text.
+    """
     for size in (LOOKED_AT, LONGEST_RECORD):
-        line = reading.beginning(file, size).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
-        if not line.startswith(b"{"):
-            return ()
+        start = reading.beginning(file, size).removeprefix(codecs.BOM_UTF8).lstrip()
+        form, first = (LIST, start[1:].lstrip()) if start.startswith(b"[") else (LINES, start.partition(b"\n")[0])
+        if not first.startswith(b"{"):
+            break
         with suppress(ValueError, RecursionError):
-            return tuple(json.loads(line))
-    return ()
+            in_list = form == LIST  # where more follows, which may end within a character
+            names = json.JSONDecoder().raw_decode(first.decode(errors="ignore"))[0] if in_list else json.loads(first)
+            return form, tuple(names)
+    return LINES, ()
 
 
 # Folders
