@@ -99,10 +99,7 @@ REFUSED = [
     ("b.safetensors", "out", [], ValueError, "b.safetensors"),
     ("ckpt.pt", "out", [], ValueError, "ckpt.pt"),
     ("pipe", "out", [], ValueError, "must be a file or a folder, not a pipe"),
-    *(
-        ("nan.bin", name, [], ValueError, "convert: every number of ln_f.bias must be finite")
-        for name in NAMES.values()
-    ),
+    *(("nan.bin", name, [], ValueError, "convert: .* ln_f.bias must be finite") for name in NAMES.values()),
     ("nowhere", "out", [], FileNotFoundError, "nowhere"),
 ]
 
