@@ -98,7 +98,7 @@ REFUSED = [
     (MODEL, "no/folder", [], FileNotFoundError, "folder must exist"),
     ("b.safetensors", "out", [], ValueError, "b.safetensors"),
     ("ckpt.pt", "out", [], ValueError, "ckpt.pt"),
-    ("pipe", "out", [], ValueError, "must be a file or a folder, not a pipe"),
+    ("pipe", "out", [], ValueError, "must be a regular file or a folder"),
     *(("nan.bin", name, [], ValueError, "convert: .* ln_f.bias must be finite") for name in NAMES.values()),
     ("nowhere", "out", [], FileNotFoundError, "nowhere"),
 ]
