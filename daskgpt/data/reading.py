@@ -138,10 +138,7 @@ def _records(file: File, start: int, stop: int, field: str | None) -> Iterator[t
         rule = f"a JSON list must have at most {LONGEST_LIST:,} bytes"
         advice = "Write each record on a line of its own: jq -c '.[]' LIST.json > LINES.jsonl."
         require(len(content) <= LONGEST_LIST, WHERE, rule, {"path": file.path}, advice)
-        rule, advice = (
-            "a file that begins with a JSON list must hold just that",
-            "Correct it, or copy it again.",
-        )
+        rule, advice = "a file that begins with a JSON list must hold just that", "Correct it, or copy it again."
         with refusing((ValueError, RecursionError), WHERE, rule, {"path": file.path}, advice):
             rows = json.loads(content)
         yield from enumerate(rows, 1)
