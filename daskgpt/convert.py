@@ -48,7 +48,7 @@ from daskgpt.formats.huggingface import write_huggingface, write_run_model
 from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, write_model
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.formats.tokenizer_folder import tokenizer_files
-from daskgpt.model.parameters import parameter_count, tensors
+from daskgpt.model.parameters import check_finite, parameter_count, tensors
 from daskgpt.training.checkpoint import open_model_of
 
 LLAMA_CONTEXT = 256  # llama.cpp rounds contexts up to multiples of this many tokens
@@ -68,6 +68,7 @@ def main(arguments: list[str]) -> int:
     require(not taken, "convert", rule, {"path": target}, advice)
     model = open_model_of(values.source)
     print("\n".join(_read(model)), flush=True)
+    check_finite("convert", model.parameters)
     print("\n".join(WRITERS[kind](target, model)))
     return 0
 

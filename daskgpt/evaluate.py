@@ -3,7 +3,7 @@
 A text (a file, a folder, a glob), token files (llm.c's or nanoGPT's), or the held-out part of prepared tokens:
 loss          nats a token: every token but the first is predicted once, in sequences that follow one another, from
               the tokens before it in its sequence; documents begin with end-of-text
-perplexity    e to the loss
+perplexity    e to the loss; above the largest float inf, in JSON null
 bits a byte   all nats / ln 2 / bytes of predicted text (end-of-text has none), which compares models with different
               encodings
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ from daskgpt.generation.sampler import DecodingConfig
 from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
 
+MOST_NATS = math.log(sys.float_info.max)  # a larger loss has no perplexity, which JSON can only say as null
 Figures = dict[str, Any]  # numbers by name, in the order of `--json`
 
 
@@ -114,7 +116,7 @@ def _summed(weights: Weights, coming: Iterator[np.ndarray], encoding: Encoding, 
         "tokens": count,
         "bytes": size,
         "loss": round(loss, 6),
-        "perplexity": round(math.exp(min(loss, 700.0)), 4),
+        "perplexity": round(math.exp(loss), 4) if loss < MOST_NATS else None,
         "bits_a_byte": round(nats / math.log(2) / size, 6) if size else None,
     }
 
@@ -123,8 +125,9 @@ def describe(facts: dict[str, str], figures: Figures) -> str:
     """Return the results as lines to print."""
     data = f"{figures['tokens']:,} tokens, {figures['bytes']:,} bytes, sequences of {figures['sequence_length']}"
     data = f"responses of {figures['pairs']:,} pairs: {data}" if "pairs" in figures else data
-    bits = figures["bits_a_byte"]
-    lines = {"loss": f"{figures['loss']:.4f} nats a token", "perplexity": f"{figures['perplexity']:,.2f}"}
+    bits, perplexity = figures["bits_a_byte"], figures["perplexity"]
+    lines = {"loss": f"{figures['loss']:.4f} nats a token"}
+    lines["perplexity"] = "inf" if perplexity is None else f"{perplexity:,.2f}"
     lines["bits a byte"] = "no text" if bits is None else f"{bits:.4f}"
     lines = {"model": facts["model"], "data": f"{facts['data']}: {data}"} | lines
     return "\n".join(f"{name:12} {text}" for name, text in lines.items())

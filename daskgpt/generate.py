@@ -9,7 +9,8 @@ An empty line lets it continue. Ctrl-C ends its reply, Ctrl-D the chat. A model 
 answers does not answer, but continues the text; with --until "\\n" it writes one line.
 
 A model with a chat template in its tokenizer's files answers: --prompt is what the user says, and so is each line of
--i, where the model reads the conversation so far. --template "{}" makes it continue texts.
+-i, where the model reads the conversation so far. An empty line after a complete answer is an empty message.
+--template "{}" makes it continue texts.
 
 For a model that was trained on pairs, --template gives the form of its prompts, such as "Question: {}\\nAnswer:". Each
 typed line becomes a prompt of that form then, and begins a new text, as in training, and so does --prompt.
@@ -158,7 +159,7 @@ def chat(writer: Writer, form: str) -> Texts | None:
     with suppress(ImportError):
         import readline  # noqa: F401  # for editing and recalling lines
     texts: Texts | None = None
-    length = 0  # number of tokens before the reply
+    length = 0  # number of tokens before a reply to a message
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -166,7 +167,7 @@ def chat(writer: Writer, form: str) -> Texts | None:
             print()
             return texts
         if writer.template:
-            if line or texts is None or texts.tokens[0][-1] == writer.encoding.eot_token:
+            if line or texts is None or writer.end in texts.tokens[0][length:]:
                 messages.append({"role": USER, "content": line})
                 texts = continued(writer, texts, writer.ids(writer.asking(messages)))
                 length = len(texts.tokens[0])

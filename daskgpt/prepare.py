@@ -1,8 +1,8 @@
 """Turn text into folders of tokens that training reads.
 
-INPUT is a file, a folder (all text below it that is not hidden) or a glob: text, lines of JSON, either of them
-compressed (gzip, zstd), or Parquet. The tokens are a pure function of the inputs and the flags, with any scheduler. To
-continue after a stop, give the same command again.
+INPUT is a file, a folder (all text below it that is not hidden) or a glob: text, lines of JSON or lists, each of
+them compressed (gzip, zstd) or not, or Parquet. The tokens are a pure function of the inputs and the flags, with any
+scheduler. To continue after a stop, give the same command again.
 """
 
 from __future__ import annotations

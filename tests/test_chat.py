@@ -127,6 +127,38 @@ def test_models_with_a_chat_template_answer(path, encoding, monkeypatch, capsys)
         said("", "--template", "{}", "--system", "Hush")
 
 
+@pytest.mark.parametrize(
+    ("answer", "flags", "messages"),
+    [
+        ("ab", [], [1]),
+        ("a<|end|>", [], [1, 3]),
+        ("", [], [1]),
+        ("a<|end|>", ["--end", "ignore"], [1]),
+    ],
+)
+def test_an_empty_line_continues_an_answer_that_has_not_ended(
+    answer, flags, messages, path, encoding, monkeypatch, capsys
+):
+    """After a complete one it is a message."""
+    asked, answers = [], [encode(encoding, text, "test").tolist() if text else [] for text in (answer, "c")]
+
+    def write(writer, texts):
+        for token in answers.pop(0):
+            texts.tokens[0].append(token)
+            yield [token]
+
+    def asking(writer, said):
+        asked.append(len(said))
+        return writer.template.text(said, reply=True)
+
+    monkeypatch.setattr(generate.Writer, "write", write)
+    monkeypatch.setattr(generate.Writer, "asking", asking)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a 1\n\n"))
+    assert generate.main([str(path), "-i", *flags]) == 0
+    assert (asked[1:], answers) == (messages, [])  # the first one is of --prompt
+    capsys.readouterr()
+
+
 def test_pairs_are_learned_in_the_form_of_the_template(encoding, tmp_path):
     pairs = [{"prompt": f"a{n}", "response": f"the {n}"} for n in range(30)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -145,6 +177,7 @@ def test_pairs_are_learned_in_the_form_of_the_template(encoding, tmp_path):
 CHATS = [
     {"messages": [{"role": "system", "content": "s"}, *TALK]},
     {"messages": [{"role": "user", "content": "nobody answers"}]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": []}]},
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "source": "x"},
 ]
 SHARED = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
@@ -158,9 +191,9 @@ def write(path, records):
 def test_chats_are_conversations(tmp_path):
     (talk, short), _, left_out = read_pairs(write(tmp_path / "chats.json", CHATS))
     assert talk == (("system", "s"), *((message["role"], message["content"]) for message in TALK))
-    assert left_out == ["chats.json line 2"]
+    assert left_out == ["chats.json line 2", "chats.json line 3"]
     assert read_pairs(write(tmp_path / "shared.json", SHARED)) == ([short], ["shared.json line 1"], [])
-    with pytest.raises(ValueError, match='"messages", each with "role" and "content".*line 4, found=KeyError'):
+    with pytest.raises(ValueError, match='"messages", each with "role" and "content".*line 5, found=KeyError'):
         read_pairs(write(tmp_path / "wrong.json", [*CHATS, {"messages": [{"role": "user", "text": "a"}]}]))
 
 

@@ -1,6 +1,7 @@
 """Tests of `daskgpt.convert`: every format into every other, what the files are used for, and refusals."""
 
 import itertools
+import os
 import re
 from dataclasses import replace
 
@@ -82,6 +83,9 @@ def bad(tmp_path):
     """A folder that is taken, and files that are no models."""
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
+    wrong = random_parameters(SMALL, np.random.default_rng(1)) | {"ln_f.bias": np.full(SMALL.channels, np.nan, "f4")}
+    write_model(tmp_path / "nan.bin", SMALL, wrong)
     for name, content in (("b.safetensors", b"x"), ("ckpt.pt", b"PK\3\4")):
         (tmp_path / name).write_bytes(content)
     return tmp_path
@@ -94,6 +98,8 @@ REFUSED = [
     (MODEL, "no/folder", [], FileNotFoundError, "folder must exist"),
     ("b.safetensors", "out", [], ValueError, "b.safetensors"),
     ("ckpt.pt", "out", [], ValueError, "ckpt.pt"),
+    ("pipe", "out", [], ValueError, "must be a regular file or a folder"),
+    *(("nan.bin", name, [], ValueError, "convert: .* ln_f.bias must be finite") for name in NAMES.values()),
     ("nowhere", "out", [], FileNotFoundError, "nowhere"),
 ]
 

@@ -127,13 +127,17 @@ def test_own_shards_have_the_encoding_of_their_manifest(tmp_path, capsys):
         ("pairs.txt", pairs_as("question", "answer")),
         ("pairs.json", [row | {"input": ""} for row in pairs_as("instruction", "output")]),
         ("folder/a.jsonl", pairs_as("Instruction", "Output")),
+        ("list.json", pairs_as("instruction", "output")),
+        ("long list", [{"prompt": "é" * 2**14, "response": "b"}, *pairs_as("prompt", "response")]),
     ],
 )
 def test_pairs_are_recognized_by_content(name, records, tmp_path):
-    written(tmp_path / name, lines(records))
+    long = [("é" * 2**14, "b")] * name.startswith("long")
+    in_list = json.dumps(records, indent=1, ensure_ascii=False)
+    written(tmp_path / name, in_list if "list" in name else lines(records))
     source = recognize(str(tmp_path / name.split("/")[0]))
     assert source.kind == "pairs"
-    assert pairs_of(source) == (PAIRS, [])
+    assert pairs_of(source) == (long + PAIRS, [])
     with pytest.raises(ValueError, match=r"data: the source must hold text; got .*holds pairs.*--preset finetune"):
         prepare.main([str(tmp_path / name), "--out", str(tmp_path / "tokens")])
 
@@ -144,12 +148,37 @@ def test_an_instruction_is_followed_by_its_input(tmp_path):
     assert pairs == [("Add.\n1, 2", "3"), ("Hi.", "Ho.")]
 
 
+def test_a_list_holds_texts(tmp_path, monkeypatch):
+    """They are those of lines; a list without a text in each record is a document."""
+    monkeypatch.setattr("daskgpt.data.reading.BLOCK_BYTES", 4096)
+    for name, dump in (("list.json", json.dumps), ("lines.jsonl", lines)):
+        path = written(tmp_path / name, dump([{"text": f"text {n}"} for n in range(900)]))
+        assert texts_of(path) == [f"text {n}" for n in range(900)]
+        prepare.main([path, "--encoding", "bytes", "--out", str(tmp_path / f"{name}-tokens")])
+    one, other = (load_dataset(str(folder)).training for folder in sorted(tmp_path.glob("*-tokens")))
+    assert bytes(np.asarray(one[:])) == bytes(np.asarray(other[:]))
+    assert texts_of(written(tmp_path / "other.json", '[{"a": 1}]')) == ['[{"a": 1}]']
+    wrong = written(tmp_path / "wrong.json", '[{"text": "a"}, {"text": 1}]')
+    with pytest.raises(ValueError, match="must be text; got .*record 2"):
+        texts_of(wrong)
+    with pytest.raises(ValueError, match="begins with a JSON list.*Extra data"):
+        texts_of(written(tmp_path / "wrong.json", '[{"text": "a"}]\n[{"text": "b"}]\n'))
+    monkeypatch.setattr("daskgpt.data.reading.LONGEST_LIST", 9)
+    with pytest.raises(ValueError, match="at most 9 bytes.*jq"):
+        texts_of(wrong)
+
+
 def test_parquet_holds_pairs_or_text(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(pairs_as("prompt", "response")), tmp_path / "pairs.parquet")
     assert pairs_of(recognize(str(tmp_path / "pairs.parquet")))[0] == PAIRS
     parquet.write_table(arrow.table({"text": ["one", "two"]}), tmp_path / "text.parquet")
-    assert texts_of(str(tmp_path / "text.parquet")) == ["one", "two"]
+    path = tmp_path / "text.parquet"
+    assert texts_of(str(path)) == ["one", "two"]
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + b"\xff" * 40 + content[44:])  # a page, not what describes it
+    with pytest.raises(ValueError, match=r"data: the file must be complete Parquet; got file=.*text.parquet.* Make it"):
+        texts_of(str(path))
 
 
 @pytest.mark.parametrize("kind", ["dictionary", "binary", "large_binary", "large_string", "string_view"])
@@ -167,7 +196,7 @@ def test_preparation_reads_every_column_of_texts(kind, tmp_path):
 
 def test_empty_pairs_are_left_out_by_number_and_half_characters_replaced(tmp_path):
     content = lines(pairs_as("prompt", "response"))
-    content += '{"prompt": "a \\ud83d b", "response": "c"}\n{"prompt": "a", "response": ""}\n'
+    content += '{"prompt": "a \\ud83d b", "response": "c"}\n{"prompt": "a", "response": null}\n'
     path = written(tmp_path / "a.jsonl", content)
     assert pairs_of(recognize(path)) == ([*PAIRS, ("a ? b", "c")], ["a.jsonl line 62"])
     assert (
@@ -224,6 +253,9 @@ def test_what_is_left_out_of_a_folder_is_said(tmp_path):
         in description
     )
     assert "; and 1 more" in description
+    written(tmp_path / "c.txt", gzip.compress(TEXT.encode()))
+    assert recognize(str(tmp_path)).described.startswith("8 files, 1 of gzip, 4 left out: ")
+    assert recognize(str(tmp_path / "pairs.*")).described == "1 file of JSON lines"
 
 
 def test_a_file_that_turns_out_not_to_be_text_is_refused(tmp_path):
@@ -287,9 +319,13 @@ def test_other_formats_are_refused_with_what_helps(name, tmp_path):
         load_dataset(written(tmp_path / name, content))
 
 
-@pytest.mark.parametrize("source", ["", " ", "nowhere.txt", "*.none"])
-def test_nothing_is_no_source(source):
-    with pytest.raises((ValueError, FileNotFoundError), match="must be named|must exist|at least one file"):
+@pytest.mark.parametrize("source", ["", " ", "nowhere.txt", "*.none", "/dev/null", "pipe"])
+def test_nothing_is_no_source(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with pytest.raises(
+        (ValueError, FileNotFoundError), match="must be named|must exist|at least one file|regular file"
+    ):
         recognize(source)
 
 

@@ -80,6 +80,14 @@ def test_loss_perplexity_and_bits(evaluated, parameters, tmp_path):
     assert f"{nats_of(parameters, ids[:31]).mean():.4f} nats a token" in told
 
 
+def test_a_perplexity_beyond_every_float(tmp_path, parameters, evaluated, monkeypatch):
+    (tmp_path / "text.txt").write_text("text")
+    for nats, shown in ((705.0, math.exp(705)), (710.0, None)):
+        monkeypatch.setattr(evaluate, "sequence_losses", lambda *_, nats=nats: iter([np.full(4, nats)]))
+        assert json.loads(evaluated("--data", tmp_path / "text.txt", "--json"))["perplexity"] == shown
+    assert "\nperplexity   inf\n" in evaluated("--data", tmp_path / "text.txt")
+
+
 def test_impossible_evaluation_is_refused(evaluated, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     for name, keyword in (("empty.txt", "must not be empty"), ("missing.txt", "missing.txt")):

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,12 +11,15 @@ from command_lines import SMALL
 from dask.diagnostics import Profiler, ResourceProfiler
 from small_runs import FLAGS, fit, losses_of
 from test_simulate import FREE, process, seconds
+from test_timeline import hand_made
 from wfformat import violations
 
 import daskgpt
 from daskgpt import train
+from daskgpt.profiling.exchange import paraver
 from daskgpt.profiling.policies import critical_path_first, depth_first, first_in_first_out
 from daskgpt.profiling.simulate import Platform, Simulation
+from daskgpt.profiling.timeline import Lane
 
 PLACE = r"(\d+):1:(\d+):(\d+)"
 STATE = re.compile(rf"1:{PLACE}:(\d+):(\d+):(\d+)")
@@ -114,6 +118,18 @@ def test_paraver_of_workers(small_text, tmp_path, cluster):
     assert max(message[10] for message in messages) > 4 * 257 * 16 // 2  # rows of the table, or their gradient
     with pytest.raises(ValueError, match="--graph needs tasks that one scheduler knows; got engine=ranks"):
         train.main(["--data", str(small_text), *flags[:-1], str(tmp_path / "x"), "--graph", "g.json"])
+
+
+def test_a_message_is_sent_before_it_is_received():
+    """Whatever the clocks of the workers say, and however late a sender returns."""
+    timeline = hand_made(lanes=(Lane("one", 1), Lane("two", 1)))
+    for start, end, expected in ((2, 3, "2:3"), (2, 9, "2:5"), (7, 9, "5:5")):
+        events = (
+            replace(timeline.events[0], layer="send.x", key=("x", 1), where="x", start=start, end=end),
+            replace(timeline.events[1], layer="receive.x", key=("x", 0), where="x"),
+        )
+        (message,) = re.findall("^3:.*$", paraver(replace(timeline, events=events), 0)[".prv"], re.MULTILINE)
+        assert message.replace("0" * 9, "") == f"3:1:1:1:1:{expected}:2:1:2:1:3:5:100:1"
 
 
 # Policies

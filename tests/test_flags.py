@@ -1,5 +1,6 @@
 """Tests of the advice for wrong flags, and of errors and exit codes."""
 
+import io
 import os
 import re
 import sys
@@ -117,6 +118,12 @@ def test_errors_are_one_line_and_an_exit_code(error, code, said, capfd, monkeypa
 def test_command_arguments_and_exit_code(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", "--steps", "2"])
     assert ended(len) == 2
+
+
+def test_what_is_typed_need_not_be_text(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\nb\n"), "utf-8"))
+    assert ended(lambda arguments: print(input(), input()) or 0) == 0
+    assert capsys.readouterr().out == "a\\xff b\n"
 
 
 def test_command_ends_when_its_output_is_closed(monkeypatch):

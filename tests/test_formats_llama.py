@@ -112,6 +112,8 @@ def test_shards_other_fields_and_names(tmp_path):
     in_shards(folder / "model.safetensors", 9000)
     assert len(list(folder.glob("model-*"))) > 3
     assert_the_model(folder, tensors, FIELDS)
+    twice = FIELDS | {"rope_theta": 1e4}  # the object with the other numbers has it, too, and counts
+    assert_the_model(write_folder(tmp_path / "b", tensors, twice), tensors, FIELDS)
 
 
 REFUSED = [

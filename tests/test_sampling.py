@@ -210,6 +210,12 @@ def test_chat_continues_one_text(model, written, monkeypatch):
     assert written(*chat).out == "\n"
 
 
+@pytest.mark.parametrize("flags", [["--prompt", "a"], ["--samples", 2]])
+def test_a_chat_takes_no_prompts(flags, written):
+    with pytest.raises(ValueError, match=f"-i takes one prompt after the other.*{flags[0][2:]}=.*Leave out"):
+        written("-i", *flags)
+
+
 def test_ids_beyond_the_encoding_end_no_text_at_words():
     encoding = get_encoding("bytes")
     assert list(shown(encoding, [97, encoding.n_vocab, 98, 99], until="b")) == [97, encoding.n_vocab, 98]

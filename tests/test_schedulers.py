@@ -13,11 +13,12 @@ import pytest
 from dask import bag
 from distributed import Client, LocalCluster
 from distributed.client import AllExit
+from distributed.comm import CommClosedError
 from machines import wait_until
 from small_runs import MODEL, fit, metrics_of, same
 
 import daskgpt
-from daskgpt.schedulers import connect, failures, machine, membership, opening
+from daskgpt.schedulers import connect, failures, links, machine, membership, opening
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import own_threads
 from daskgpt.schedulers.protocol import METRIC
@@ -379,7 +380,7 @@ def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
             assert opening.active_client() is active, "the run's own Client is not for others"
             assert scheduler.description.startswith("local cluster, 1 worker processes, dashboard http://127.0.0.1:")
             assert f":{connect.DASHBOARD_PORT}/" not in scheduler.description
-            assert not logging.getLogger("asyncio").filter(lost_wait(AllExit)), "a wait that its end cuts short"
+            assert not logging.getLogger("asyncio").filter(logged(AllExit)), "a wait that its end cuts short"
         assert dask.config.get(tick) == setting, "of this process"
         assert dict(os.environ) == variables
     options = {"n_workers": 1, "threads_per_worker": 1, "processes": True, "host": "127.0.0.1"}
@@ -481,11 +482,14 @@ def refuse(result):
     raise KeyError("enough")
 
 
-def lost_wait(kind):
-    """What asyncio logs of a task that nobody waits for any more."""
-    return logging.LogRecord("asyncio", logging.ERROR, "", 0, "never retrieved", (), (kind, kind(), None))
+def logged(kind):
+    """What Dask or asyncio logs of an error in a heartbeat, or of a task that nobody waits for any more."""
+    return logging.LogRecord("name", logging.ERROR, "", 0, "in a heartbeat", (), (kind, kind(), None))
 
 
-@pytest.mark.parametrize(("kind", "logged"), [(AllExit, False), (ValueError, True)])
-def test_waits_that_a_lost_cluster_cuts_short_are_not_logged(kind, logged):
-    assert connect._is_no_lost_wait(lost_wait(kind)) == logged
+@pytest.mark.parametrize(
+    ("shows", "kind"), [(connect._is_no_lost_wait, AllExit), (links.is_not_reported, CommClosedError)]
+)
+def test_what_the_end_of_a_cluster_cuts_short_is_not_logged(shows, kind):
+    assert not shows(logged(kind))
+    assert shows(logged(ValueError))

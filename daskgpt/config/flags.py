@@ -124,8 +124,9 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
 
     A command whose output is no longer read (`| head`) ends without a message, as other programs do.
     """
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # characters that a terminal cannot show must not end a run
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, TextIOWrapper):  # what a terminal cannot show, or is no text, must not end a run
+            stream.reconfigure(errors="backslashreplace")
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored while modules were imported
     code: int | str | None = 0

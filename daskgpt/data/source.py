@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ import numpy as np
 from daskgpt.config.errors import refusal, require, require_package
 from daskgpt.config.files import expanded, matching_files, printable, readable
 from daskgpt.data import reading
-from daskgpt.data.reading import DOCUMENT, FIELD, LINES, PARQUET, WHERE, File
+from daskgpt.data.reading import DOCUMENT, FIELD, LINES, LIST, PARQUET, WHERE, File
 from daskgpt.data.token_folder import encoding_of, is_prepared
 from daskgpt.formats import llmc
 from daskgpt.formats.stored_model import is_pickled
@@ -69,8 +70,10 @@ class Source:
     def described(self) -> str:
         """The line for people: what was taken and what was left out."""
         count = len(self.files) + len(self.left_out)
-        notes = {note for file in self.files for note in (file.packing, file.form) if note not in ("", DOCUMENT)}
-        text = f"{count:,} file{'s' * (count != 1)}" + (f" of {', '.join(sorted(notes))}" if notes else "")
+        notes = Counter(note for file in self.files for note in (file.form, file.packing) if note not in ("", DOCUMENT))
+        shared = ", ".join(note for note, number in notes.items() if number == count)
+        text = f"{count:,} file{'s' * (count != 1)}" + (f" of {shared}" if shared else "")
+        text += "".join(f", {number:,} of {note}" for note, number in notes.items() if number < count)
         if self.left_out:
             shown = "; ".join(f"{name} {reason}" for name, reason in self.left_out[:3])
             more = f"; and {len(self.left_out) - 3:,} more" if len(self.left_out) > 3 else ""
@@ -173,9 +176,10 @@ def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
     if (wrong := _wrong_byte(start)) >= 0:
         return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_EXPORT)
     named_records = not _RECORD_ENDINGS.isdisjoint(Path(name.lower()).suffixes[-2 if packing else -1 :])
-    if fields := _first_record(file, named_records):
+    form, fields = _first_record(file, named_records)
+    if fields:
         # Any JSON is text, too: as records count lines of files that are named so, and records of known fields.
-        return _of_records(replace(file, form=LINES, fields=fields), accepted, field, records=named_records)
+        return _of_records(replace(file, form=form, fields=fields), accepted, field, records=named_records)
     # The reader of lines names the first wrong one.
     return replace(file, kind=TEXT, form=LINES if named_records and start.strip() else DOCUMENT)
 
@@ -225,21 +229,26 @@ def pair_fields(names: Collection[str]) -> tuple[tuple[str, ...], str] | None:
     return None
 
 
-def _first_record(file: File, named: bool) -> tuple[str, ...]:
-    """Return the names in the first line of a file, if that is an object in JSON, and so is the second one of a file
-    whose name does not say that it holds records; none for other text.
+def _first_record(file: File, named: bool) -> tuple[str, tuple[str, ...]]:
+    """Return LINES and the names in the first line of a file, if that is an object in JSON, and so is the second one of
+    a file whose name does not say that it holds records; LIST and the names of the first object of a list; no names for
+    other text.
     """
     for size in (LOOKED_AT, LONGEST_RECORD):
         start = reading.beginning(file, size)
-        line, _, others = start.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+        text = start.removeprefix(codecs.BOM_UTF8).lstrip()
+        listed = text.startswith(b"[")
+        line, _, others = (text[1:].lstrip(), b"", b"") if listed else text.partition(b"\n")
         second = b"" if named else others.lstrip().partition(b"\n")[0]
         if not line.startswith(b"{") or second[:1] not in (b"", b"{"):
-            return ()
-        if named or second or len(start) < size:  # else the second one may come behind what was read
-            with suppress(ValueError, RecursionError):
+            break
+        with suppress(ValueError, RecursionError):
+            if listed:  # more follows the first object, which may end within a character
+                return LIST, tuple(json.JSONDecoder().raw_decode(line.decode(errors="ignore"))[0])
+            if named or second or len(start) < size:  # else the second one may come behind what was read
                 json.loads(second or b"{}")
-                return tuple(json.loads(line))
-    return ()
+                return LINES, tuple(json.loads(line))
+    return LINES, ()
 
 
 # Folders

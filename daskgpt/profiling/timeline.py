@@ -253,6 +253,7 @@ class Summary:
     critical_path      the longest chain of tasks that had to wait for one another, by their measured times
     critical           (layer, phase) -> seconds of it on the critical path
     kernels            (layer, phase) -> seconds and calls, all lanes
+    tasks              those that ran kernels or messages, all steps; barriers, which only wait, do not count
     """
 
     steps: int

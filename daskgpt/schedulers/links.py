@@ -252,5 +252,8 @@ def _parts(message: Any, *, copied: bool) -> list[Any]:
 
 
 def is_not_reported(record: logging.LogRecord) -> bool:
-    """Filter tracebacks of lost ranks from a worker's log: the run reports them in one line."""
-    return LostRank.__name__ not in record.getMessage()
+    """Filter tracebacks from a worker's log: of lost ranks, which the run reports in one line, and of heartbeats that
+    the end of a cluster cuts short.
+    """
+    said, kind = record.getMessage(), type(record.exc_info[1]).__name__ if record.exc_info else ""
+    return LostRank.__name__ not in said and not (kind == "CommClosedError" and "heartbeat" in said)

@@ -66,7 +66,7 @@ class PrepareWorker(WorkerPlugin):
             del self.users[worker.id]
             # Messages that are under way may still come.
             event_loop(worker).call_later(LATE_SECONDS, self._forget, worker)
-        if not self.users[None]:
+        if not self.users[None] and not (closes(worker) and worker.nanny):  # its process ends with it
             logging.getLogger("distributed.worker").removeFilter(is_not_reported)
 
     def _forget(self, worker: Any) -> None:
