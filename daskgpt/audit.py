@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from daskgpt.config.errors import require
+from daskgpt.config.files import expanded
 from daskgpt.config.flags import Parser, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import setting
@@ -35,7 +36,7 @@ class AuditConfig(PlacesConfig):
 def main(arguments: list[str]) -> int:
     """Print a line for each fault of the chain and for each stretch, and a verdict."""
     flags = Parser(prog="daskgpt.audit", description=__doc__, epilog=EPILOG)
-    flags.add_argument("run", metavar="RUN", type=Path, help="run folder")
+    flags.add_argument("run", metavar="RUN", type=expanded, help="run folder")
     values, options, dataflow = flags.read(arguments, AuditConfig, DataflowConfig)
     if options.share:
         require_scheduler(dataflow.scheduler)

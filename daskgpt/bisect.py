@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import require
+from daskgpt.config.files import expanded
 from daskgpt.config.flags import Parser, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
     """Compare, and print what differs."""
     flags = Parser(prog="daskgpt.bisect", description=__doc__, epilog=EPILOG)
     for name in ("one", "other"):
-        flags.add_argument(name, metavar=f"RUN_{'AB'[name == 'other']}", type=Path, help="run folder, or a model")
+        flags.add_argument(name, metavar=f"RUN_{'AB'[name == 'other']}", type=expanded, help="run folder, or a model")
     values, places, dataflow = flags.read(arguments, PlacesConfig, DataflowConfig)
     require_scheduler(dataflow.scheduler)
     paths = values.one, values.other

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import check_writable, replacing
+from daskgpt.config.files import check_writable, expanded, replacing
 from daskgpt.config.flags import Parser, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
 from daskgpt.data.tokenizer import get_encoding
@@ -40,7 +40,7 @@ DIGITS, LOSS = 12, "loss.loss"  # of a SHA-256; the tensor
 def main(arguments: list[str]) -> int:
     """Compute the step and print what was asked for."""
     flags = Parser(prog="daskgpt.rewind", description=__doc__)
-    flags.add_argument("run", metavar="RUN", type=Path, help="run folder")
+    flags.add_argument("run", metavar="RUN", type=expanded, help="run folder")
     flags.add_argument("--step", type=int, required=True, help="number of the step, from 1")
     text = "compute this tensor and print its statistics (may be repeated); all = every tensor, in order of computation"
     flags.add_argument("--tensor", metavar="NAME", action="append", default=[], help=text)

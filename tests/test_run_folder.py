@@ -94,10 +94,12 @@ def test_toml_escapes_round_trip(tmp_path):
 
 def test_a_folder_that_cannot_be_locked_stays_free(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "locked", Mock(side_effect=OSError("no locks")))
-    folder = RunFolder(str(tmp_path / "run"))
+    folder, other = RunFolder(str(tmp_path / "run")), tmp_path / "run" / "chain.jsonl"
+    other.parent.mkdir()
+    other.touch()
     with pytest.raises(OSError, match="no locks"):
         folder.begin({}, {"step": 0})
-    assert list((tmp_path / "run").iterdir()) == []
+    assert list((tmp_path / "run").iterdir()) == [other]
 
 
 def test_a_link_to_nothing_is_no_folder(tmp_path):

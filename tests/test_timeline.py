@@ -272,6 +272,7 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
         {"graph": str(tmp_path / "chain.jsonl")},
         {"graph": "latest"},
         {"graph": str(tmp_path / "step-00000005")},
+        {"graph": str(tmp_path / "state.json")},
     ):
         with pytest.raises(ValueError, match="must not have the name of each other or of a run's files"):
             TimelineConfig(**files)

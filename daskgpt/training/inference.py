@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -91,15 +91,18 @@ TOGETHER = 20  # batches in one graph
 
 
 class Validation:
-    """Measures the loss of fixed, evenly spread windows of the held-out text, or of held-out pairs."""
+    """Measures the loss of fixed, evenly spread windows of the held-out text, or of held-out pairs.
 
-    def __init__(self, job: Job, engine: Engine) -> None:
-        self.job, self.engine = job, engine
+    stop_requested   returns whether the run shall end: a validation is given up then, and made when it is resumed
+    """
+
+    def __init__(self, job: Job, engine: Engine, stop_requested: Callable[[], bool] = lambda: False) -> None:
+        self.job, self.engine, self.stop_requested = job, engine, stop_requested
         self.compiled: CompiledGraph | None = None
         self.predicted: tuple[int, int] | None = None  # tokens, and bytes of their text; 0 if these are unknown
 
     def measure(self) -> dict[str, Any]:
-        """Return the metrics of the engine's state.
+        """Return the metrics of the engine's state; none where the run ends before all windows are measured.
 
         validation_loss         [nats a token]
         validation_bits_a_byte  all nats / ln 2 / bytes of predicted text, which compares different encodings;
@@ -107,7 +110,8 @@ class Validation:
         validation_s            duration [s]
         """
         start = time.perf_counter()
-        loss = self.loss()
+        if (loss := self.loss()) is None:
+            return {}
         metrics: dict[str, Any] = {"validation_loss": loss}
         if self.predicted is None:
             targets = [ids[weights[0] > 0] if weights else ids for _, ids, *weights in self._batches()]
@@ -122,13 +126,15 @@ class Validation:
             metrics["validation_bits_a_byte"] = loss * tokens / math.log(2) / count
         return metrics | {"validation_s": round(time.perf_counter() - start, 3)}
 
-    def loss(self) -> float:
-        """Return the mean over the windows [nats a token]."""
+    def loss(self) -> float | None:
+        """Return the mean over the windows [nats a token]; None if the run ends before all are measured."""
         scheduler, weights = self.engine.scheduler, self.engine.weights()
         if self.compiled is None or self.compiled.layout != weights.layout:
             self.compiled = self._compiled(weights.layout)
         losses, batches = list[float](), self._batches()
         while together := list(islice(batches, TOGETHER)):
+            if self.stop_requested():
+                return None
             values = [input_values(*batch) for batch in together]
             results = scheduler.fetch(scheduler.run(self.compiled.submission(values, weights.packs)))
             of_batches, _ = self.compiled.split(results, weights.packs, len(together))

@@ -23,6 +23,7 @@ from daskgpt.training.chain import CHAIN, LINK, Chain
 from daskgpt.training.checkpoint import (
     BEST,
     LATEST,
+    OF_CHECKPOINT,
     STEP,
     Best,
     checkpoints,
@@ -41,8 +42,8 @@ FILES = (CONFIG, METRICS, CHAIN, LOCK)
 
 
 def is_own(path: Path) -> bool:
-    """Return whether a path has the name of a file, checkpoint or link in the folder of a run."""
-    return path.name in (*FILES, LATEST, BEST) or STEP.fullmatch(path.name) is not None
+    """Return whether a path has the name of a file, checkpoint or link in the folder of a run, or in a checkpoint."""
+    return path.name in (*FILES, *OF_CHECKPOINT, LATEST, BEST) or STEP.fullmatch(path.name) is not None
 
 
 def new_folder() -> str:
@@ -82,16 +83,16 @@ class RunFolder:
         advice = f"Nothing can be written in {parent}: give another --out."
         require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
 
-    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
+    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any], again: int = 0) -> None:
         """Write the configuration, and open the metrics and the chain.
 
         entry    the state of the checkpoint that a resumed run continues from, or the beginning of a new one
+        again    number of its last steps whose metrics are to be written again
 
         Errors   FileExistsError if another run has begun here in the meantime
         """
-        done = entry["step"] if self.resumed else None
-        if done is not None:
-            tidy(self.path, done)
+        if self.resumed:
+            tidy(self.path, entry["step"])
         else:
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
                 with written(self.path, "RunFolder"):
@@ -103,12 +104,12 @@ class RunFolder:
             if not self.resumed:
                 self._lock()
             self.configure(sections)
-            self.metrics = self.metrics or open_metrics(self.path, done)
+            self.metrics = self.metrics or open_metrics(self.path, entry["step"] - again)
             self.chain = Chain(self.path / CHAIN, entry)
         except BaseException:
             self.close()
             if not self.resumed:  # without a configuration there is no run, and the folder is free
-                for name in FILES:
+                for name in FILES if self.lock else [METRICS]:  # another process may hold the lock
                     (self.path / name).unlink(missing_ok=True)
             raise
 
@@ -201,17 +202,19 @@ class Saver:
         folder: RunFolder,
         scheduler: Scheduler,
         say: Say,
+        saved: int,
         best: Best,
         losses: Sequence[float],
         news: dict[str, Any],
     ) -> None:
-        """best     the best checkpoint of earlier processes
-        losses   of all steps so far: in the beginning, of those before the newest checkpoint
+        """saved    step of the newest checkpoint of earlier processes, 0 if there is none
+        best     the best one
+        losses   of all steps so far
         news     gets the metrics of each checkpoint
         """
         self.job, self.folder, self.scheduler, self.say, self.losses = job, folder, scheduler, say, losses
         self.news = news
-        self.saved, self.best, self.since = len(losses), best if job.run.keep_best else Best(), time.monotonic()
+        self.saved, self.best, self.since = saved, best if job.run.keep_best else Best(), time.monotonic()
 
     @property
     def chain(self) -> Chain:
@@ -222,6 +225,19 @@ class Saver:
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
         return bool(self.job.run.keep_best) and loss is not None and loss < self.best.loss
+
+    def mark(self, step: int, loss: float | None) -> None:
+        """Point `best` to the newest checkpoint if the loss that was measured since makes it the best one."""
+        if loss is not None and self.better(loss):
+            self.best = Best(step, loss)
+            self.best.point(self.folder.path)
+
+    def configure(self, sections: Mapping[str, Any]) -> None:
+        """Write the configuration; where that fails, a line says so."""
+        try:
+            self.folder.configure(sections)
+        except OSError as error:
+            self.say(f"settings   {CONFIG} is not written again: {reason(error)}; training goes on")
 
     def due(self, done: int, loss: float | None = None) -> bool:
         """Return whether a checkpoint is due after some steps.

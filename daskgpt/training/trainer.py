@@ -30,7 +30,7 @@ from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, Say, compile_kernels, describe, require_memory
 from daskgpt.training.metrics import SHOWN, Finite, StepMetrics
 from daskgpt.training.progress import Progress
-from daskgpt.training.run_folder import Saver
+from daskgpt.training.run_folder import Saver, fetched_arrays
 from daskgpt.training.start import (
     Start,
     WarmStart,
@@ -226,7 +226,7 @@ def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) 
     """
     scheduler.admit(job.precision.packed)
     require_memory(job, scheduler.memory_limits())
-    progress = Progress(job.steps, done=start.step, quiet=observers.quiet)
+    progress = Progress(job.steps, done=len(start.losses), quiet=observers.quiet)
     with finishing_first(progress.say) as stop_requested:
         trainer = _Trainer(job, scheduler, start, observers, progress, stop_requested)
         try:
@@ -278,10 +278,10 @@ class _Trainer:
         self.metrics = StepMetrics(job, scheduler, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
         self.result = Result(job.config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
-        self.validation = Validation(job, self.engine)
+        self.validation = Validation(job, self.engine, self.stop_requested)
         self.saver: Saver | None = None
         if self.folder:
-            self.saver = Saver(job, self.folder, scheduler, say, start.best, self.losses, self.news)
+            self.saver = Saver(job, self.folder, scheduler, say, start.step, start.best, self.losses, self.news)
         self.recovery: Recovery | None = None
         if self.engine.ranks:
             from daskgpt.training.recovery import Recovery
@@ -320,8 +320,16 @@ class _Trainer:
         not recorded, validated or reported a second time.
         """
         engine, length = self.engine, self.job.steps
-        if self.job.run.init and not self.losses:
+        if self.job.run.init and not engine.made:
             self._sample()  # of the model to start from
+        if self.start.unvalidated and len(self.losses) < engine.made:
+            with self.timed("validation"):
+                measured = self.validation.measure()
+            self._report({**self.start.unvalidated, **measured})
+            if self.saver:
+                self.saver.mark(engine.made, self.validated.get(engine.made))
+            if not measured:
+                return True
         while engine.made < length:
             steps = range(engine.made, engine.made + self._together())
             batches = self.loader.take(steps)
@@ -332,9 +340,9 @@ class _Trainer:
             first_time = steps[-1] >= len(self.losses)  # else all of them are made again after a loss
             with self.timed("logs"):
                 records = self.metrics.of_window(steps, outcomes, seconds)
-            if self.folder and self._dials() != dials:  # they were chosen with this step
-                self.folder.configure(self._settings())
-            if first_time and engine.made == self._next_validation(steps[-1]):
+            if self.saver and self._dials() != dials:  # they were chosen with this step
+                self.saver.configure(self._settings())
+            if first_time and engine.made == self.job.next_validation(steps[-1]):
                 with self.timed("validation"):
                     records[-1].update(self.validation.measure())
             new = records[max(len(self.losses) - steps.start, 0) :]
@@ -343,10 +351,9 @@ class _Trainer:
             shown = {name: record[name] for record in new for name in SHOWN if name in record}
             if shown:
                 self.scheduler.publish(TOPIC, shown)
-            if engine.made == length:
+            if engine.made == length and length in self.validated:  # else a stop has cut the validation short
                 return False
             if self.enough or self.stop_requested():
-                self.progress.say(f"stopped after {engine.made} of {length} steps")
                 return True
             if self.recovery:
                 with self.timed("recovery points"):
@@ -365,7 +372,7 @@ class _Trainer:
             # Once: places and versions are those of the beginning, even where a working directory or a file goes.
             self.facts = checkpoint_facts(job, job.resolved(self.scheduler))
             entry = start.entry or beginning(self._facts(0), start.parameters)
-            self.saver.folder.begin(self._settings(), entry)
+            self.saver.folder.begin(self._settings(), entry, start.step - len(start.losses))
             self.saver.best.point(self.saver.folder.path)  # an earlier process may have been killed before it did
         progress.say("\n".join([describe(job, self.scheduler, engine.described_chunks), *start.messages]))
         run = job.run
@@ -381,12 +388,7 @@ class _Trainer:
         every = run.save_every if self.saver else 0
         ends: list[int] = [(made // count + 1) * count for count in (every, run.sample_every) if count]
         ends += [first for first, _ in self.callbacks if made < first]
-        return min(self.engine.together(), min([*ends, self._next_validation(made)]) - made)
-
-    def _next_validation(self, step: int) -> int:
-        """Return how many steps will have been made at the first validation after a step."""
-        every = self.job.run.validate_every or self.job.steps
-        return min((step // every + 1) * every, self.job.steps)
+        return min(self.engine.together(), min([*ends, self.job.next_validation(made)]) - made)
 
     @contextmanager
     def _observed(self, steps: range) -> Iterator[None]:
@@ -454,12 +456,14 @@ class _Trainer:
         with suppress(WorkerLost, OSError, ValueError):  # of numbers that are not finite
             state = self.recovery.points.newest_whole() if self.recovery else None
             if self.saver and state and state.step > self.saver.saved:
-                check_finite("train", state.parameters(self.scheduler))
+                check_finite("train", fetched_arrays(self.scheduler, state.weights))
                 self._save(self.saver, state, last=True)
 
     def _finished(self, *, stopped: bool) -> Result:
         """Save the last state and return the result of the run."""
         result, engine = self.result, self.engine
+        if stopped:
+            self.progress.say(f"stopped after {engine.made} of {self.job.steps} steps")
         result.seconds, result.stopped = time.perf_counter() - self.began, stopped
         self.finite.require_weights(engine, max(engine.made - 1, 0))
         result.checkpoint = step_folder(self.folder.path, engine.made) if self.folder else None
