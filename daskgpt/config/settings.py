@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
+from fractions import Fraction
 from inspect import cleandoc
 from numbers import Integral, Real
 from textwrap import indent, wrap
@@ -149,7 +150,10 @@ def count(text: str) -> int:
     Errors   ValueError for another text
     """
     number, exponent, suffix = _matched(text, r"(?:e(\d{1,2}))? ?([kmgb]?)").groups()
-    return round(float(f"{number}e{exponent or 0}") * SUFFIXES[suffix.lower()])
+    exact = Fraction(f"{number}e{exponent or 0}") * SUFFIXES[suffix.lower()]  # a float is not: 2.3M; nor has it a bound
+    if exact.denominator > 1:
+        raise ValueError(text)
+    return int(exact)
 
 
 def duration(text: str) -> float:
@@ -179,6 +183,6 @@ def part_of(amount: int | str, whole: int) -> int:
     return math.ceil(float(amount.rstrip("%")) * whole / 100) if isinstance(amount, str) else amount
 
 
-count.__name__ = "number such as 10M"  # shown by argparse for a text that is none
+count.__name__ = "whole number such as 10M"  # shown by argparse for a text that is none
 duration.__name__ = "time such as 50us"
 count_or_share.__name__ = "number or share such as 5%"

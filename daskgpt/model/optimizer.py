@@ -52,8 +52,9 @@ SCHEDULES = {row.name: row for row in (CONSTANT, LINEAR, COSINE, WSD)}
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Return the learning rate of a step, counted from 0, in a run of `steps`.
 
-    The rate rises linearly over `warmup` steps to its maximum, and falls to the final rate in the last step; see
-    `SCHEDULES`.
+    The rate rises linearly to its maximum, that of the last of `warmup` steps, and falls to the final rate in the last
+    step of the run; see `SCHEDULES`. The first step after the warmup keeps the maximum, so the rate never falls where
+    at most one step follows the warmup, nor with `constant`, which has no warmup, or with a cooldown of 0.
     """
     row = SCHEDULES[config.schedule]
     warmup = part_of(config.warmup, steps) if row.warms else 0
