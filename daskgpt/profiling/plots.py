@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm.std import EMA
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusing, require, require_package
 from daskgpt.config.files import printable
 from daskgpt.profiling.timeline import PALETTE
 from daskgpt.training.logs import METRICS, metrics_lines
@@ -24,9 +24,9 @@ from daskgpt.training.logs import METRICS, metrics_lines
 try:
     import matplotlib as mpl
     from matplotlib.figure import Figure as Figure  # also for other modules, which so have one error without it
-except ImportError as error:
-    rule = "matplotlib must be installed; got no such package"
-    raise RuntimeError(f"plots: {rule}. Install it with pip install 'daskgpt[plot]'.") from error
+except ImportError:
+    require_package("matplotlib", "plot", "plots")
+    raise
 
 STYLE = {
     "font.size": 10,
@@ -54,7 +54,7 @@ def read_runs(paths: Sequence[str]) -> dict[str, Curves]:
 
     Lines that are no records are skipped, as when a run is resumed.
 
-    Errors   FileNotFoundError if there are no metrics; ValueError if there is no step
+    Errors   FileNotFoundError if there are no metrics; ValueError if there is no step, or a metric is no number
     """
     folders = [(path.parent if path.name == METRICS else path) for path in (Path(path).absolute() for path in paths)]
     common = os.path.commonpath([folder.parent for folder in folders])
@@ -69,7 +69,9 @@ def _read(path: Path) -> Curves:
     records = [record for record, _ in metrics_lines(file, sys.maxsize)]
     require(bool(records), "plot", "the metrics must have a step", {"metrics": file}, "Wait for the run's first one.")
     names = ("step", *TITLES, "validation_loss")
-    values = {name: np.array([record.get(name) for record in records], float) for name in names}  # None is nan
+    rule = "every metric must be a number or null"
+    with refusing((ValueError, TypeError, OverflowError), "plot", rule, {"metrics": file}, "Correct that line."):
+        values = {name: np.array([record.get(name) for record in records], float) for name in names}  # None is nan
     return values | {"step": values["step"] + 1}
 
 
@@ -79,7 +81,6 @@ def picture(runs: Mapping[str, Curves], kind: str) -> bytes:
     kind   "png" or "svg"
     """
     names = [name for name in TITLES if any(np.isfinite(run[name]).any() for run in runs.values())]
-    buffer = BytesIO()
     with style():
         figure = Figure(figsize=(13.0, 3.8 * ((len(names) + 1) // 2)))
         for place, name in enumerate(names, 1):
@@ -88,8 +89,7 @@ def picture(runs: Mapping[str, Curves], kind: str) -> bytes:
                 _draw(axes, run, name, label, color)
             axes.set(title=TITLES[name], xlabel="steps", yscale="log" if name == "norm" else "linear")
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
-        save(figure, buffer, kind)
-    return buffer.getvalue()
+        return content(figure, kind)
 
 
 def _draw(axes: Any, run: Curves, name: str, label: str, color: str) -> None:
@@ -99,7 +99,8 @@ def _draw(axes: Any, run: Curves, name: str, label: str, color: str) -> None:
     if name != "learning_rate":
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
         values = list(map(EMA(1 / max(10, len(values) // 100)), values))
-    axes.plot(steps, values, color=color, label=label)
+    label = label.replace("$", r"\$")  # matplotlib sets text between dollars as a formula
+    axes.plot(steps, values, color=color, label=f" {label}" if label.startswith("_") else label)  # it leaves out _names
     if name == "loss":
         axes.plot(run["step"][validated], run["validation_loss"][validated], "o--", color=color, markersize=4)
 
@@ -109,6 +110,8 @@ def style() -> Any:
     return mpl.rc_context(STYLE)
 
 
-def save(figure: Figure, file: Any, kind: str) -> None:
-    """Write a figure as "png" or "svg", without a date, so that the same numbers give the same file."""
-    figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {})
+def content(figure: Figure, kind: str) -> bytes:
+    """Return a figure as "png" or "svg", without a date, so that the same numbers give the same file."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {})
+    return buffer.getvalue()
