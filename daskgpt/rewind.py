@@ -51,6 +51,8 @@ def main(arguments: list[str]) -> int:
     if values.out:
         rule, advice = "--out must be given with one --tensor", "Name one tensor."
         require(len(values.tensor) == 1 and values.tensor != ["all"], "rewind", rule, {"tensor": values.tensor}, advice)
+        rule, got = "--out must end with .npy", {"out": values.out}  # so it is no file of the run itself
+        require(values.out.suffix == ".npy", "rewind", rule, got, "Try --out tensor.npy.")
         check_writable(values.out, "rewind", "out")
     dials, step = given_flags(DataflowConfig, values), values.step - 1
     replay = Replay("rewind", values.run, dials, places.data, places.init)

@@ -94,6 +94,8 @@ def test_what_cannot_be_rewound_is_refused(trained, told, small_text, tmp_path):
         told(rewind, run, "--step", 14, "--tensor", "targets")
     with pytest.raises(ValueError, match="--out must be given with one --tensor"):
         told(rewind, run, "--step", 2, "--rows", "--out", tmp_path / "x.npy")
+    with pytest.raises(ValueError, match=r"--out must end with \.npy"):
+        told(rewind, run, "--step", 2, "--tensor", "wte.weight", "--out", run / "chain.jsonl")
     assert told(rewind, run, "--step", 13, "--tensor", "wte.weight")[0] == 0  # the state after the last step
     out, parameters = tmp_path / "own", daskgpt.initial_parameters(MODEL, seed=5)
     fit(small_text, out, parameters=parameters, save_every=6, keep=1, keep_best=0)

@@ -268,7 +268,8 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
     for files in (
         {"timeline": "x", "graph": "x.json"},
         {"paraver": "t.1", "graph": "t.1.row"},
-        {"graph": "config.toml"},
+        *({"graph": name} for name in ("config.toml", "latest", "step-00000002", str(tmp_path / "chain.jsonl"))),
+        {"timeline": "state"},
     ):
         with pytest.raises(ValueError, match="must differ"):
             TimelineConfig(**files)

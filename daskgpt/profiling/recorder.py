@@ -28,7 +28,7 @@ from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
 from daskgpt.training.autotune import Trial
 from daskgpt.training.engine import Engine
 from daskgpt.training.job import Job
-from daskgpt.training.run_folder import FILES as RUN_FILES
+from daskgpt.training.run_folder import is_of_run
 
 
 class ProcessEvents(NamedTuple):
@@ -149,7 +149,7 @@ class TimelineConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        taken = set(map(Path, RUN_FILES))
+        taken = set[Path]()
         for name, endings in ENDINGS.items():
             value = getattr(self, name)
             paths = paths_of(value, endings) if value else []
@@ -157,7 +157,7 @@ class TimelineConfig(Checked):
                 check_writable(path, "timeline", name)
             for path in paths:
                 rule, advice = "files must differ from each other and from those of a run", "Give each its own name."
-                require(path not in taken, "timeline", rule, {name: str(path)}, advice)
+                require(path not in taken and not is_of_run(path.name), "timeline", rule, {name: str(path)}, advice)
                 taken.add(path)
 
     @property

@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import advice_on, locked, write_file, written
+from daskgpt.formats.huggingface import MODEL as MODEL_FILE
+from daskgpt.formats.safetensors import ENDING
 from daskgpt.formats.stored_model import ReadLater, StoredModel
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import values_of
@@ -21,7 +23,11 @@ from daskgpt.model.step import Arrays
 from daskgpt.schedulers.protocol import Scheduler, WorkerLost
 from daskgpt.training.chain import CHAIN, LINK, Chain
 from daskgpt.training.checkpoint import (
+    BEST,
     LATEST,
+    OPTIMIZER,
+    STATE,
+    STEP,
     Best,
     checkpoints,
     point,
@@ -43,6 +49,11 @@ def new_folder() -> str:
     name = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     numbered = (name.with_name(f"{name.name}-{number}") for number in count(2))
     return str(next(path for path in chain([name], numbered) if not path.exists()))
+
+
+def is_of_run(name: str) -> bool:
+    """Return whether a run itself writes a file, link or folder of this name, into its folder or into a checkpoint."""
+    return name in (*FILES, LATEST, BEST, STATE, MODEL_FILE, OPTIMIZER + ENDING) or STEP.fullmatch(name) is not None
 
 
 class RunFolder:
