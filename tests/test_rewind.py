@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -138,13 +139,32 @@ def honest(small_text, tmp_path_factory):
     return out
 
 
-def test_equal_runs(honest, trained, told):
+def test_equal_runs(honest, trained, told, tmp_path):
     code, shown = told(bisect, honest, honest)
     assert (code, shown) == (0, "written: 12 losses and 12 states that both runs have are equal\n")
     assert told(bisect, honest / "latest", honest / "latest") == (0, "the models are equal\n")
     code, shown = told(bisect, honest / "step-00000003", honest / "step-00000004")
     assert code == 1
     assert "numbers differ, the largest difference is" in shown
+    config, parameters = daskgpt.load(honest)
+    daskgpt.save(tmp_path / "b.safetensors", replace(config, heads=1), parameters)
+    code, shown = told(bisect, honest / "latest", tmp_path / "b.safetensors")
+    assert (code, shown) == (1, f"settings that differ: heads {config.heads} and 1\n")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (np.float32([0.0, np.nan]), np.float32([-0.0, np.nan]), "1 of 2 numbers differ, the largest difference is 0"),
+        (np.float32([3.0, np.nan]), np.float32([1.0, 1.0]), "2 of 2 numbers differ, the largest difference is 2"),
+        (np.float32([np.inf]), np.float32([np.nan]), "1 of 1 numbers differ, the largest difference is nan"),
+        (np.float32(1), np.float32(1), ""),
+        (np.float32(1), np.float32(3), "1 of 1 numbers differ, the largest difference is 2"),
+        (np.uint8([1]), np.uint16([1]), "x is uint8 (1,) and uint16 (1,)"),
+    ],
+)
+def test_bits_are_compared(one, other, said):
+    assert bisect.first_difference({"x": one}, {"x": other}).removeprefix("x: ") == said
 
 
 @pytest.mark.parametrize(
