@@ -16,7 +16,7 @@ from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import count, duration
 from daskgpt.config.stopping import STOPPED
-from daskgpt.data.source import STANDARD_LIBRARY
+from daskgpt.data.source import PREPARED, STANDARD_LIBRARY, recognize
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.generation.sampler import sample
 from daskgpt.generation.sanitize import readable, shown
@@ -31,6 +31,7 @@ from daskgpt.training.start import SECTIONS, Start, WarmStart, changeable, may_n
 from daskgpt.training.trainer import Callback, Observers, Result, train
 
 DEFAULT = "tiny"  # the preset
+SPLIT = "validation_fraction", "held_out"
 EPILOG = (
     f"Exit codes: 0 = all steps are done; {STOPPED} = stopped by Ctrl-C, SIGTERM or SIGHUP after a step and a "
     "checkpoint, or the cluster was lost and there is a checkpoint (--resume continues); 130 = stopped at once by a "
@@ -69,12 +70,13 @@ def parsed(arguments: list[str]) -> Namespace:
     """Return the values of a command line, with the settings of the recipe that it names.
 
     The recipe decides the length of the run only if no flag does. `shorten` says whether it decides the length of
-    sequences, which may then be shortened to the positions of a model.
+    sequences, which may then be shortened to the positions of a model; `split` has those flags that divide text.
 
     Errors   ValueError if a recipe without a size has no model to start from
     """
     values = parser().parse_args(arguments)
     values.shorten = not hasattr(values, "sequence_length")
+    values.split = {name: getattr(values, name) for name in SPLIT if hasattr(values, name)}
     recipe = RECIPES.get("" if values.resume else values.preset)
     if recipe is None:
         return values
@@ -96,6 +98,8 @@ def main(arguments: list[str]) -> int:
     shown: TimelineConfig = from_flags(TimelineConfig, values)
     asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
     check_plan(asked, plan=values.plan)
+    rule, advice = "--plan must come without the files of a timeline", "It runs no step: leave them out."
+    require(not (values.plan and shown.wanted), "plan", rule, given_flags(TimelineConfig, values), advice)
     callbacks: list[Callback] = [TimelineCallback(shown)] if shown.wanted else []
     if values.resume:
         if values.preset:
@@ -121,6 +125,7 @@ def run_of(values: Namespace) -> tuple[Job, Start]:
     settings = {"optimizer": from_flags(OptimizerConfig, values), "dataflow": from_flags(DataflowConfig, values)}
     settings |= {"run": run, "data": from_flags(DataConfig, values)}
     if not run.init:
+        check_split(values.split, settings["data"])
         of_vocabulary = partial(config_of, values, settings["data"])
         return new_run(settings, of_vocabulary, most=numbers.get("vocabulary", 0), connects=connects)
     origin = WarmStart(run.init)
@@ -131,8 +136,17 @@ def run_of(values: Namespace) -> tuple[Job, Start]:
     data, config = origin.data_config(given_flags(DataConfig, values)), origin.config
     if values.shorten:
         data = replace(data, sequence_length=min(data.sequence_length, config.positions))
+    check_split(values.split, data)
     settings["data"] = data
     return new_run(settings, lambda vocabulary: config, origin, most=config.vocabulary, connects=connects)
+
+
+def check_split(given: dict[str, Any], data: DataConfig) -> None:
+    """Errors   ValueError for flags that divide text where nothing is divided, unless they have the defaults"""
+    fixed = bool(data.validation_data) or (bool(given) and recognize(data.data).kind == PREPARED)
+    got = {name: value for name, value in given.items() if value != getattr(DataConfig, name)}
+    rule = "prepared tokens, and data with --validation-data, must come without flags that hold a part out"
+    require(not (got and fixed), "train", rule, got | {"data": data.data}, "Leave them out.")
 
 
 def config_of(values: Namespace, data: DataConfig, vocabulary: int) -> ModelConfig:

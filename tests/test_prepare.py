@@ -436,6 +436,7 @@ def test_training_refuses_mismatched_tokens(expected, tmp_path):
     for flags, keyword in (
         ("--encoding gpt2", "must be that of the tokens"),
         ("--vocabulary 100", "must know every token id"),
+        ("--held-out end", "must come without .*held_out=end"),
     ):
         with pytest.raises(ValueError, match=keyword):
             train.main(["--data", str(expected), *flags.split(), "--out", str(tmp_path / "run")])
