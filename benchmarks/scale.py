@@ -24,6 +24,7 @@ from compare.pipes import TorchOptions
 from compare.processes import TorchSide
 
 import daskgpt
+from daskgpt.config.files import write_file
 from daskgpt.profiling import plots
 from daskgpt.profiling.calibrate import Calibration, of_job
 from daskgpt.profiling.measure import BenchConfig, job_of, origin
@@ -171,10 +172,11 @@ def main(arguments: list[str]) -> None:
     values.out.mkdir(parents=True, exist_ok=True)
     made = origin()
     models = {one.preset: {"seconds a step": one.seconds, "left out": one.left_out} for one in scalings}
-    (values.out / "scale.json").write_text(json.dumps(made | {"cores": cores, "models": models}, indent=1) + "\n")
+    text = json.dumps(made | {"cores": cores, "models": models}, indent=1) + "\n"
+    write_file(values.out / "scale.json", text.encode(), "scale")
     where = f"{made['machine']['processor']}, {cores} cores, {made['date'][:10]}"
     with plots.style():
-        draw(scalings, where).savefig(values.out / "scale.png", dpi=120)
+        write_file(values.out / "scale.png", plots.content(draw(scalings, where), "png"), "scale")
     print(f"{values.out}/scale.json and scale.png, {time.monotonic() - begin:.0f} s")
     for line in [line for one in scalings for line in one.left_out]:
         print(f"left out: {line}")

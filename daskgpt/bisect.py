@@ -10,7 +10,7 @@ Then both runs are made again from the last state that they share, each with its
                          The first of its losses, and of its checkpoints, that differ from the replay are named, and
                          the first tensor in that checkpoint.
 
-Instead of runs, two models in any format that daskgpt reads are compared tensor by tensor.
+Instead of runs, two models in any format that daskgpt reads are compared, setting by setting and tensor by tensor.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def main(arguments: list[str]) -> int:
     require_scheduler(dataflow.scheduler)
     paths = values.one, values.other
     if not all((path / CHAIN).is_file() for path in paths):
-        (config, one), (config_of_other, other) = (load(path)[:2] for path in paths)
-        lines = [*differing(asdict(config), asdict(config_of_other)), first_difference(one, other)]
-        print("\n".join(filter(None, lines)) or "the models are equal")
-        return int(any(lines))
+        (one, ours), (other, theirs) = map(load, paths)
+        found = differing(asdict(one.shortest()), asdict(other.shortest())), first_difference(ours, theirs)
+        print("\n".join(filter(None, found)) or "the models are equal")
+        return int(any(found))
     dials = given_flags(DataflowConfig, values)
     bisection = Bisection([Audit(path, dials, places.data, places.init, "bisect") for path in paths])
     print(f"written: {bisection.described()}", flush=True)
@@ -76,19 +76,19 @@ def first_difference(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarr
         if name not in one or name not in other:
             return f"{name} is missing in {'AB'[name in one]}"
         a, b = one[name], other[name]
-        if a.shape != b.shape:
-            return f"{name} has shapes {a.shape} and {b.shape}"
-        if a.tobytes() != b.tobytes():
-            differences = np.abs(a.astype(np.float64) - b)
-            count, most = np.count_nonzero(differences != 0), np.nanmax(differences)
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return f"{name} is {a.dtype} {a.shape} and {b.dtype} {b.shape}"
+        a, b, bits = np.ascontiguousarray(a), np.ascontiguousarray(b), f"u{a.itemsize}"
+        if (differ := a.view(bits) != b.view(bits)).any():  # 0 and -0 differ, and equal NaNs do not
+            count, most = differ.sum(), np.fmax.reduce(np.abs(a[differ].astype(np.float64) - b[differ]))
             return f"{name}: {count:,} of {a.size:,} numbers differ, the largest difference is {most:.3g}"
     return ""
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line on settings of the same names, if any differ."""
-    if different := [f"{name} {one[name]} and {other[name]}" for name in one if one[name] != other[name]]:
-        yield f"settings that differ: {', '.join(different)}"
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the settings that differ, in words; empty if there are none."""
+    different = [f"{name} {one[name]} and {other[name]}" for name in one if one[name] != other[name]]
+    return f"settings that differ: {', '.join(different)}" if different else ""
 
 
 class Bisection:
@@ -175,7 +175,8 @@ class Bisection:
             both.append({"seed": job.run.seed, "steps": job.steps, "tokens": job.tokens.digest[:DIGITS]})
             for name, part in {"model": job.config, "data": job.data, "optimizer": job.optimizer}.items():
                 both[-1] |= {f"{name}.{key}": value for key, value in asdict(part).items() if key not in PLACES}
-        yield from differing(*both)
+        if different := differing(*both):
+            yield different
 
     def _verdict(self, run: Audit) -> Verdict:
         """Return how a run differs from its replay, from the shared state to the first difference of both runs."""

@@ -43,8 +43,8 @@ class EvaluateConfig(DecodingConfig):
     """Settings of an evaluation."""
 
     data: str = setting("", "a text, folder, glob or token file; prepared tokens; or pairs")
-    limit: int = setting(0, "number of tokens or pairs to use, from the first on; 0 = all", least=0)
-    sequence_length: int = setting(0, "length of a text's sequences; 0 = the model's own", unit="tokens", least=0)
+    limit: int = setting(0, "number of tokens or pairs to use, from the first on; 0 = all")
+    sequence_length: int = setting(0, "length of a text's sequences; 0 = the model's own", unit="tokens")
 
 
 def main(arguments: list[str]) -> int:

@@ -41,12 +41,10 @@ PLACE = "{}"  # of what a user writes, in the form of prompts
 class GenerateConfig(DecodingConfig, Choice):
     """Settings of generation."""
 
-    temperature: float = setting(
-        0.8, "0 = always the likeliest token, 1 = the model's own probabilities", least=0, most=1e30
-    )
+    temperature: float = setting(0.8, "0 = always the likeliest token, 1 = the model's own probabilities", most=1e30)
     samples: int = setting(1, "texts after each prompt", least=1, most=2**12)
-    tokens: int = setting(200, "length of the text", unit="tokens", least=0, most=2**30)
-    seed: int = setting(0, "seed of the random choices", least=0)
+    tokens: int = setting(200, "length of the text", unit="tokens", most=2**30)
+    seed: int = setting(0, "seed of the random choices")
     until: str = setting("", "end a text at these words; \\n is a line break", blank=True)
     template: str = setting(
         "",

@@ -32,7 +32,6 @@ from daskgpt.generation.sanitize import readable
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.job import compile_kernels
 from daskgpt.training.replay import PlacesConfig, Replay, StepTensors
-from daskgpt.training.run_folder import is_own
 
 DIGITS, LOSS = 12, "loss.loss"  # of a SHA-256; the tensor
 
@@ -52,9 +51,9 @@ def main(arguments: list[str]) -> int:
     if values.out:
         rule, advice = "--out must be given with one --tensor", "Name one tensor."
         require(len(values.tensor) == 1 and values.tensor != ["all"], "rewind", rule, {"tensor": values.tensor}, advice)
+        rule, got = "--out must end with .npy", {"out": values.out}  # so it is no file of the run itself
+        require(values.out.suffix == ".npy", "rewind", rule, got, "Try --out tensor.npy.")
         check_writable(values.out, "rewind", "out")
-        rule = "--out must not have the name of a run's file"
-        require(not is_own(values.out), "rewind", rule, {"out": values.out}, "Name another file.")
     dials, step = given_flags(DataflowConfig, values), values.step - 1
     replay = Replay("rewind", values.run, dials, places.data, places.init)
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:

@@ -18,6 +18,7 @@ import importlib
 import time
 from pathlib import Path
 
+from daskgpt.config.files import written
 from daskgpt.config.flags import Parser, add_flags, add_model_flags, given_flags, run_command
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.tables import text_table
@@ -77,7 +78,8 @@ def main(arguments: list[str]) -> int:
     importlib.import_module("daskgpt.profiling.plots")  # refuses to be imported without matplotlib
     folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
     results = Results(folder / "results.jsonl", model, study)
-    folder.mkdir(parents=True, exist_ok=True)
+    with written(folder, "study"):
+        folder.mkdir(parents=True, exist_ok=True)
     compile_kernels()
     failures = run_all(points, results, flags_of({"preset": values.preset} | numbers))
     if results.rows:

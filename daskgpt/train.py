@@ -96,8 +96,8 @@ def main(arguments: list[str]) -> int:
     shown: TimelineConfig = from_flags(TimelineConfig, values)
     asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
     check_plan(asked, plan=values.plan)
-    rule, advice = "a timeline must have steps, which --plan does not run", "Leave one of them out."
-    require(not (values.plan and shown.wanted), "train", rule, {"plan": True}, advice)
+    rule, advice = "--plan must come without the files of a timeline", "It runs no step: leave them out."
+    require(not (values.plan and shown.wanted), "plan", rule, given_flags(TimelineConfig, values), advice)
     callbacks: list[Callback] = [TimelineCallback(shown)] if shown.wanted else []
     if values.resume:
         if values.preset:
@@ -142,12 +142,7 @@ def config_of(values: Namespace, data: DataConfig, vocabulary: int) -> ModelConf
     name = values.preset or DEFAULT
     fitting = {"vocabulary": vocabulary} if vocabulary not in (0, preset(name).vocabulary) else {}
     fitting |= {"positions": data.sequence_length} if name == DEFAULT else {}  # tiny is as long as its sequences
-    numbers = given_flags(ModelConfig, values)
-    config = preset(name, **fitting | numbers)
-    rope = {setting: value for setting, value in numbers.items() if setting.startswith("rope_")}
-    rule, advice = "--rope flags must be those of rotary positions", "Add --position rotary."
-    require(config.position != "learned" or not rope, "train", rule, rope, advice)
-    return config
+    return preset(name, **fitting | given_flags(ModelConfig, values))
 
 
 def report(job: Job, result: Result, seconds: float) -> None:

@@ -81,9 +81,9 @@ def test_templates_that_do_not_fit_are_refused(source, keyword):
 
 
 def test_a_conversation_that_does_not_fit_is_named():
-    template = ChatTemplate("{{ messages[0].content if messages else 'Be good.' }}", NAMES)
-    with pytest.raises(ValueError, match="a line 3: a conversation must begin with what the assistant answers"):
-        template.parts(TALK[1:], "a line 3")
+    for source in ("{{ messages[0].content if messages else 'Be good.' }}", "{{ messages[0].content }}"):
+        with pytest.raises(ValueError, match="a line 3: a conversation must begin with what the assistant answers"):
+            ChatTemplate(source, NAMES).parts(TALK[1:], "a line 3")
 
 
 @pytest.fixture(scope="module")

@@ -248,6 +248,7 @@ ENTRIES = [
     ({"attention__head_count": "four"}, "attention.head_count must be a number"),
     ({"attention__layer_norm_rms_epsilon": None}, "rms_epsilon must be a number; got .*=missing"),
     ({"tokenizer__ggml__eos_token_id": 5000}, "files must be whole; .*IndexError"),
+    ({"tokenizer__ggml__token_type": "two"}, "token_type must have a number for each token; .*numbers=3"),
     ({"feed_forward_length": 65}, "gate_proj|ffn_gate.weight must have shape"),
     ({"block_count": 3}, "missing=blk.2"),
     ({"block_count": 100}, "every block must have its tensors"),

@@ -62,6 +62,12 @@ def test_the_command_writes_each_kind_of_file(two, tmp_path, capsys):
     assert all(f"<!-- {words} -->" in page for words in ("quick", "slow", "steps", "learning rate"))
 
 
+def test_names_are_shown_as_they_are(tmp_path):
+    names = ("_first", "a$b$c")
+    page = picture(read_runs([write_run(tmp_path / name, 3) for name in names]), "svg").decode()
+    assert all(f"<!-- {name} -->" in page.replace("<!--  ", "<!-- ") for name in names)
+
+
 def test_picture_has_the_panels_of_its_runs(two, tmp_path):
     def panels(svg):
         return set(re.findall(rb'<g id="(axes_\d+)"', svg))
@@ -84,6 +90,8 @@ def test_values_that_are_no_numbers_are_left_out(tmp_path):
 
 NO_RUNS = [(None, "metrics.jsonl"), (b"", "must have a step"), (b'{"step": 0, "loss"', "must have a step")]
 NO_RUNS += [(bytes(range(256)) + b"\n", "must have a step"), (b'{"step": "0"}\n', "must have a step")]
+NO_RUNS += [(b'[1]\n"step"\n5\n', "must have a step"), (b'{"step": 0, "loss": "low"}\n', "must have a number")]
+NO_RUNS += [(b'{"step": 0, "norm": 1%s}\n' % (b"0" * 400), "must have a number")]
 
 
 @pytest.mark.parametrize(("content", "keyword"), NO_RUNS)

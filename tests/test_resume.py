@@ -177,6 +177,7 @@ def test_a_run_without_a_good_checkpoint_is_refused(copy, tmp_path, whole):
         ("--optimizer", "muon", r"optimizer=muon \(its own: adamw\)"),
         ("--weight-decay", 0.2, r"weight_decay=0.2 \(its own: 0.1\)"),
         ("--blocks", 2, r"blocks=2 \(its own: 1\)"),
+        ("--init", "model", r"init=model \(it has none\)"),
         ("--preset", "gpt2", "preset=gpt2"),
         ("--out", "elsewhere", "out=elsewhere"),
         ("--init", "elsewhere", "init=elsewhere"),

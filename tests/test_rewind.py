@@ -93,10 +93,10 @@ def test_what_cannot_be_rewound_is_refused(trained, told, small_text, tmp_path):
         told(rewind, run, "--step", 10, "--tensor", "h.0.atn.y")
     with pytest.raises(ValueError, match=r"one of 1 to 13, the last of which is to come; got step=14"):
         told(rewind, run, "--step", 14, "--tensor", "targets")
-    with pytest.raises(ValueError, match="--out must not have the name of a run's file"):
-        told(rewind, run, "--step", 2, "--tensor", "targets", "--out", run / "config.toml")
     with pytest.raises(ValueError, match="--out must be given with one --tensor"):
         told(rewind, run, "--step", 2, "--rows", "--out", tmp_path / "x.npy")
+    with pytest.raises(ValueError, match=r"--out must end with \.npy"):
+        told(rewind, run, "--step", 2, "--tensor", "wte.weight", "--out", run / "chain.jsonl")
     assert told(rewind, run, "--step", 13, "--tensor", "wte.weight")[0] == 0  # the state after the last step
     out, parameters = tmp_path / "own", daskgpt.initial_parameters(MODEL, seed=5)
     fit(small_text, out, parameters=parameters, save_every=6, keep=1, keep_best=0)
@@ -139,13 +139,32 @@ def honest(small_text, tmp_path_factory):
     return out
 
 
-def test_equal_runs(honest, trained, told):
+def test_equal_runs(honest, trained, told, tmp_path):
     code, shown = told(bisect, honest, honest)
     assert (code, shown) == (0, "written: 12 losses and 12 states that both runs have are equal\n")
     assert told(bisect, honest / "latest", honest / "latest") == (0, "the models are equal\n")
     code, shown = told(bisect, honest / "step-00000003", honest / "step-00000004")
     assert code == 1
     assert "numbers differ, the largest difference is" in shown
+    config, parameters = daskgpt.load(honest)
+    daskgpt.save(tmp_path / "b.safetensors", replace(config, heads=1), parameters)
+    code, shown = told(bisect, honest / "latest", tmp_path / "b.safetensors")
+    assert (code, shown) == (1, f"settings that differ: heads {config.heads} and 1\n")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (np.float32([0.0, np.nan]), np.float32([-0.0, np.nan]), "1 of 2 numbers differ, the largest difference is 0"),
+        (np.float32([3.0, np.nan]), np.float32([1.0, 1.0]), "2 of 2 numbers differ, the largest difference is 2"),
+        (np.float32([np.inf]), np.float32([np.nan]), "1 of 1 numbers differ, the largest difference is nan"),
+        (np.float32(1), np.float32(1), ""),
+        (np.float32(1), np.float32(3), "1 of 1 numbers differ, the largest difference is 2"),
+        (np.uint8([1]), np.uint16([1]), "x is uint8 (1,) and uint16 (1,)"),
+    ],
+)
+def test_bits_are_compared(one, other, said):
+    assert bisect.first_difference({"x": one}, {"x": other}).removeprefix("x: ") == said
 
 
 def test_models_whose_numbers_alone_differ(tmp_path, told):

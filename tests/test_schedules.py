@@ -31,9 +31,21 @@ def test_no_length_leaves_the_bounds(name):
             assert 0 < learning_rate(config, step, steps) <= config.learning_rate * (1 + 1e-15)
 
 
+def test_the_last_step_has_the_final_rate_where_two_follow_the_warmup():
+    for name, steps, warmup, cooldown in product(SCHEDULES, (1, 2, 6), (0, 1, 4, 5, 10), (0, 1, 300)):
+        config = OptimizerConfig(schedule=name, warmup=warmup, cooldown=cooldown)
+        rate = learning_rate(config, steps - 1, steps)
+        if warmup <= steps or name == "constant":
+            falls = name != "constant" and (name != "wsd" or cooldown) and steps - warmup > 1
+            assert rate == (config.final_learning_rate if falls else config.learning_rate)
+
+
 def test_amounts_of_tokens_and_steps():
-    texts = ("7", "10M", "1.5k", "2e6", "3B", "2g")
-    assert [count(text) for text in texts] == [7, 10_000_000, 1500, 2_000_000, 3 * 10**9, 2 * 10**9]
+    texts = ("7", "10M", "1.5k", "2e6", "3B", "2g", "2.3M", "9" * 400)
+    numbers = [7, 10_000_000, 1500, 2_000_000, 3 * 10**9, 2 * 10**9, 2_300_000, 10**400 - 1]
+    assert [count(text) for text in texts] == numbers
+    with pytest.raises(ValueError, match=r"0\.4"):
+        count("0.4")
     assert RunConfig(tokens="1.5k").tokens == 1500
     assert part_of(count_or_share("5%"), 1000) == 50
     assert part_of(count_or_share("0.5 %"), 1001) == 6

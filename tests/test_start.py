@@ -132,6 +132,7 @@ WRONG = [
     ("--steps 10 --epochs 1", "steps=10, epochs=1"),
     ("--out TEXT", "must be a folder or new"),
     ("--out TEXT/run", "must be a folder or new"),
+    ("--out LINK", "must be a folder or new.*a link to nothing"),
     ("--out RUN", "must not hold a run already"),
     ("--batch-size 12 --batch-chunk 5", "must divide batch_size; got batch_chunk=5, batch_size=12. Try batch_chunk=6"),
     ("--accumulate 2 --batch-chunk 8", "batch_chunk=8, batch_size=4"),
@@ -140,8 +141,8 @@ WRONG = [
     ("--sequence-length 64 --positions 32", "must not be longer than the model's positions"),
     ("--blocks 4096 --channels 65536 --heads 64", "must fit into"),
     ("--workers 2", "--workers must come with --plan"),
-    ("--plan --timeline x", "which --plan does not run"),
-    ("--rope-theta 500", "of rotary positions; got rope_theta=500.0"),
+    ("--plan --timeline x", "--plan must come without .*timeline=x"),
+    ("--rope-theta 500", "must come with rotary positions; got rope_theta=500"),
     ("--resume RUN --scheduler 127.0.0.1:1", "scheduler must answer"),
     ("--resume RUN --steps 1", "must have steps left"),
 ]
@@ -160,7 +161,8 @@ def nothing_slow(monkeypatch):
 @pytest.mark.usefixtures("nothing_slow")
 @pytest.mark.parametrize(("flags", "said"), WRONG)
 def test_what_is_wrong_is_said_before_data_are_read(flags, said, first, small_text, tmp_path):
-    flags = flags.replace("TEXT", str(small_text)).replace("RUN", str(first))
+    (tmp_path / "link").symlink_to("nothing")
+    flags = flags.replace("TEXT", str(small_text)).replace("RUN", str(first)).replace("LINK", str(tmp_path / "link"))
     data = [] if "--resume" in flags else ["--data", small_text, "--batch-size 4"]
     out = [] if "--out" in flags or "--resume" in flags else ["--out", tmp_path / "run"]
     with pytest.raises((ValueError, OSError, RuntimeError), match=said):

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, replace
 
 import pytest
+from full_disk import full_disk
 
 from daskgpt import bench
 from daskgpt.config.model import ModelConfig
@@ -249,3 +250,15 @@ def test_results_of_another_study_are_refused(tmp_path):
         results.path.write_text(line + "\n")
         with pytest.raises(ValueError, match="one study"):
             Results(results.path, MODEL, STUDY)
+    (row,) = results.rows
+    for name in row.keys() - {"shared"}:
+        results.path.write_text(json.dumps({other: row[other] for other in row.keys() - {name}}) + "\n")
+        with pytest.raises(ValueError, match=rf"every line must be .*got file={results.path}, error=\w+Error"):
+            Results(results.path, MODEL, STUDY)
+
+
+def test_files_of_a_study_are_complete_or_absent(tmp_path):
+    results = results_of(tmp_path, [(BASE, 0, 1.5, {})])
+    with full_disk(20_000), pytest.raises(OSError, match=r"study: all of the file must be written; got .*threads\.png"):
+        study.write(results)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.jsonl", "table.md"]

@@ -132,7 +132,7 @@ PRESETS: dict[str, ModelConfig] = {
 def preset(name: str, **overrides: Any) -> ModelConfig:
     """Return the named size with some numbers replaced.
 
-    Errors   ValueError for an unknown name
+    Errors   ValueError for an unknown name, or numbers of rotary positions without them
 
     >>> preset("gpt2", blocks=2)
     ModelConfig(blocks=2, heads=12, channels=768, vocabulary=50257, padded_vocabulary=50304, positions=1024, ...)
@@ -143,4 +143,9 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     require_known(name, PRESETS, "preset", "preset")
     if "vocabulary" in overrides and "padded_vocabulary" not in overrides:
         overrides["padded_vocabulary"] = 0
-    return replace(PRESETS[name], **overrides)
+    config = replace(PRESETS[name], **overrides)
+    turns = {name: value for name, value in overrides.items() if name.startswith("rope_")}
+    unused = config.position == "learned" and any(turns[name] != getattr(ModelConfig, name) for name in turns)
+    advice = "Add position=rotary, or leave them out."
+    require(not unused, "preset", "rope_ numbers must come with rotary positions", turns, advice)
+    return config

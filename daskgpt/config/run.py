@@ -60,12 +60,20 @@ class OptimizerConfig(Checked):
         choices=("constant", "linear", "cosine", "wsd"),
     )
     warmup: int | str = setting(
-        100, "first steps, in which the rate rises; a number or a share such as 5%", unit="steps", parse=count_or_share
+        100,
+        "first steps, in which the rate rises (not with constant); a number or a share such as 5%",
+        unit="steps",
+        parse=count_or_share,
     )
     cooldown: int | str = setting(
-        "20%", "last steps, in which the rate falls (wsd only); a number or a share", unit="steps", parse=count_or_share
+        "20%",
+        "last steps, in which the rate falls (wsd only), at most those after the warmup; a number or a share",
+        unit="steps",
+        parse=count_or_share,
     )
-    final_learning_rate: float = setting(1e-4, "learning rate of the last step (not with constant)")
+    final_learning_rate: float = setting(
+        1e-4, "learning rate of the last step; unused with constant, cooldown 0, or one step at most after the warmup"
+    )
     clip: float = setting(0.0, "largest norm of all gradients together; larger ones are scaled down; 0 = never")
     beta1: float = setting(0.9, "decay of the mean gradient m", below=1)
     beta2: float = setting(0.99, "decay of the mean squared gradient v", below=1)
@@ -118,8 +126,12 @@ class RunConfig(Checked):
     """One training run: its length, its start, and its output."""
 
     steps: int = setting(2000, "optimizer steps", least=1)
-    epochs: float = setting(0.0, "length of the run in passes over the training part, in place of --steps", most=1e6)
-    tokens: int = setting(0, "length of the run in tokens, such as 10M, in place of --steps", parse=count)
+    epochs: float = setting(
+        0.0, "length of the run in passes over the training part, in place of --steps; 0 = by --steps", most=1e6
+    )
+    tokens: int = setting(
+        0, "length of the run in tokens, such as 10M, in place of --steps; 0 = by --steps", parse=count
+    )
     seed: int = setting(0, "seed of initial values, batches and samples")
     init: str = setting(
         "",

@@ -183,6 +183,6 @@ def part_of(amount: int | str, whole: int) -> int:
     return math.ceil(float(amount.rstrip("%")) * whole / 100) if isinstance(amount, str) else amount
 
 
-count.__name__ = "number such as 10M"  # shown by argparse for a text that is none
+count.__name__ = "whole number such as 10M"  # shown by argparse for a text that is none
 duration.__name__ = "time such as 50us"
 count_or_share.__name__ = "number or share such as 5%"

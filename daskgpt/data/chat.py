@@ -17,6 +17,13 @@ from daskgpt.formats.encoding import Encoding
 WHERE = "chat"
 USER, ASSISTANT = "user", "assistant"  # roles
 Message = Mapping[str, str]  # role and content
+# Rules, with advice; the last one where nothing stands before the assistant's message.
+TAKES = "the chat template must take these messages", "Correct their roles and contents."
+LEAVES = (
+    "the chat template must leave the text of earlier messages as it is",
+    "Train on pairs of prompt and response instead.",
+)
+BEGINS = "a conversation must begin with what the assistant answers", "Begin with a user's message."
 
 
 class Part(NamedTuple):
@@ -71,8 +78,8 @@ class ChatTemplate:
 
         Errors   ValueError if the template refuses the messages
         """
-        rule, got = "the chat template must take these messages", {"roles": [m.get("role") for m in messages]}
-        with refusing(None, where, rule, got, "Correct their roles and contents."):
+        (rule, advice), got = TAKES if messages else BEGINS, {"roles": [m.get("role") for m in messages]}
+        with refusing(None, where, rule, got, advice):
             text = self.template.render(messages=messages, add_generation_prompt=reply, **self.names)
         return text
 
@@ -88,13 +95,7 @@ class ChatTemplate:
             if message.get("role") != ASSISTANT:
                 continue
             before, after = self.text(messages[:number], True, where), self.text(messages[: number + 1], False, where)
-            rule = "the chat template must leave the text of earlier messages as it is"
-            advice = "Train on pairs of prompt and response instead."
-            if not number:
-                rule, advice = (
-                    "a conversation must begin with what the assistant answers",
-                    "Begin with a user's message.",
-                )
+            rule, advice = LEAVES if number else BEGINS
             fits = before.startswith(done) and after.startswith(before)
             require(fits, where, rule, {"message": number + 1}, advice)
             parts += [Part(before[len(done) :], False), Part(after[len(before) :], True)]

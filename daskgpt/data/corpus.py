@@ -40,7 +40,7 @@ class PrepareConfig(Checked):
     scheduler: str = setting(
         "auto", "sync, threads, local, or an address (see train); auto = DASK_SCHEDULER_ADDRESS, else threads"
     )
-    threads: int = setting(0, "threads, or worker processes of local; 0 = one per core", least=0, most=2**12)
+    threads: int = setting(0, "threads, or worker processes of local; 0 = one per core", most=2**12)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -150,7 +150,9 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
 
     with whole_files(path):
         tokens, kinds = tokenizer["tokens"], tokenizer["token_type"]
-        ids = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != TokenType.UNUSED}
+        rule, got = f"{TOKENIZER}token_type must have a number for each token", {"path": path, "numbers": len(kinds)}
+        require(len(kinds) == len(tokens), READ, rule, got, "Copy the file again.")
+        ids = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind != TokenType.UNUSED}
         pairs = [pair.split(" ") for pair in tokenizer["merges"]]
         merges = [pair for pair in pairs if "".join(pair) in ids]
         special = {token: kinds[i] == TokenType.CONTROL for token, i in ids.items() if kinds[i] != TokenType.NORMAL}

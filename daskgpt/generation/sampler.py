@@ -25,7 +25,7 @@ class DecodingConfig(Checked):
     encoding: str = setting("", "bytes, gpt2, or the file of a learned vocabulary, in place of the model's own")
     precision: str = setting("float32", "precision of weights, keys and values", choices=PRECISIONS)
     threads: int = setting(
-        0, "threads that share the rows of each matrix; 0 = all cores, or fewer for a small model", least=0, most=2**12
+        0, "threads that share the rows of each matrix; 0 = all cores, or fewer for a small model", most=2**12
     )
 
 
@@ -36,10 +36,8 @@ class Choice(Checked):
                  counts probabilities after the temperature and among those that top_k leaves
     """
 
-    temperature: float = setting(
-        1.0, "0 = always the likeliest token, 1 = the model's own probabilities", least=0, most=1e30
-    )
-    top_k: int = setting(0, "choose among this many likeliest tokens; 0 = all", least=0)
+    temperature: float = setting(1.0, "0 = always the likeliest token, 1 = the model's own probabilities", most=1e30)
+    top_k: int = setting(0, "choose among this many likeliest tokens; 0 = all")
     top_p: float = setting(
         1.0, "choose among the fewest likeliest tokens with at least this much probability; 1 = all", least=1e-9, most=1
     )

@@ -46,7 +46,7 @@ class BatchConfig(Checked):
     batch_size: int = setting(12, "B, sequences a step", least=1, most=2**20)
     sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
     groups: int = groups_setting()
-    seed: int = setting(0, "seed of initial values, tokens, and of the order of runs", least=0)
+    seed: int = setting(0, "seed of initial values, tokens, and of the order of runs")
 
 
 class BenchConfig(BatchConfig):

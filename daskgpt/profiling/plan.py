@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusing, require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig
 from daskgpt.config.settings import count, duration
@@ -131,8 +131,10 @@ def plan(
         workers, threads = len(counts), min(counts, default=0)
     dials = replace(dials, scheduler="threads") if threads and dials.scheduler == "auto" else dials
     job = replace(job, dataflow=replace(dials, threads=threads or dials.threads))
-    bits = count(bandwidth) if isinstance(bandwidth, str) else bandwidth
-    seconds = duration(latency) if isinstance(latency, str) else latency
+    rule = "bandwidth must be a number such as 10G, and latency a time such as 50us"
+    with refusing(ValueError, "plan", rule, {"bandwidth": bandwidth, "latency": latency}, "Correct it."):
+        bits = count(bandwidth) if isinstance(bandwidth, str) else bandwidth
+        seconds = duration(latency) if isinstance(latency, str) else latency
     check_plan({"workers": workers or None, "bandwidth": bits, "latency": seconds}, plan=True)
     return predict(job, workers, bits, seconds, timed=True)
 
@@ -206,9 +208,11 @@ def check_plan(asked: Mapping[str, Any], *, plan: bool) -> None:
     workers, bandwidth, latency = (asked[name] for name in ("workers", "bandwidth", "latency"))
     if workers is not None:
         require(workers >= 1, "plan", "--workers must be at least 1", {"workers": workers}, "Give 1 or more.")
-    rule = "--bandwidth must come with --workers, and --latency with --bandwidth, and none may be negative"
-    fine = bandwidth >= 0 and latency >= 0 and bool(workers or not bandwidth) and bool(bandwidth or not latency)
-    require(fine, "plan", rule, {"bandwidth": bandwidth, "latency": latency}, "Add what is missing.")
+    got, most = {"bandwidth": bandwidth, "latency": latency}, 1e18
+    rule = f"--bandwidth and --latency must be between 0 and {most:.0e}"
+    require(0 <= bandwidth <= most and 0 <= latency <= most, "plan", rule, got, "Try 10G and 50us.")
+    rule, fine = "--bandwidth must come with --workers, and --latency with --bandwidth", workers or not bandwidth
+    require(bool(fine and (bandwidth or not latency)), "plan", rule, got, "Add what is missing.")
 
 
 def fits(job: Job, peak: int, libraries: int) -> str:

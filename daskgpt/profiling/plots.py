@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm.std import EMA
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import require, require_package
 from daskgpt.config.files import printable
 from daskgpt.profiling.timeline import PALETTE
 from daskgpt.training.logs import METRICS, metrics_lines
@@ -25,9 +25,9 @@ from daskgpt.training.logs import METRICS, metrics_lines
 try:
     import matplotlib as mpl
     from matplotlib.figure import Figure as Figure  # also for other modules, which so have one error without it
-except ImportError as error:
-    rule = "matplotlib must be installed; got no such package"
-    raise RuntimeError(f"plots: {rule}. Install it with pip install 'daskgpt[plot]'.") from error
+except ImportError:
+    require_package("matplotlib", "plot", "plots")
+    raise
 
 STYLE = {
     "font.size": 10,
@@ -55,7 +55,7 @@ def read_runs(paths: Sequence[str]) -> dict[str, Curves]:
 
     Lines that are no records are skipped, as when a run is resumed.
 
-    Errors   FileNotFoundError if there are no metrics; ValueError if there is no step
+    Errors   FileNotFoundError if there are no metrics; ValueError if there is no step, or a metric is no number
     """
     folders = [(path.parent if path.name == METRICS else path) for path in (Path(path).absolute() for path in paths)]
     common = os.path.commonpath([folder.parent for folder in folders])
@@ -85,6 +85,8 @@ def picture(runs: Mapping[str, Curves], kind: str) -> bytes:
     kind   "png" or "svg"
     """
     names = [name for name in TITLES if any(np.isfinite(run[name]).any() for run in runs.values())]
+    rule, advice = "the metrics must have a number to draw", "Wait for the run's first step."
+    require(bool(names), "plot", rule, {"runs": ", ".join(runs)}, advice)
     with style():
         figure = Figure(figsize=(13.0, 3.8 * ((len(names) + 1) // 2)))
         for place, name in enumerate(names, 1):
@@ -93,7 +95,7 @@ def picture(runs: Mapping[str, Curves], kind: str) -> bytes:
                 _draw(axes, run, name, label, color)
             axes.set(title=TITLES[name], xlabel="steps", yscale="log" if name == "norm" else "linear")
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
-        return drawn(figure, kind)
+        return content(figure, kind)
 
 
 def _draw(axes: Any, run: Curves, name: str, label: str, color: str) -> None:
@@ -103,7 +105,8 @@ def _draw(axes: Any, run: Curves, name: str, label: str, color: str) -> None:
     if name != "learning_rate":
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
         values = list(map(EMA(1 / max(10, len(values) // 100)), values))
-    axes.plot(steps, values, color=color, label=label)
+    label = label.replace("$", r"\$")  # matplotlib sets text between dollars as a formula
+    axes.plot(steps, values, color=color, label=f" {label}" if label.startswith("_") else label)  # it leaves out _names
     if name == "loss":
         axes.plot(run["step"][validated], run["validation_loss"][validated], "o--", color=color, markersize=4)
 
@@ -113,8 +116,8 @@ def style() -> Any:
     return mpl.rc_context(STYLE)
 
 
-def drawn(figure: Figure, kind: str) -> bytes:
-    """Return a figure as a "png" or "svg" file, without a date, so that the same numbers give the same file."""
+def content(figure: Figure, kind: str) -> bytes:
+    """Return a figure as "png" or "svg", without a date, so that the same numbers give the same file."""
     buffer = BytesIO()
     figure.savefig(buffer, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {})
     return buffer.getvalue()

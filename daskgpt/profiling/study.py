@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusing, require
 from daskgpt.config.files import write_file
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
@@ -130,7 +130,7 @@ class Results:
 
     rows   a run each: what all runs share, the point, the repetition, and the line of `bench --json`
 
-    Errors   ValueError if the file is of another study: another model or batch
+    Errors   ValueError if the file is of another study: another model or batch; or if a line lacks something
     """
 
     def __init__(self, path: Path, model: ModelConfig, study: StudyConfig) -> None:
@@ -139,6 +139,9 @@ class Results:
         self.shared: Row = json.loads(json.dumps(asdict(model) | asdict(study) | left_out))
         *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # without a line that is not whole
         self.rows = [self._row(number, line) for number, line in enumerate(lines, 1)]
+        rule, got = "every line must be a point, its repetition and the line of bench --json", {"file": path}
+        with refusing((LookupError, TypeError, ValueError), "study", rule, got, "Give another --out."):
+            _ = table_of(self.points), self.rows and caption(self), {row["repetition"] for row in self.rows}
 
     def _row(self, number: int, line: bytes) -> Row:
         shared: Row = {}
@@ -274,7 +277,7 @@ def write(results: Results) -> None:
         figure = figure_of(results.points)
         figure.suptitle("\n".join(caption(results)[:2]), fontsize=11)
         for kind in ("png", "svg"):
-            write_file(results.path.with_name(f"threads.{kind}"), plots.drawn(figure, kind), "study")
+            write_file(results.path.with_name(f"threads.{kind}"), plots.content(figure, kind), "study")
 
 
 def figure_of(points: Points) -> Any:

@@ -78,7 +78,8 @@ class RunFolder:
         if any(present) or checkpoints(self.path):
             raise self._taken()
         parent = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if os.path.lexists(p))
-        rule, advice = "the path must be a folder or new", f"{parent} is neither: give another --out."
+        what = "a link to nothing" if not parent.exists() else "a file"
+        rule, advice = "the path must be a folder or new", f"{parent} is {what}: give another --out."
         require(parent.is_dir(), where, rule, got, advice)
         advice = f"Nothing can be written in {parent}: give another --out."
         require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
