@@ -102,13 +102,6 @@ def test_a_folder_that_cannot_be_locked_stays_free(tmp_path, monkeypatch):
     assert list((tmp_path / "run").iterdir()) == [other]
 
 
-def test_a_link_to_nothing_is_no_folder(tmp_path):
-    (tmp_path / "run").symlink_to(tmp_path / "missing")
-    for path in ("run", "run/first"):
-        with pytest.raises(ValueError, match=f"must be a folder or new; got .*{tmp_path}/run is neither"):
-            RunFolder(str(tmp_path / path))
-
-
 def test_two_runs_into_one_folder(tmp_path):
     first, second = RunFolder(str(tmp_path / "run")), RunFolder(str(tmp_path / "run"))  # neither is written yet
     first.begin({"run": {"seed": 1}}, {"step": 0})
