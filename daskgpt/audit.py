@@ -36,11 +36,11 @@ class AuditConfig(PlacesConfig):
 def main(arguments: list[str]) -> int:
     """Print a line for each fault of the chain and for each stretch, and a verdict."""
     flags = Parser(prog="daskgpt.audit", description=__doc__, epilog=EPILOG)
-    flags.add_argument("run", metavar="RUN", type=expanded, help="run folder")
+    flags.add_argument("run", metavar="RUN", type=Path, help="run folder")
     values, options, dataflow = flags.read(arguments, AuditConfig, DataflowConfig)
     if options.share:
         require_scheduler(dataflow.scheduler)
-    audit = Audit(values.run, given_flags(DataflowConfig, values), options.data, options.init)
+    audit = Audit(expanded(values.run), given_flags(DataflowConfig, values), options.data, options.init)
     there = f"{len(audit.entries):,} entries, {len(audit.folders):,} checkpoints are there"
     print(f"chain {audit.head}: {there}")
     print("".join(f"FAULT {line}\n" for line in audit.faults), end="", flush=True)

@@ -44,10 +44,10 @@ def main(arguments: list[str]) -> int:
     """Compare, and print what differs."""
     flags = Parser(prog="daskgpt.bisect", description=__doc__, epilog=EPILOG)
     for name in ("one", "other"):
-        flags.add_argument(name, metavar=f"RUN_{'AB'[name == 'other']}", type=expanded, help="run folder, or a model")
+        flags.add_argument(name, metavar=f"RUN_{'AB'[name == 'other']}", type=Path, help="run folder, or a model")
     values, places, dataflow = flags.read(arguments, PlacesConfig, DataflowConfig)
     require_scheduler(dataflow.scheduler)
-    paths = values.one, values.other
+    paths = expanded(values.one), expanded(values.other)
     if not all((path / CHAIN).is_file() for path in paths):
         (one, ours), (other, theirs) = map(load, paths)
         found = differing(asdict(one.shortest()), asdict(other.shortest())), first_difference(ours, theirs)

@@ -39,7 +39,7 @@ DIGITS, LOSS = 12, "loss.loss"  # of a SHA-256; the tensor
 def main(arguments: list[str]) -> int:
     """Compute the step and print what was asked for."""
     flags = Parser(prog="daskgpt.rewind", description=__doc__)
-    flags.add_argument("run", metavar="RUN", type=expanded, help="run folder")
+    flags.add_argument("run", metavar="RUN", type=Path, help="run folder")
     flags.add_argument("--step", type=int, required=True, help="number of the step, from 1")
     text = "compute this tensor and print its statistics (may be repeated); all = every tensor, in order of computation"
     flags.add_argument("--tensor", metavar="NAME", action="append", default=[], help=text)
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         require(values.out.suffix == ".npy", "rewind", rule, got, "Try --out tensor.npy.")
         check_writable(values.out, "rewind", "out")
     dials, step = given_flags(DataflowConfig, values), values.step - 1
-    replay = Replay("rewind", values.run, dials, places.data, places.init)
+    replay = Replay("rewind", expanded(values.run), dials, places.data, places.init)
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
         tensors = replay.tensors_of(step, scheduler)
         names = tensors.names if values.tensor == ["all"] else [*map(tensors.resolve, values.tensor)]

@@ -127,14 +127,12 @@ def test_own_shards_have_the_encoding_of_their_manifest(tmp_path, capsys):
         ("pairs.txt", pairs_as("question", "answer")),
         ("pairs.json", [row | {"input": ""} for row in pairs_as("instruction", "output")]),
         ("folder/a.jsonl", pairs_as("Instruction", "Output")),
-        ("list.json", pairs_as("instruction", "output")),
-        ("long list", [{"prompt": "é" * 2**14, "response": "b"}, *pairs_as("prompt", "response")]),
+        ("long.txt", [{"prompt": "é" * 2**14, "response": "b"}, *pairs_as("prompt", "response")]),
     ],
 )
 def test_pairs_are_recognized_by_content(name, records, tmp_path):
     long = [("é" * 2**14, "b")] * name.startswith("long")
-    in_list = json.dumps(records, indent=1, ensure_ascii=False)
-    written(tmp_path / name, in_list if "list" in name else lines(records))
+    written(tmp_path / name, lines(records))
     source = recognize(str(tmp_path / name.split("/")[0]))
     assert source.kind == "pairs"
     assert pairs_of(source) == (long + PAIRS, [])
@@ -148,24 +146,20 @@ def test_an_instruction_is_followed_by_its_input(tmp_path):
     assert pairs == [("Add.\n1, 2", "3"), ("Hi.", "Ho.")]
 
 
-def test_a_list_holds_texts(tmp_path, monkeypatch):
-    """They are those of lines; a list without a text in each record is a document."""
-    monkeypatch.setattr("daskgpt.data.reading.BLOCK_BYTES", 4096)
-    for name, dump in (("list.json", json.dumps), ("lines.jsonl", lines)):
-        path = written(tmp_path / name, dump([{"text": f"text {n}"} for n in range(900)]))
-        assert texts_of(path) == [f"text {n}" for n in range(900)]
-        prepare.main([path, "--encoding", "bytes", "--out", str(tmp_path / f"{name}-tokens")])
-    one, other = (load_dataset(str(folder)).training for folder in sorted(tmp_path.glob("*-tokens")))
-    assert bytes(np.asarray(one[:])) == bytes(np.asarray(other[:]))
-    assert texts_of(written(tmp_path / "other.json", '[{"a": 1}]')) == ['[{"a": 1}]']
-    wrong = written(tmp_path / "wrong.json", '[{"text": "a"}, {"text": 1}]')
-    with pytest.raises(ValueError, match="must be text; got .*record 2"):
-        texts_of(wrong)
-    with pytest.raises(ValueError, match="begins with a JSON list.*Extra data"):
-        texts_of(written(tmp_path / "wrong.json", '[{"text": "a"}]\n[{"text": "b"}]\n'))
-    monkeypatch.setattr("daskgpt.data.reading.LONGEST_LIST", 9)
-    with pytest.raises(ValueError, match="at most 9 bytes.*jq"):
-        texts_of(wrong)
+def test_lists_of_records_are_refused(tmp_path):
+    """Not what is a list otherwise: any JSON is text, too."""
+    for records in (pairs_as("instruction", "output"), [{"text": TEXT}], [{"conversations": []}]):
+        path = written(tmp_path / "list.json", json.dumps(records, indent=1))
+        with pytest.raises(ValueError, match=r"is a JSON list of records\). Write each .* jq"):
+            recognize(path)
+    for name, content in {"list.json": '[{"a": 1}]', "list.txt": '[{"text": "a"}] is a list.'}.items():
+        assert texts_of(written(tmp_path / name, content)) == [content]
+
+
+def test_a_wrong_line_of_json_is_named(tmp_path):
+    path = written(tmp_path / "a.json", '{"prompt": "a", "response": "b"}\n"prompt": "a"}\n')
+    with pytest.raises(ValueError, match="every line must be JSON.*line 2"):
+        pairs_of(recognize(path))
 
 
 def test_parquet_holds_pairs_or_text(tmp_path):

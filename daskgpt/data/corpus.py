@@ -15,7 +15,7 @@ from typing import NamedTuple
 from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, setting
 from daskgpt.data import reading
-from daskgpt.data.reading import DOCUMENT, FIELD, LAST, LIST, PARQUET, File
+from daskgpt.data.reading import DOCUMENT, FIELD, LAST, PARQUET, File
 from daskgpt.data.source import TEXT, recognize
 from daskgpt.data.text import split_text
 
@@ -65,7 +65,7 @@ class Section:
     """A part of a file that can be read by itself.
 
     start, stop   of text, multiples of BLOCK_BYTES between which its lines begin; of Parquet, row groups; 0 and LAST of
-                  lists and compressed files, which can only be read as a whole
+                  compressed files, which can only be read as a whole
     size          estimate [bytes]
     """
 
@@ -98,7 +98,7 @@ def _sections(file: File) -> Iterator[Section]:
         with reading.opened_parquet(file) as parquet:
             for number in range(parquet.num_row_groups):
                 yield Section(file, number, number + 1, parquet.metadata.row_group(number).total_byte_size)
-    elif file.packing or file.form == LIST:
+    elif file.packing:
         yield Section(file, 0, LAST, file.size)
     else:
         for start in range(0, file.size, reading.BLOCK_BYTES):

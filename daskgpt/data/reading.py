@@ -13,17 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, cast
 
-from daskgpt.config.errors import refusal, refusing, require
+from daskgpt.config.errors import refusal
 from daskgpt.config.files import readable
 
 WHERE = "data"
 T = TypeVar("T")
-# Forms of text: a document per file, or records.
-DOCUMENT, LINES, LIST, PARQUET = "document", "JSON lines", "JSON lists", "Parquet"
+DOCUMENT, LINES, PARQUET = "document", "JSON lines", "Parquet"  # forms of text: a document per file, or records
 FIELD = "text"  # of records, by default
 BLOCK_BYTES = 2**22  # bytes of text that are read together
 LAST = sys.maxsize  # behind the end of every file
-LONGEST_LIST = 2**30  # bytes of a JSON list, which is read as a whole
 ROWS = 16  # of Parquet read at a time: few, since a text may be a book
 
 
@@ -33,7 +31,7 @@ class File:
 
     name      its path below the source's folder, or its own
     kind      one of KINDS; "" for what cannot be used
-    form      how its text is written: DOCUMENT, LINES, LIST or PARQUET
+    form      how its text is written: DOCUMENT, LINES or PARQUET
     packing   gzip, zstd, or "" if it is not compressed
     fields    names in its first record
     reason    what it is, if it cannot be used
@@ -128,17 +126,6 @@ def _records(file: File, start: int, stop: int, field: str | None) -> Iterator[t
             rows = (row for batch in batches for row in batch.to_pylist())
             yield from ((f"row {number}", row) for number, row in enumerate(rows, first))
         return
-    if file.form == LIST:
-        with opened(file) as stream:
-            content = stream.read(LONGEST_LIST + 1)
-        rule = f"a JSON list must have at most {LONGEST_LIST:,} bytes"
-        advice = "Write each record on a line of its own: jq -c '.[]' LIST.json > LINES.jsonl."
-        require(len(content) <= LONGEST_LIST, WHERE, rule, {"path": file.path}, advice)
-        rule, advice = "a file that begins with a JSON list must hold just that", "Correct it, or copy it again."
-        with refusing((ValueError, RecursionError), WHERE, rule, {"path": file.path}, advice):
-            rows = json.loads(content)
-        yield from ((f"record {number}", row) for number, row in enumerate(rows, 1))
-        return
     counted = f" from byte {start:,} on" if start else ""
     lines = (line for _, block in blocks(file, start, stop) for line in block.removesuffix(b"\n").split(b"\n"))
     for number, line in enumerate(lines, 1):
@@ -162,10 +149,9 @@ def records(
     stop: int = LAST,
     field: str | None = None,
 ) -> Iterator[tuple[str, T]]:
-    """Yield what `parse` makes of each record of a file, with its place: the number of its line, row or record.
+    """Yield what `parse` makes of each record of a file, with its place: the number of its line or row.
 
-    start, stop   of lines of JSON as of `blocks`, and lines are counted from there; of Parquet: row groups; of a list
-                  none
+    start, stop   of lines of JSON as of `blocks`, and lines are counted from there; of Parquet: row groups
     field         only column of Parquet to read; None = all
 
     Errors   ValueError with the rule, naming the first record for which `parse` raises an error for another content,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import re
 import sys
 import sysconfig
 from collections import Counter
@@ -23,7 +24,7 @@ import numpy as np
 from daskgpt.config.errors import refusal, require, require_package
 from daskgpt.config.files import expanded, matching_files, printable, readable
 from daskgpt.data import reading
-from daskgpt.data.reading import DOCUMENT, FIELD, LINES, LIST, PARQUET, WHERE, File
+from daskgpt.data.reading import DOCUMENT, FIELD, LINES, PARQUET, WHERE, File
 from daskgpt.data.token_folder import encoding_of, is_prepared
 from daskgpt.formats import llmc
 from daskgpt.formats.stored_model import is_pickled
@@ -176,10 +177,13 @@ def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
     if (wrong := _wrong_byte(start)) >= 0:
         return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_EXPORT)
     named_records = not _RECORD_ENDINGS.isdisjoint(Path(name.lower()).suffixes[-2 if packing else -1 :])
-    form, fields = _first_record(file, named_records)
-    if fields:
+    named_json = ".json" in Path(name.lower()).suffixes[-2 if packing else -1 :]
+    if named_json and _is_list_of_records(start, field):
+        advice = "Write each record on a line of its own: jq -c '.[]' LIST.json > LINES.jsonl."
+        return replace(file, reason="is a JSON list of records", advice=advice)
+    if fields := _first_record(file, named_records or named_json):
         # Any JSON is text, too: as records count lines of files that are named so, and records of known fields.
-        return _of_records(replace(file, form=form, fields=fields), accepted, field, records=named_records)
+        return _of_records(replace(file, form=LINES, fields=fields), accepted, field, records=named_records)
     # The reader of lines names the first wrong one.
     return replace(file, kind=TEXT, form=LINES if named_records and start.strip() else DOCUMENT)
 
@@ -229,26 +233,37 @@ def pair_fields(names: Collection[str]) -> tuple[tuple[str, ...], str] | None:
     return None
 
 
-def _first_record(file: File, named: bool) -> tuple[str, tuple[str, ...]]:
-    """Return LINES and the names in the first line of a file, if that is an object in JSON, and so is the second one of
-    a file whose name does not say that it holds records; LIST and the names of the first object of a list; no names for
-    other text.
+def _first_record(file: File, named: bool) -> tuple[str, ...]:
+    """Return the names in the first line of a file, if that is an object in JSON, and so is the second one of a file
+    whose name is not that of JSON; none for other text.
     """
     for size in (LOOKED_AT, LONGEST_RECORD):
         start = reading.beginning(file, size)
-        text = start.removeprefix(codecs.BOM_UTF8).lstrip()
-        listed = text.startswith(b"[")
-        line, _, others = (text[1:].lstrip(), b"", b"") if listed else text.partition(b"\n")
-        second = b"" if named else others.lstrip().partition(b"\n")[0]
-        if not line.startswith(b"{") or second[:1] not in (b"", b"{"):
+        line, end, _ = start.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+        if not line.startswith(b"{"):
             break
-        with suppress(ValueError, RecursionError):
-            if listed:  # more follows the first object, which may end within a character
-                return LIST, tuple(json.JSONDecoder().raw_decode(line.decode(errors="ignore"))[0])
-            if named or second or len(start) < size:  # else the second one may come behind what was read
-                json.loads(second or b"{}")
-                return LINES, tuple(json.loads(line))
-    return LINES, ()
+        if end or len(start) < size:  # else the line is longer than what was read
+            with suppress(ValueError, RecursionError):
+                names = tuple(json.loads(line))
+                return names if named or _second_is_object(file, size + LOOKED_AT) else ()
+            break
+    return ()
+
+
+def _second_is_object(file: File, size: int) -> bool:
+    """Return whether the second line of a file, as far as it is in so many bytes, is an object in JSON, or missing."""
+    start = reading.beginning(file, size)
+    second, end, _ = start.lstrip().partition(b"\n")[2].lstrip().partition(b"\n")
+    if end or len(start) < size:
+        json.loads(second or b"{}")
+    return second[:1] in (b"", b"{")
+
+
+def _is_list_of_records(start: bytes, field: str) -> bool:
+    """Return whether a text begins with a JSON list of objects with the fields of texts, pairs or chats."""
+    names = {name.decode() for name in re.findall(rb'"(\w+)"\s*:', start)}
+    known = field in names or pair_fields(names) is not None or not CHATS.keys().isdisjoint(names)
+    return known and re.match(rb'\s*\[\s*\{\s*"', start.removeprefix(codecs.BOM_UTF8)) is not None
 
 
 # Folders
@@ -256,11 +271,12 @@ def _first_record(file: File, named: bool) -> tuple[str, tuple[str, ...]]:
 
 def _folder_kind(folder: Path) -> tuple[str, str]:
     """Return what a folder is beside a collection of files, and advice; "" if it is just that."""
-    if is_prepared(folder):
-        return PREPARED, "daskgpt train takes prepared tokens."
-    model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-    if model or (folder / "chain.jsonl").is_file():
-        return "a run or a model", "Give the text that it was trained on; a model belongs to --init."
+    with readable(folder, WHERE):
+        if is_prepared(folder):
+            return PREPARED, "daskgpt train takes prepared tokens."
+        model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+        if model or (folder / "chain.jsonl").is_file():
+            return "a run or a model", "Give the text that it was trained on; a model belongs to --init."
     return "", ""
 
 

@@ -99,10 +99,12 @@ def encode(encoding: Encoding, text: str, origin: str = "") -> np.ndarray:
     Cost     gpt2: about 15 MB of text a second; bytes: a copy
     Errors   ValueError, with the origin, for a text that the tokenizer cannot encode
     """
-    rule, got = f"the tokenizer {encoding.name} must be able to encode the text", {"text": origin or "one"}
-    with refusing(None, "encode", rule, got, "Correct the text, or leave it out."):
-        ids = encoding.ids(text).astype(id_dtype(encoding.n_vocab))
-    return ids
+    try:  # a context manager takes longer than a short text
+        return encoding.ids(text).astype(id_dtype(encoding.n_vocab))
+    except BaseException as error:
+        rule, got = f"the tokenizer {encoding.name} must be able to encode the text", {"text": origin or "one"}
+        with refusing(None, "encode", rule, got, "Correct the text, or leave it out."):
+            raise error
 
 
 def _gpt2() -> Encoding:
