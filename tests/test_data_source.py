@@ -148,11 +148,15 @@ def test_an_instruction_is_followed_by_its_input(tmp_path):
 
 def test_lists_of_records_are_refused(tmp_path):
     """Not what is a list otherwise: any JSON is text, too."""
-    for records in (pairs_as("instruction", "output"), [{"text": TEXT}], [{"conversations": []}]):
+    long = {"prompt": "é" * 2**14, "response": "b"}
+    for records in ([long], pairs_as("instruction", "output"), [{"text": TEXT}], [{"conversations": []}]):
         path = written(tmp_path / "list.json", json.dumps(records, indent=1))
         with pytest.raises(ValueError, match=r"is a JSON list of records\). Write each .* jq"):
             recognize(path)
-    for name, content in {"list.json": '[{"a": 1}]', "list.txt": '[{"text": "a"}] is a list.'}.items():
+    for name, content in {
+        "list.json": '[{"a": {"text": 1}}, {"text": 1}]',
+        "list.txt": '[{"text": "a"}] is a list.',
+    }.items():
         assert texts_of(written(tmp_path / name, content)) == [content]
 
 

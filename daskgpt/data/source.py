@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import json
 import os
-import re
 import sys
 import sysconfig
 from collections import Counter
@@ -178,7 +177,8 @@ def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
         return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_EXPORT)
     named_records = not _RECORD_ENDINGS.isdisjoint(Path(name.lower()).suffixes[-2 if packing else -1 :])
     named_json = ".json" in Path(name.lower()).suffixes[-2 if packing else -1 :]
-    if named_json and _is_list_of_records(start, field):
+    listed = _first_of_list(file) if named_json else ()
+    if field in listed or pair_fields(listed) or not CHATS.keys().isdisjoint(listed):
         advice = "Write each record on a line of its own: jq -c '.[]' LIST.json > LINES.jsonl."
         return replace(file, reason="is a JSON list of records", advice=advice)
     if fields := _first_record(file, named_records or named_json):
@@ -259,11 +259,16 @@ def _second_is_object(file: File, size: int) -> bool:
     return second[:1] in (b"", b"{")
 
 
-def _is_list_of_records(start: bytes, field: str) -> bool:
-    """Return whether a text begins with a JSON list of objects with the fields of texts, pairs or chats."""
-    names = {name.decode() for name in re.findall(rb'"(\w+)"\s*:', start)}
-    known = field in names or pair_fields(names) is not None or not CHATS.keys().isdisjoint(names)
-    return known and re.match(rb'\s*\[\s*\{\s*"', start.removeprefix(codecs.BOM_UTF8)) is not None
+def _first_of_list(file: File) -> tuple[str, ...]:
+    """Return the names in the first object of a JSON list that a file begins with; none for other text."""
+    for size in (LOOKED_AT, LONGEST_RECORD):
+        text = reading.beginning(file, size).removeprefix(codecs.BOM_UTF8).lstrip()
+        first = text[1:].lstrip()
+        if not (text.startswith(b"[") and first.startswith(b"{")):
+            break
+        with suppress(ValueError, RecursionError):  # more follows, which may end within a character
+            return tuple(json.JSONDecoder().raw_decode(first.decode(errors="ignore"))[0])
+    return ()
 
 
 # Folders

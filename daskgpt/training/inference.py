@@ -93,7 +93,7 @@ TOGETHER = 20  # batches in one graph
 class Validation:
     """Measures the loss of fixed, evenly spread windows of the held-out text, or of held-out pairs.
 
-    stop_requested   returns whether the run shall end: a validation is given up then, and made when it is resumed
+    stop_requested   returns whether the run shall end: a validation is given up then
     """
 
     def __init__(self, job: Job, engine: Engine, stop_requested: Callable[[], bool] = lambda: False) -> None:

@@ -115,11 +115,6 @@ class Job:
             "run": asdict(run) | {"init": init, "out": from_root(run.out), "steps": self.steps},
         }
 
-    def next_validation(self, step: int) -> int:
-        """Return how many steps will have been made at the first validation after a step."""
-        every = self.run.validate_every or self.steps
-        return min((step // every + 1) * every, self.steps)
-
     @property
     def order(self) -> str:
         """The order in which steps take sequences; `auto` is resolved."""

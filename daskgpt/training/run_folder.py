@@ -84,11 +84,10 @@ class RunFolder:
         advice = f"Nothing can be written in {parent}: give another --out."
         require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
 
-    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any], again: int = 0) -> None:
+    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
         """Write the configuration, and open the metrics and the chain.
 
         entry    the state of the checkpoint that a resumed run continues from, or the beginning of a new one
-        again    number of its last steps whose metrics are to be written again
 
         Errors   FileExistsError if another run has begun here in the meantime
         """
@@ -105,7 +104,7 @@ class RunFolder:
             if not self.resumed:
                 self._lock()
             self.configure(sections)
-            self.metrics = self.metrics or open_metrics(self.path, entry["step"] - again)
+            self.metrics = self.metrics or open_metrics(self.path, entry["step"])
             self.chain = Chain(self.path / CHAIN, entry)
         except BaseException:
             self.close()
@@ -203,19 +202,17 @@ class Saver:
         folder: RunFolder,
         scheduler: Scheduler,
         say: Say,
-        saved: int,
         best: Best,
         losses: Sequence[float],
         news: dict[str, Any],
     ) -> None:
-        """saved    step of the newest checkpoint of earlier processes, 0 if there is none
-        best     the best one
-        losses   of all steps so far
+        """best     the best checkpoint of earlier processes
+        losses   of all steps so far: in the beginning, of those before the newest checkpoint
         news     gets the metrics of each checkpoint
         """
         self.job, self.folder, self.scheduler, self.say, self.losses = job, folder, scheduler, say, losses
         self.news = news
-        self.saved, self.best, self.since = saved, best if job.run.keep_best else Best(), time.monotonic()
+        self.saved, self.best, self.since = len(losses), best if job.run.keep_best else Best(), time.monotonic()
 
     @property
     def chain(self) -> Chain:
@@ -226,12 +223,6 @@ class Saver:
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
         return bool(self.job.run.keep_best) and loss is not None and loss < self.best.loss
-
-    def mark(self, step: int, loss: float | None) -> None:
-        """Point `best` to the newest checkpoint if the loss that was measured since makes it the best one."""
-        if loss is not None and self.better(loss):
-            self.best = Best(step, loss)
-            self.best.point(self.folder.path)
 
     def configure(self, sections: Mapping[str, Any]) -> None:
         """Write the configuration; where that fails, a line says so."""

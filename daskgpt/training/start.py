@@ -113,7 +113,6 @@ class Start:
     seconds     how long earlier processes have trained
     best        the best checkpoint of earlier processes
     entry       of the run's chain, behind which it continues; empty for a new run
-    unvalidated metrics of the last step, whose loss is not among the losses, if a stop has cut its validation short
     """
 
     folder: RunFolder | None
@@ -126,7 +125,6 @@ class Start:
     seconds: float = 0.0
     best: Best = field(default_factory=Best)
     entry: Mapping[str, Any] = field(default_factory=dict)
-    unvalidated: Mapping[str, Any] = field(default_factory=dict)
 
 
 class WarmStart:
@@ -368,19 +366,19 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
     c = _changed_configuration(path, state, changes)
     open_model_file(checkpoint_folder)  # makes a learned vocabulary known
     require_allowed_rows(state, "train")
-    job, done = Job(c.pop("model"), **c), state["step"]
-    records = {record["step"]: record for record, _ in metrics_lines(folder.path / METRICS, done)}
+    job = Job(c.pop("model"), **c)
     if not job.run.epochs:  # whose number of steps the data decide
-        _unvalidated(job, done, records, path)
+        _require_steps_left(job, state, path)
     job = replace(job, dataset=data_of_run("train", job.data, state))
-    unvalidated = _unvalidated(job, done, records, path)
-    parameters, moments = read_checkpoint(checkpoint_folder, job.moments)
+    _require_steps_left(job, state, path)
+    (parameters, moments), done = read_checkpoint(checkpoint_folder, job.moments), state["step"]
     messages.append(f"resumed    {checkpoint_folder}: {done} of {job.steps} steps are done")
     units = state["arithmetic"], arithmetic(job)
     if units[0] != units[1]:
         change = " -> ".join(f"{unit['precision']} by {unit['unit']}" for unit in units)
         messages.append(f"arithmetic {change}: bits differ from here on")
-    losses = [records.get(number, {}).get("loss") for number in range(done - bool(unvalidated))]
+    records = {record["step"]: record for record, _ in metrics_lines(folder.path / METRICS, done)}
+    losses = [records.get(number, {}).get("loss") for number in range(done)]
     if missing := losses.count(None):
         messages.append(f"metrics    {missing} of {done} steps are missing")
     validated = [loss for record in records.values() if (loss := record.get("validation_loss")) is not None]
@@ -395,20 +393,12 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
         state.get("seconds", 0.0),
         Best.of(folder.path, state),
         state,
-        unvalidated,
     )
 
 
-def _unvalidated(job: Job, done: int, records: Mapping[int, Mapping[str, Any]], path: str) -> Mapping[str, Any]:
-    """Return the metrics of the last step if its validation was due, but is missing; else none.
-
-    Errors   ValueError if there is nothing left to do
-    """
-    last = records.get(done - 1, {})
-    missing = bool(last) and job.next_validation(done - 1) == done and "validation_loss" not in last
-    rule, got = "the run must have steps left", {"steps": job.steps, "resume": f"{path} ({done} done)"}
-    require(job.steps > done or missing, "train", rule, got, "Give more --steps.")
-    return last if missing else {}
+def _require_steps_left(job: Job, state: Mapping[str, Any], path: str) -> None:
+    rule, got = "the run must have steps left", {"steps": job.steps, "resume": f"{path} ({state['step']} done)"}
+    require(job.steps > state["step"], "train", rule, got, "Give more --steps.")
 
 
 def _changed_configuration(

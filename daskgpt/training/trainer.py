@@ -226,7 +226,7 @@ def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) 
     """
     scheduler.admit(job.precision.packed)
     require_memory(job, scheduler.memory_limits())
-    progress = Progress(job.steps, done=len(start.losses), quiet=observers.quiet)
+    progress = Progress(job.steps, done=start.step, quiet=observers.quiet)
     with finishing_first(progress.say) as stop_requested:
         trainer = _Trainer(job, scheduler, start, observers, progress, stop_requested)
         try:
@@ -281,7 +281,7 @@ class _Trainer:
         self.validation = Validation(job, self.engine, self.stop_requested)
         self.saver: Saver | None = None
         if self.folder:
-            self.saver = Saver(job, self.folder, scheduler, say, start.step, start.best, self.losses, self.news)
+            self.saver = Saver(job, self.folder, scheduler, say, start.best, self.losses, self.news)
         self.recovery: Recovery | None = None
         if self.engine.ranks:
             from daskgpt.training.recovery import Recovery
@@ -320,16 +320,8 @@ class _Trainer:
         not recorded, validated or reported a second time.
         """
         engine, length = self.engine, self.job.steps
-        if self.job.run.init and not engine.made:
+        if self.job.run.init and not self.losses:
             self._sample()  # of the model to start from
-        if self.start.unvalidated and len(self.losses) < engine.made:
-            with self.timed("validation"):
-                measured = self.validation.measure()
-            self._report({**self.start.unvalidated, **measured})
-            if self.saver:
-                self.saver.mark(engine.made, self.validated.get(engine.made))
-            if not measured:
-                return True
         while engine.made < length:
             steps = range(engine.made, engine.made + self._together())
             batches = self.loader.take(steps)
@@ -342,7 +334,7 @@ class _Trainer:
                 records = self.metrics.of_window(steps, outcomes, seconds)
             if self.saver and self._dials() != dials:  # they were chosen with this step
                 self.saver.configure(self._settings())
-            if first_time and engine.made == self.job.next_validation(steps[-1]):
+            if first_time and engine.made == self._next_validation(steps[-1]):
                 with self.timed("validation"):
                     records[-1].update(self.validation.measure())
             new = records[max(len(self.losses) - steps.start, 0) :]
@@ -351,9 +343,10 @@ class _Trainer:
             shown = {name: record[name] for record in new for name in SHOWN if name in record}
             if shown:
                 self.scheduler.publish(TOPIC, shown)
-            if engine.made == length and length in self.validated:  # else a stop has cut the validation short
+            if engine.made == length:
                 return False
             if self.enough or self.stop_requested():
+                self.progress.say(f"stopped after {engine.made} of {length} steps")
                 return True
             if self.recovery:
                 with self.timed("recovery points"):
@@ -372,7 +365,7 @@ class _Trainer:
             # Once: places and versions are those of the beginning, even where a working directory or a file goes.
             self.facts = checkpoint_facts(job, job.resolved(self.scheduler))
             entry = start.entry or beginning(self._facts(0), start.parameters)
-            self.saver.folder.begin(self._settings(), entry, start.step - len(start.losses))
+            self.saver.folder.begin(self._settings(), entry)
             self.saver.best.point(self.saver.folder.path)  # an earlier process may have been killed before it did
         progress.say("\n".join([describe(job, self.scheduler, engine.described_chunks), *start.messages]))
         run = job.run
@@ -388,7 +381,12 @@ class _Trainer:
         every = run.save_every if self.saver else 0
         ends: list[int] = [(made // count + 1) * count for count in (every, run.sample_every) if count]
         ends += [first for first, _ in self.callbacks if made < first]
-        return min(self.engine.together(), min([*ends, self.job.next_validation(made)]) - made)
+        return min(self.engine.together(), min([*ends, self._next_validation(made)]) - made)
+
+    def _next_validation(self, step: int) -> int:
+        """Return how many steps will have been made at the first validation after a step."""
+        every = self.job.run.validate_every or self.job.steps
+        return min((step // every + 1) * every, self.job.steps)
 
     @contextmanager
     def _observed(self, steps: range) -> Iterator[None]:
@@ -462,8 +460,6 @@ class _Trainer:
     def _finished(self, *, stopped: bool) -> Result:
         """Save the last state and return the result of the run."""
         result, engine = self.result, self.engine
-        if stopped:
-            self.progress.say(f"stopped after {engine.made} of {self.job.steps} steps")
         result.seconds, result.stopped = time.perf_counter() - self.began, stopped
         self.finite.require_weights(engine, max(engine.made - 1, 0))
         result.checkpoint = step_folder(self.folder.path, engine.made) if self.folder else None
