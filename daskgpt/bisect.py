@@ -50,9 +50,9 @@ def main(arguments: list[str]) -> int:
     paths = expanded(values.one), expanded(values.other)
     if not all((path / CHAIN).is_file() for path in paths):
         (one, ours), (other, theirs) = map(load, paths)
-        found = differing(asdict(one.shortest()), asdict(other.shortest())), first_difference(ours, theirs)
-        print("\n".join(filter(None, found)) or "the models are equal")
-        return int(any(found))
+        lines = differing(asdict(one.shortest()), asdict(other.shortest())), first_difference(ours, theirs)
+        print("\n".join(filter(None, lines)) or "the models are equal")
+        return int(any(lines))
     dials = given_flags(DataflowConfig, values)
     bisection = Bisection([Audit(path, dials, places.data, places.init, "bisect") for path in paths])
     print(f"written: {bisection.described()}", flush=True)

@@ -1,7 +1,7 @@
 """Turn text into folders of tokens that training reads.
 
-INPUT is a file, a folder (all text below it that is not hidden) or a glob: text, lines of JSON or lists, each of
-them compressed (gzip, zstd) or not, or Parquet. The tokens are a pure function of the inputs and the flags, with any
+INPUT is a file, a folder (all text below it that is not hidden) or a glob: text, lines of JSON, each of them
+compressed (gzip, zstd) or not, or Parquet. The tokens are a pure function of the inputs and the flags, with any
 scheduler. To continue after a stop, give the same command again.
 """
 

@@ -146,7 +146,7 @@ def test_tasks_of_a_run_and_workers_that_leave(collected):
     )
     assert [call.thread for call in collected.calls["a"]] == [0, 1, 2, 1], "a thread keeps its lane"
     collected.remove_worker(None, "a")
-    assert collected.calls == collected.lanes == collected.known == {}
+    assert collected.calls == collected.lanes == collected.until == {}
 
 
 def spans_of(*calls):

@@ -132,8 +132,8 @@ def help_of(f: Field[Any], default: str = "") -> str:
     choices = f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
     unit = f" [{f.metadata['unit']}]" if f.metadata["unit"] else ""
     text, _, meaning = f.metadata["help"].partition("; empty = ")
-    own = "auto" if f.default == f.metadata["auto"] else str(f.default)
-    return f"{text}{choices}{unit} (default: {default or meaning or own or 'none'})"
+    default_word = "auto" if f.default == f.metadata["auto"] else str(f.default)
+    return f"{text}{choices}{unit} (default: {default or meaning or default_word or 'none'})"
 
 
 def _matched(text: str, rest: str) -> re.Match[str]:

@@ -175,8 +175,8 @@ def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
         return replace(file, reason=reason, advice=_GIVE_TEXT) if reason else replace(file, kind=TOKENS)
     if (wrong := _wrong_byte(start)) >= 0:
         return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_EXPORT)
-    named_records = not _RECORD_ENDINGS.isdisjoint(Path(name.lower()).suffixes[-2 if packing else -1 :])
-    named_json = ".json" in Path(name.lower()).suffixes[-2 if packing else -1 :]
+    endings = Path(name.lower()).suffixes[-2 if packing else -1 :]
+    named_records, named_json = not _RECORD_ENDINGS.isdisjoint(endings), ".json" in endings
     listed = _first_of_list(file) if named_json else ()
     if field in listed or pair_fields(listed) or not CHATS.keys().isdisjoint(listed):
         advice = "Write each record on a line of its own: jq -c '.[]' LIST.json > LINES.jsonl."

@@ -169,7 +169,7 @@ class RowUpdate(TaskCall):
         return [pieces, given, state]
 
     def run(self, pieces: Sequence[Any], given: Sequence[Any], state: Sequence[Any]) -> None:
-        chains = [call.in_order(own) for call, own in zip(self.sums, pieces)]
+        chains = [call.in_order(chunks) for call, chunks in zip(self.sums, pieces)]
         if self.fused is not None:
             parts = [part for chain in chains[0] for part in chain.calls]
             groups = [chain.group for chain in chains[0] for _ in chain.calls]
@@ -186,9 +186,9 @@ class RowUpdate(TaskCall):
             else:
                 gradient = given[0][rows] if given else np.empty((last - first, *self.columns), self.dtype, like=hyper)
             for band in bands if self.sums else ():
-                own = gradient[band[0] - first : band[1] - first]
+                total = gradient[band[0] - first : band[1] - first]
                 for number, (call, chain) in enumerate(zip(self.sums, chains)):
-                    call.add(chain, [own], band[0], started=bool(given) or number > 0)
+                    call.add(chain, [total], band[0], started=bool(given) or number > 0)
             self.rule.kernel(weight, gradient, *moments, hyper, **self.options)
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> None:

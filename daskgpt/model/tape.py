@@ -94,7 +94,7 @@ class Tape:
             inputs, (output,) = parse(row.signature)
             given, sizes = row.arguments.split(), dict(zip(output, array.shape))
             after = dy, inputs[given.index("dy")]
-            arrays = {name: self._again(own, after) for name, own in record.arrays.items() if name in given}
+            arrays = {name: self._again(array, after) for name, array in record.arrays.items() if name in given}
             summed = not {"b", "t"} & set(output)
             (dx,) = self._apply(
                 Origin(record.layer.name, "backward", record.where, argument),

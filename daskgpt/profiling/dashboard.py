@@ -89,7 +89,7 @@ class Collected(SchedulerPlugin):
     users     names of the runs that the page is there for
     calls     of each worker, by its address, with the numbers of lanes as threads
     lanes     of each worker: thread -> number of its lane, the thread of the latest call last
-    known     until when the calls of each worker are known, from the first of them on
+    until     until when the calls of each worker are known, from the first of them on
     step      record of the latest step, see `training.metrics.SHOWN`, with the loss of the latest validation
     recoveries  number of recoveries from a loss
     looked    when a page last showed something
@@ -102,7 +102,7 @@ class Collected(SchedulerPlugin):
         self.scheduler, self.users = scheduler, set[str]()
         self.calls: dict[str, deque[LatestCall]] = {}
         self.lanes: dict[str, dict[int, int]] = {}
-        self.known: dict[str, float] = {}
+        self.until: dict[str, float] = {}
         self.step: dict[str, Any] = {}
         self.recoveries = 0
         self.looked = self.asked = -PATIENCE
@@ -138,7 +138,7 @@ class Collected(SchedulerPlugin):
     async def _ask(self, worker: str, most: int) -> None:
         try:
             with suppress(OSError, asyncio.TimeoutError):  # it has left, or hangs
-                asked = ask_worker(self.scheduler, worker, ASKED, since=self.known.get(worker, 0.0), most=most)
+                asked = ask_worker(self.scheduler, worker, ASKED, since=self.until.get(worker, 0.0), most=most)
                 self.take(worker, *await asyncio.wait_for(asked, PATIENCE))
         finally:
             del self.asking[worker]
@@ -156,7 +156,7 @@ class Collected(SchedulerPlugin):
         if cut:
             kept.clear()
         kept.extend(new)
-        self.known[worker] = now
+        self.until[worker] = now
         for call in new:
             action = "transfer" if call.name.startswith(RECEIVE) else "compute"
             span = {"action": action, "start": call.start, "stop": call.end}
@@ -177,7 +177,7 @@ class Collected(SchedulerPlugin):
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
         self.calls.pop(worker, None)
         self.lanes.pop(worker, None)
-        self.known.pop(worker, None)
+        self.until.pop(worker, None)
 
     def transition(
         self,
@@ -204,9 +204,9 @@ class Collected(SchedulerPlugin):
 
     def latest(self) -> Part:
         """Return the calls of the last seconds of which all workers have sent theirs."""
-        newest = max(self.known.values(), default=0.0)
-        there = sorted(worker for worker, end in self.known.items() if end > newest - WINDOW)
-        end = min((self.known[worker] for worker in there), default=0.0)
+        newest = max(self.until.values(), default=0.0)
+        there = sorted(worker for worker, end in self.until.items() if end > newest - WINDOW)
+        end = min((self.until[worker] for worker in there), default=0.0)
         start = max([end - WINDOW, *(self.calls[worker][0].start for worker in there if self.calls[worker])])
         calls = [
             (worker, call._replace(start=max(call.start, start), end=min(call.end, end)))

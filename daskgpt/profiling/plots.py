@@ -55,7 +55,7 @@ def read_runs(paths: Sequence[str]) -> dict[str, Curves]:
 
     Lines that are no records are skipped, as when a run is resumed.
 
-    Errors   FileNotFoundError if there are no metrics; ValueError if there is no step, or a metric is no number
+    Errors   FileNotFoundError if there are no metrics; ValueError if there is no step
     """
     folders = [(path.parent if path.name == METRICS else path) for path in (Path(path).absolute() for path in paths)]
     common = os.path.commonpath([folder.parent for folder in folders])

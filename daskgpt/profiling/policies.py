@@ -104,7 +104,7 @@ class ReadyList(list[Key]):
 
     def __init__(self, keys: Iterable[Key], policy: Policy, graph: Graph, seconds: Mapping[Key, float]) -> None:
         super().__init__()
-        self.policy, self.tasks, self.known = policy, graph, dict[Key, ReadyTask]()
+        self.policy, self.tasks, self.described = policy, graph, dict[Key, ReadyTask]()
         self.seconds, self.mean = seconds, fmean(seconds.values()) if seconds else 1.0
         self.paths = self._paths()
         for key in keys:
@@ -124,10 +124,10 @@ class ReadyList(list[Key]):
         super().append(key)
         calls = calls_of(self.tasks[key])
         seconds, path = self.seconds.get(key, self.mean), self.paths[key]
-        self.known[key] = ReadyTask(key, calls[0].kind if calls else "", len(self.known), seconds, path)
+        self.described[key] = ReadyTask(key, calls[0].kind if calls else "", len(self.described), seconds, path)
 
     def pop(self, *_: Any) -> Key:
-        ready = [self.known[key] for key in self]
+        ready = [self.described[key] for key in self]
         chosen: Any = next(iter(self.policy(ready.copy()) or ()), None)
         rule, advice = "a policy must return the ready tasks in an order", "Return a sorted list, say."
         require(chosen in ready, "scheduling", rule, {"first": chosen}, advice, TypeError)

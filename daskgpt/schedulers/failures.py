@@ -89,16 +89,16 @@ class LeftOut:
     """Workers that a run does without for some time, each time for twice as long."""
 
     def __init__(self) -> None:
-        self.known: dict[str, tuple[float, float]] = {}  # address -> until when, and for how many seconds
+        self.left_out: dict[str, tuple[float, float]] = {}  # address -> until when, and for how many seconds
 
     def add(self, address: str) -> None:
-        _, before = self.known.get(address, (0.0, LEAST_LEFT_OUT / 2))
-        self.known[address] = time.monotonic() + 2 * before, 2 * before
+        _, before = self.left_out.get(address, (0.0, LEAST_LEFT_OUT / 2))
+        self.left_out[address] = time.monotonic() + 2 * before, 2 * before
 
     @property
     def now(self) -> set[str]:
         """The addresses of those that are left out now."""
-        return {address for address, (until, _) in self.known.items() if time.monotonic() < until}
+        return {address for address, (until, _) in self.left_out.items() if time.monotonic() < until}
 
 
 @dataclass

@@ -102,8 +102,8 @@ def chosen_address(address: str) -> str:
     if address in LOCAL_SCHEDULERS or address.startswith(("file:", "inproc://")):
         return address
     match = re.fullmatch(r"(?:(tcp|tls)://)?(\[[^]]+\]|[^][:/]+):(\d{1,5})/?", address, re.ASCII)
-    known = match is not None and 0 < int(match[3]) < 1 << 16
-    require(known, OPENS, "the scheduler must be known", got, nearest(address, CHOICES))
+    valid = match is not None and 0 < int(match[3]) < 1 << 16
+    require(valid, OPENS, "the scheduler must be known", got, nearest(address, CHOICES))
     protocol, host, port = cast(Any, match).groups()
     return f"{protocol or 'tcp'}://{host}:{port}"
 

@@ -57,11 +57,11 @@ class StepMetrics:
 
     def of_window(self, window: range, outcomes: Sequence[Outcome], seconds: float) -> list[dict[str, Any]]:
         """Return the metrics of each of some steps; seconds: that all of them took."""
-        each, optimizer, records = seconds / len(outcomes), self.job.optimizer, []
+        mean, optimizer, records = seconds / len(outcomes), self.job.optimizer, []
         shared: dict[str, Any] = {
             "seconds": round(self.seconds(), 3),
-            "tokens_per_s": round(self.tokens / each, 1),
-            "gflop_per_s": round(self.operations / each / 1e9, 3),
+            "tokens_per_s": round(self.tokens / mean, 1),
+            "gflop_per_s": round(self.operations / mean / 1e9, 3),
         }
         if self.scheduler.in_place:
             shared["memory_bytes"] = resident_memory()

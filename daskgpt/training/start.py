@@ -442,8 +442,8 @@ def _resolved(setting: str, value: Any) -> Any:
 
 def may_not_change(path: str, setting: str, value: Any, kept: Any = None) -> ValueError:
     """Return the error for a setting that a run keeps; it lists those that may change."""
-    own = "" if kept is None else f" (its own: {kept})" if kept != "" else " (it has none)"
-    got = f"{setting}={value}{own}, resume={path}"
+    shown = "" if kept is None else f" (its own: {kept})" if kept != "" else " (it has none)"
+    got = f"{setting}={value}{shown}, resume={path}"
     rule = "--resume keeps the run's own settings"
     return refusal(ValueError, "train", rule, got, f"May change: {', '.join(changeable())}.")
 

@@ -54,7 +54,7 @@ def test_dashboard_page_shows_a_run(small_text, tmp_path):
             if step == 8:
                 assert urllib.request.urlopen(client.dashboard_link).status == 200
                 assert urllib.request.urlopen(link).status == 200
-                wait_until(lambda: len(collected.known) == 2 and kinds <= kernels(), "kernels")
+                wait_until(lambda: len(collected.until) == 2 and kinds <= kernels(), "kernels")
                 stream = client.cluster.scheduler.plugins["task-stream"].buffer
                 assert kinds <= {str(own["key"]).partition("-")[0] for own in [*stream]}
 

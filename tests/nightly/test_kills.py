@@ -12,4 +12,5 @@ def test_resume_after_ten_random_kills(tmp_path):
     compile_all(np.float32)
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}: python benchmarks/kills.py --kills 10 --seed {seed}")  # pytest shows it where the test fails
-    print(kill_and_resume(tmp_path, 10, seed))
+    said = kill_and_resume(tmp_path, 10, seed)  # which checks the bits
+    assert "10 kills" in said, said
