@@ -71,6 +71,7 @@ def random_choices(random: np.random.Generator, config: ModelConfig) -> ModelCon
     rows = {"activation": ["gelu", "swiglu", "relu2"], "bias": ["all", "qkv", "none"], "head": ["tied", "untied"]}
     rows |= {"position": ["learned", "rotary"], "qk_norm": ["none", "rmsnorm"]}
     sizes = {"kv_heads": [n for n in range(1, config.heads + 1) if config.heads % n == 0], "head_size": [2, 6, 16]}
+    sizes["lora"] = [0, 0, 3]
     choices = {name: str(random.choice(values)) for name, values in rows.items()}
     return replace(config, **choices, **{name: int(random.choice(values)) for name, values in sizes.items()})
 

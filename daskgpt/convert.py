@@ -3,7 +3,8 @@
 IN is a run folder, a checkpoint, a model file of daskgpt (.safetensors) or llm.c (.bin, float32 or bfloat16), or a
 folder with Hugging Face's GPT-2 (config.json and model.safetensors). Without --to, the name of OUT decides the format:
 .safetensors daskgpt, .bin llmc, bf16.bin llmc-bfloat16, .gguf gguf (llama.cpp's; f16.gguf, bf16.gguf and q8_0.gguf have
-fewer bits per number), a name without an ending a folder for Hugging Face.
+fewer bits per number), a name without an ending a folder for Hugging Face. Adapters (train --lora) are merged into the
+model; --to peft writes them alone, as a folder for Hugging Face's library peft.
 
 Files of pickled Python objects are never opened, since they can run anything. If you trust one, these lines convert
 it. A pytorch_model.bin of Hugging Face, with PyTorch and transformers installed:
@@ -46,6 +47,7 @@ from daskgpt.data.tokenizer import encoding_of, end_of_text_id, get_encoding, vo
 from daskgpt.formats.gguf import DTYPES, write_gguf
 from daskgpt.formats.huggingface import write_huggingface, write_run_model
 from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, write_model
+from daskgpt.formats.peft import write_peft
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.formats.tokenizer_folder import tokenizer_files
 from daskgpt.model.parameters import check_finite, parameter_count, tensors
@@ -63,7 +65,7 @@ def main(arguments: list[str]) -> int:
     values = flags.parse_args(arguments)
     target: Path = values.target
     kind = values.to or guessed(target)
-    taken = target.exists() and not (target.is_dir() and kind == "huggingface")
+    taken = target.exists() and not (target.is_dir() and kind in ("huggingface", "peft"))
     rule, advice = "what is written must be new", "Nothing is written over: name another."
     require(not taken, "convert", rule, {"path": target}, advice)
     model = open_model_of(values.source)
@@ -133,12 +135,18 @@ def _to_daskgpt(target: Path, model: StoredModel) -> list[str]:
     return _listed(target, "daskgpt, float32")
 
 
+def _to_peft(target: Path, model: StoredModel) -> list[str]:
+    write_peft(target, model)
+    return _listed(target, "adapters of PEFT, float32")
+
+
 WRITERS: dict[str, Callable[[Path, StoredModel], list[str]]] = {
     "huggingface": _to_huggingface,
     "llmc": _to_llmc,
     "llmc-bfloat16": partial(_to_llmc, version=BFLOAT16_VERSION),
     "daskgpt": _to_daskgpt,
     "gguf": _to_gguf,
+    "peft": _to_peft,
 }
 WRITERS |= {f"gguf-{dtype}": partial(_to_gguf, dtype=dtype) for dtype in DTYPES if dtype != "float32"}
 # Formats by the endings of file names; the last one that fits counts.

@@ -123,14 +123,17 @@ def run_of(values: Namespace) -> tuple[Job, Start]:
     settings = {"optimizer": from_flags(OptimizerConfig, values), "dataflow": from_flags(DataflowConfig, values)}
     settings |= {"run": run, "data": from_flags(DataConfig, values)}
     if not run.init:
+        rule, advice = "adapters must have a model to adapt", "Add --init with a folder or file of one."
+        require(not numbers.get("lora"), "train", rule, {"lora": numbers.get("lora")}, advice)
         of_vocabulary = partial(config_of, values, settings["data"])
         return new_run(settings, of_vocabulary, most=numbers.get("vocabulary", 0), connects=connects)
     origin = WarmStart(run.init)
     if values.preset:
         size = preset(values.preset)
         numbers = {"blocks": size.blocks, "heads": size.heads, "channels": size.channels} | numbers
+    lora = numbers.pop("lora", 0)
     origin.check_size(numbers, "train", "--init decides the size of the model", "Leave these flags out.")
-    data, config = origin.data_config(given_flags(DataConfig, values)), origin.config
+    data, config = origin.data_config(given_flags(DataConfig, values)), replace(origin.config, lora=lora)
     if values.shorten:
         data = replace(data, sequence_length=min(data.sequence_length, config.positions))
     settings["data"] = data

@@ -26,7 +26,9 @@ def train(model, precision, count, chunk, threads=1, **options):
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-@pytest.mark.parametrize("name", ["odd", "clipped", "odd with muon", "odd with dropout", "llama"])
+@pytest.mark.parametrize(
+    "name", ["odd", "clipped", "odd with muon", "odd with dropout", "llama", "llama with adapters"]
+)
 def test_ranks_train_to_the_bits_of_one_process(name, count, monkeypatch):
     model = replace((MODELS | VARIANTS)[name], groups=6)
     print(f"{SEED}={(number := seed())}")

@@ -29,7 +29,7 @@ CHUNKS = {
 }
 CHUNKS |= {"tiny in 4 groups": CHUNKS["tiny"], "odd in 2 groups": CHUNKS["odd"], "odd with muon": CHUNKS["odd"][::2]}
 CHUNKS["odd with dropout"] = CHUNKS["odd"][1::2]
-CHUNKS["llama"] = CHUNKS["odd"]
+CHUNKS["llama"] = CHUNKS["llama with adapters"] = CHUNKS["odd"]
 DIALS = [
     Dials((1, 5), "step", "kernel", "threads", 2, in_place=False),
     Dials((3, 10), "step", "segment", "threads", 2, accumulate=2),

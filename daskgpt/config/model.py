@@ -49,6 +49,9 @@ class ModelConfig(Checked):
     kv_heads: int = setting(0, "heads of keys and values, a divisor of heads; 0 = as many as heads", most=1_000_000)
     head_size: int = setting(0, "channels of a head; 0 = channels / heads", most=1_000_000)
     hidden: int = setting(0, "channels inside of the feed-forward layer; 0 = 4 x channels", most=4_000_000)
+    lora: int = setting(
+        0, "rank of low-rank adapters of the blocks' linear layers, which alone are trained; 0 = none", most=1_000_000
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +112,7 @@ class ModelConfig(Checked):
 
 
 CHOICES = ("norm", "position", "qk_norm", "attention", "activation", "bias", "head")
-SIZES_OF_OTHERS = ("norm_eps", "kv_heads", "head_size", "hidden")
+SIZES_OF_OTHERS = ("norm_eps", "kv_heads", "head_size", "hidden", "lora")
 
 
 _PUBLISHED: dict[str, Any] = {"vocabulary": 50257, "padded_vocabulary": 50304, "positions": 1024}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from daskgpt.formats.layouts import (
 from daskgpt.formats.safetensors import ENDING, ENTRY, INDEX_ENDING, TensorFiles
 from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel, config_from, held, read_json
 from daskgpt.formats.tokenizer_folder import encoding_in
-from daskgpt.model.parameters import tensors
+from daskgpt.model.parameters import trained_tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL, INDEX = f"model{ENDING}", f"model{INDEX_ENDING}"
@@ -111,6 +112,7 @@ DAMAGED = "The folder holds another kind of model, or is damaged: copy it again.
 CHECK = "check"  # a part of the entry: a checksum of the others, since nothing else reveals a flipped bit there
 LEARNED = "vocabulary"  # a part of the entry, if the vocabulary was learned: the content of its file
 VERSION = 1
+BASE = f"base{ENDING}"  # the model that a run's adapters adapt
 READ_OWN, WRITE_OWN = "read_run_model", "write_run_model"
 ALONE = "Another program wrote it: a model of Hugging Face is read as a folder with config.json."
 
@@ -239,8 +241,8 @@ def write_huggingface(
     with appearing(folder, WRITE) as inside:
         write_run_model(inside / MODEL, model, family)
         texts = {
-            CONFIG: _text(_fields(model.config, family) | ids),
-            GENERATION: _text(ids | {"_from_model_config": True}),
+            CONFIG: json_text(_fields(model.config, family) | ids),
+            GENERATION: json_text(ids | {"_from_model_config": True}),
         }
         for name, content in (texts | dict(tokenizer)).items():
             write_file(inside / name, content, WRITE)
@@ -273,7 +275,8 @@ def _fields(config: ModelConfig, family: str) -> dict[str, object]:
     return names | sizes | meant | others | {"use_cache": True, "daskgpt_version": __version__}
 
 
-def _text(content: Mapping[str, object]) -> bytes:
+def json_text(content: Mapping[str, object]) -> bytes:
+    """Return an object as the JSON files of these folders have it."""
     return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
@@ -281,7 +284,8 @@ def _text(content: Mapping[str, object]) -> bytes:
 
 
 def write_run_model(path: FilePath, model: StoredModel, family: str = GPT2) -> str:
-    """Write a model as one file, which appears under its name only when it is complete and on the disk.
+    """Write a model as one file, which appears under its name only when it is complete and on the disk. Of a model with
+    adapters, the file has these alone, and those beside it share BASE, which has the other tensors.
 
     family   whose names and layout of tensors the file has; GPT-2's can hold every model
 
@@ -292,8 +296,7 @@ def write_run_model(path: FilePath, model: StoredModel, family: str = GPT2) -> s
     Returns  the SHA-256 of the file
     Errors   TypeError for a tensor of another shape or dtype; FileNotFoundError if the folder is missing
     """
-    config, table = model.config, tensors(model.config)
-
+    config, table = model.config, trained_tensors(model.config)
     places = {part.name: (tensor, part) for tensor in table.values() for part in parts_of(config, tensor, family)}
 
     def view(name: str) -> np.ndarray:
@@ -326,6 +329,8 @@ def _checksum(entry: Mapping[str, object]) -> int:
 def open_run_model(path: FilePath) -> StoredModel:
     """Open a model that `write_run_model` wrote. All headers are checked before a tensor is read.
 
+    The tensors that adapters adapt are those of BASE, beside the folder of the file.
+
     Shapes   those of parameter_shapes; rows of padding that the file leaves out are 0
     Dtype    float32
     Errors   FileNotFoundError; ValueError for a file that is no safetensors, truncated, or longer than its header says,
@@ -335,8 +340,16 @@ def open_run_model(path: FilePath) -> StoredModel:
     path = Path(path)
     files = TensorFiles(path, READ_OWN)
     config, encoding, length = read_metadata(path, files.metadata)
-    parameters = open_tensors(path, files, config, READ_OWN, lambda tensor: parts_of(config, tensor))
-    return StoredModel(config, parameters, encoding, length, "daskgpt", "float32", (path,))
+    parameters: Mapping[str, np.ndarray] = open_tensors(
+        path, files, config, READ_OWN, lambda tensor: parts_of(config, tensor)
+    )
+    paths: tuple[Path, ...] = (path,)
+    if config.lora:
+        base = open_run_model(path.absolute().parent.with_name(BASE))
+        rule, got = "adapters must have the model that they were trained with beside their folder", {"path": path}
+        require(base.config == replace(config, lora=0), READ_OWN, rule, got, "Copy the whole run folder.")
+        parameters, paths = ChainMap(parameters, base.parameters), (path, *base.files)  # type: ignore[arg-type]
+    return StoredModel(config, parameters, encoding, length, "daskgpt", "float32", paths)
 
 
 def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig, str, int]:

@@ -16,7 +16,7 @@ import numpy as np
 from daskgpt.config.errors import require, short
 from daskgpt.config.model import ModelConfig
 from daskgpt.formats.stored_model import READABLE, ReadLater, StoredTensor, held, require_defaults
-from daskgpt.model.parameters import Tensor, tensors
+from daskgpt.model.parameters import Tensor, trained_tensors
 
 FOREIGN = "Another program wrote it, or it is damaged; adapters must be merged first (peft: merge_and_unload)."
 GPT2, LLAMA = "gpt2", "llama"
@@ -134,7 +134,7 @@ def open_tensors(
     where: str,
     layout: Callable[[Tensor], Sequence[Part]],
 ) -> ReadLater:
-    """Return the tensors of a model before they are read.
+    """Return the tensors of a model before they are read; of one with adapters, these alone.
 
     stored   tensors of the file, by Hugging Face's names
     layout   returns the parts of a tensor in such files
@@ -144,7 +144,7 @@ def open_tensors(
     # This is compared before a table of tensors is built, whose length the file decides.
     got: dict[str, object] = {"path": path, "blocks": config.blocks, "tensors": len(stored)}
     require(config.blocks <= len(stored), where, "every block must have its tensors", got, FOREIGN)
-    table = tensors(config)
+    table = trained_tensors(config)
     parts = {name: layout(tensor) for name, tensor in table.items()}
     names = {part.name for several in parts.values() for part in several}
     for kind, wrong in (("missing", names - stored.keys()), ("unknown", stored.keys() - names)):

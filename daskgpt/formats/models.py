@@ -18,7 +18,7 @@ from daskgpt.formats.huggingface import is_huggingface, open_huggingface, open_r
 from daskgpt.formats.llmc import KINDS, open_model, write_model
 from daskgpt.formats.safetensors import ENDING, tensor_path
 from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel, is_pickled
-from daskgpt.model.parameters import check_dtypes, check_finite, check_parameters
+from daskgpt.model.parameters import check_dtypes, check_finite, check_parameters, merged
 
 LLMC = ".bin"
 PICKLE_ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
@@ -95,7 +95,7 @@ def save(
 ) -> None:
     """Write a model file, which `daskgpt.load` reads: `.safetensors` is this program's own, `.bin` llm.c's (version 3).
 
-    It appears under its name only when it is complete, and reading it returns the same bits.
+    It appears under its name only when it is complete, and reading it returns the same bits. Adapters are merged.
 
     path              path with one of these endings
     encoding          bytes or gpt2; "" = unknown, and guessed from the vocabulary (.safetensors only)
@@ -121,6 +121,7 @@ def save(
     check_parameters(config, parameters)
     check_dtypes("save", parameters, np.float32)
     check_finite("save", parameters)
+    config, parameters = merged(config, parameters)
     if ending == ENDING:
         write_run_model(path, StoredModel(config, parameters, encoding, sequence_length))
     else:

@@ -20,6 +20,7 @@ from numpy.typing import DTypeLike
 
 from daskgpt.config.errors import refusing, require
 from daskgpt.config.model import ModelConfig
+from daskgpt.model.parameters import merged, trained_tensors
 
 # The dtypes of values that can be read, by safetensors' names; bfloat16 is read as the uint16 of its bits.
 READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -84,6 +85,7 @@ class StoredModel:
     sequence_length   length of the sequences that it was trained on, 0 if unknown [tokens]
     kind, dtype       names of the format and of the dtype in the files
     files             paths of the files
+    adapters          adapters that were merged, by name
     """
 
     config: ModelConfig
@@ -93,6 +95,15 @@ class StoredModel:
     kind: str = ""
     dtype: str = ""
     files: tuple[Path, ...] = ()
+    adapters: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
+
+    def merged(self) -> StoredModel:
+        """Return the model with its adapters merged; itself if it has none. Cost   memory of the model"""
+        if not self.config.lora:
+            return self
+        adapters = {name: self.parameters[name] for name in trained_tensors(self.config)}
+        config, parameters = merged(self.config, self.parameters)
+        return replace(self, config=config, parameters=parameters, adapters=adapters)
 
     def loaded(self) -> StoredModel:
         """Return the model with all tensors in memory of their own, contiguous and writable."""

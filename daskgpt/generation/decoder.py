@@ -23,7 +23,7 @@ from daskgpt.kernels.decoding.kv_cache import GROUP
 from daskgpt.kernels.decoding.thread_barrier import APART
 from daskgpt.kernels.simd.lanes import LANES
 from daskgpt.model.layers import Layer
-from daskgpt.model.parameters import tensors
+from daskgpt.model.parameters import merged, tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.model.transformer import logits
 from daskgpt.schedulers.local import at_once, own_threads
@@ -49,6 +49,7 @@ class Weights:
     """
 
     def __init__(self, config: ModelConfig, parameters: Mapping[str, np.ndarray], precision: str) -> None:
+        config, parameters = merged(config, parameters)
         self.config, self.halves, self.precision = config, precision == "bfloat16", precision_of(precision)
         choices = {name: getattr(config, name) for name in DECODED}
         self.others = ", ".join(f"{name}={row}" for name, row in choices.items() if row not in DECODED[name])

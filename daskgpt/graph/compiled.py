@@ -124,7 +124,10 @@ def compile_graph(
     # Out of place, the next run takes a value of the state from a result of this run: the pack of its group, at the
     # place that fusing gives the result.
     carried = {kernels.leaves[name]: (packs[groups[result]], result) for name, result in kernels.results.items()}
-    given = kernels.layout.places() if kernels.layout else {}
+    # What no result replaces stays as it is, in a pack behind the others.
+    kept = tuple(name for name in kernels.state if name not in kernels.results)
+    constants = {name: Place((STATE, len(packs)), i) for i, name in enumerate(kept)}
+    given = kernels.layout.places() if kernels.layout else constants
     places = {kernels.leaves[name]: place for name, place in given.items() if name in kernels.leaves}
     output_keys = {name: keys_of(array) for name, array in kernels.outputs.items()}
     wanted = [*(key for keys in output_keys.values() for key in keys), *kernels.written]
@@ -140,6 +143,7 @@ def compile_graph(
     updates = list(dict.fromkeys(fused[key].key for key in kernels.written))
     if kernels.results:  # in the order of the packs
         updates = [fused[kernels.results[names[0]]].key for names in layout.packs]
+        layout = Layout((*layout.packs, *([kept] if kept else [])))
     if stages is not None:
         of_tasks = {key: stages[calls_of(node)[0].key] for key, node in graph.items() if not is_leaf(node)}
         graph = with_barriers(graph, of_tasks, name=f"barrier-{kernels.token}", tokens=not kernels.in_place)
@@ -202,7 +206,8 @@ class CompiledGraph:
         """
         count = len(self.output_keys)
         outputs = [results[run * count : (run + 1) * count] for run in range(runs)]
-        return outputs, results[runs * count :] if self.kernels.results else list(packs)
+        new = results[runs * count :] if self.kernels.results else []
+        return outputs, [*new, *packs[len(new) :]]
 
     def window(self, runs: int) -> Graph:
         """Return the graph of several runs, with edges from each update to the readers of the next run, and no barrier
@@ -237,7 +242,7 @@ class CompiledGraph:
             for reader in readers:
                 needs[home[reader]].add(home[update])
         for key, node in self.graph.items() if self.kernels.results else ():
-            needs[key] |= {self.updates[d[1]] for d in node.dependencies if d[0] == STATE}
+            needs[key] |= {self.updates[d[1]] for d in node.dependencies if d[0] == STATE and d[1] < len(self.updates)}
         return {key: tasks for key, tasks in needs.items() if tasks}
 
     def output(self, fetched: Sequence[Any]) -> dict[str, np.ndarray]:

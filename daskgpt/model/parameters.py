@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.model import ModelConfig
+from daskgpt.kernels.float32.blas import gemm_address, multiply
 from daskgpt.model.layers import chosen
 
 
@@ -24,7 +25,7 @@ class Parameter:
 
     name      GPT-2's published name; `{block}` stands for the block's number
     axes      one word per axis: V padded vocabulary, P positions, C channels, A channels of all heads, D those of one,
-              QKV queries with keys and values, H hidden, I input of the activation
+              QKV queries with keys and values, H hidden, I input of the activation, R rank of adapters
     initial   "one", "zero", "normal" (std 0.02), or "residual" (std 0.02 / sqrt(2 L)) if the output is added to x
     multiplied   returns whether a model multiplies activations by it (positions are only added)
     exists       returns whether a model has it
@@ -51,11 +52,21 @@ class Parameter:
         """True if Hugging Face's GPT-2 files hold its transpose (in, out)."""
         return self.is_matrix and self.per_block
 
+    @property
+    def is_adapter(self) -> bool:
+        """True if it adapts a linear layer, whose own tensors then stay as they are."""
+        return "R" in self.axes
+
     def shape(self, config: ModelConfig) -> tuple[int, ...]:
         """Return the shape in a model of this size; matrices are (out, in)."""
         size, hidden = config.head_channels, config.hidden_channels
         sizes = {"V": config.padded_vocabulary, "P": config.positions, "C": config.channels, "H": hidden}
-        sizes |= {"D": size, "A": config.heads * size, "QKV": (config.heads + 2 * config.key_heads) * size}
+        sizes |= {
+            "R": config.lora,
+            "D": size,
+            "A": config.heads * size,
+            "QKV": (config.heads + 2 * config.key_heads) * size,
+        }
         sizes |= {"I": chosen(config, "activation").widens * hidden if "I" in self.axes else 0}
         return tuple(sizes[axis] for axis in self.axes)
 
@@ -84,6 +95,10 @@ def _all_have_bias(config: ModelConfig) -> bool:
     return config.bias == "all"
 
 
+def _has_adapters(config: ModelConfig) -> bool:
+    return config.lora > 0
+
+
 # The order is that of llm.c's files.
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter("wte.weight", ("V", "C"), "normal", multiplied=_is_tied),
@@ -106,6 +121,14 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("ln_f.bias", ("C",), "zero", exists=_norm_has_bias),
     Parameter("lm_head.weight", ("V", "C"), "normal", multiplied=_always, exists=lambda config: not _is_tied(config)),
 )
+LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
+# An adapted layer multiplies by weight + lora_b lora_a.
+PARAMETERS += tuple(
+    Parameter(row.name.removesuffix(".weight") + name, axes, initial, multiplied=_always, exists=_has_adapters)
+    for row in PARAMETERS
+    if row.is_conv1d
+    for name, axes, initial in ((LORA_A, ("R", row.axes[1]), "normal"), (LORA_B, (row.axes[0], "R"), "zero"))
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +138,7 @@ class Tensor:
     block        number of its transformer block, None outside of the blocks
     multiplied   whether activations are multiplied by it
     maps         number of linear maps that it holds, one below the other, such as queries, keys and values
+    trained      whether training changes it; of a model with adapters, these alone
     """
 
     name: str
@@ -123,6 +147,7 @@ class Tensor:
     shape: tuple[int, ...]
     multiplied: bool = False
     maps: int = 1
+    trained: bool = True
 
     def decayed(self, rule: str) -> bool:
         """Return whether weight decay applies to it.
@@ -141,8 +166,14 @@ def tensors(config: ModelConfig) -> dict[str, Tensor]:
         for block in range(config.blocks) if row.per_block else (None,):
             name = row.name.format(block=block)
             maps = 3 if row.axes == ("QKV", "C") and config.key_heads == config.heads else 1
-            table[name] = Tensor(name, row, block, row.shape(config), row.multiplied(config), maps)
+            trained = row.is_adapter or not config.lora
+            table[name] = Tensor(name, row, block, row.shape(config), row.multiplied(config), maps, trained)
     return table
+
+
+def trained_tensors(config: ModelConfig) -> dict[str, Tensor]:
+    """Return the tensors that training changes, by their full names."""
+    return {name: tensor for name, tensor in tensors(config).items() if tensor.trained}
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -151,7 +182,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_count(config: ModelConfig, *, multiplied: bool = False) -> int:
-    """Return the number of trained values, without the padding of the vocabulary (124,439,808 for gpt2).
+    """Return the number of values, without the padding of the vocabulary (124,439,808 for gpt2).
 
     multiplied   count only tensors that activations are multiplied by
     """
@@ -160,10 +191,14 @@ def parameter_count(config: ModelConfig, *, multiplied: bool = False) -> int:
     return value_count(config, multiplied=multiplied) - padding
 
 
-def value_count(config: ModelConfig, *, multiplied: bool = False) -> int:
+def value_count(config: ModelConfig, *, multiplied: bool = False, trained: bool = False) -> int:
     """Return the number of values in all tensors, with padding. It is computed per row of the table, since a broken
-    file may name any size."""
+    file may name any size.
+
+    multiplied, trained   count only tensors that activations are multiplied by, or that training changes
+    """
     rows = [row for row in PARAMETERS if row.exists(config) and (not multiplied or row.multiplied(config))]
+    rows = [row for row in rows if row.is_adapter or not (trained and config.lora)]
     return sum(math.prod(row.shape(config)) * (config.blocks if row.per_block else 1) for row in rows)
 
 
@@ -171,12 +206,19 @@ def step_operations(config: ModelConfig, batch_size: int, sequence_length: int) 
     """Return the floating-point operations of one step's matrix products; recomputed products count once.
 
     6 N B T + 6 L C B T (T + 1): a multiplication and an addition for each of the N multiplied values and each token in
-    the forward pass, and twice that in the backward pass; and the same for attention's two products, where a token
-    attends to (T + 1) / 2 tokens on average.
+    the forward pass, and twice that in the backward pass, but once for values that are not trained; and the same for
+    attention's two products, where a token attends to (T + 1) / 2 tokens on average.
     """
-    tokens = batch_size * sequence_length
-    attention = config.blocks * config.heads * config.head_channels * (sequence_length + 1)
-    return 6 * tokens * (parameter_count(config, multiplied=True) + attention)
+    count = parameter_count(config, multiplied=True)
+    kept = count - value_count(config, trained=True) if config.lora else 0
+    products = (6 * count - 2 * kept) * batch_size * sequence_length
+    return products + attention_operations(config, batch_size, sequence_length)
+
+
+def attention_operations(config: ModelConfig, batch_size: int, sequence_length: int) -> int:
+    """Return those of `step_operations` that are attention's."""
+    channels = config.blocks * config.heads * config.head_channels
+    return 6 * channels * batch_size * sequence_length * (sequence_length + 1)
 
 
 class RandomParameters(Mapping[str, np.ndarray]):
@@ -221,6 +263,26 @@ def initial_parameters(
     ((257, 128), (384, 128))
     """
     return dict(RandomParameters(check_config("initial_parameters", config), seed, dtype))
+
+
+def merged(config: ModelConfig, parameters: Mapping[str, np.ndarray]) -> tuple[ModelConfig, Mapping[str, np.ndarray]]:
+    """Return a model without adapters: each adapted weight becomes weight + lora_b lora_a.
+
+    Sums have the order of `kernels.float32`, the same on every processor. A model without adapters is returned as it
+    is.
+
+    Source   Hu et al. 2021, arXiv:2106.09685
+    """
+    if not config.lora:
+        return config, parameters
+    config, values = replace(config, lora=0), dict[str, np.ndarray]()
+    for name, tensor in tensors(config).items():
+        values[name] = parameters[name]
+        if tensor.row.is_conv1d:
+            a, b = (np.ascontiguousarray(parameters[name.removesuffix(".weight") + part]) for part in (LORA_A, LORA_B))
+            values[name] = np.array(parameters[name], order="C")
+            multiply(gemm_address(a.dtype), 0, b, a, 1, values[name])
+    return config, values
 
 
 def digest(parameters: Mapping[str, np.ndarray]) -> str:

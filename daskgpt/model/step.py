@@ -28,7 +28,7 @@ from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.optimizers import GRAD_INFO
 from daskgpt.model.layers import CROSSENTROPY
 from daskgpt.model.optimizer import clipped, clipped_kernel, optimizer_of, update
-from daskgpt.model.parameters import Tensor, tensors
+from daskgpt.model.parameters import Tensor, tensors, trained_tensors
 from daskgpt.model.precision import FLOAT32, Precision, read_rows, write_rows
 from daskgpt.model.tape import Tape
 from daskgpt.model.transformer import EMBEDDED, mean_loss
@@ -115,7 +115,7 @@ class CompiledStep(CompiledGraph):
     @property
     def moments(self) -> dict[str, Tensor]:
         """Arrays of the state besides the weights: "MOMENT.NAME" -> tensor of the model."""
-        return optimizer_of(self.optimizer.optimizer).state(tensors(self.config))
+        return optimizer_of(self.optimizer.optimizer).state(trained_tensors(self.config))
 
     def with_dials(self, **changed: Any) -> CompiledStep:
         """Return the step with other dials.
@@ -188,10 +188,10 @@ def compile_step(
     shape, precision, row = (last - first, batch_shape[1]), dials.precision, optimizer_of(optimizer.optimizer)
     tape = Tape(precision, rank.groups_of(rank.number) if rank else Groups(dials.groups))
     inputs = input_leaves(tape, shape, dials.chunk, row.hyper_size)
-    table = tensors(config)
+    table = trained_tensors(config)
     state, weights = state_leaves(tape, config, precision, row.state(table))
     loss = mean_loss(tape, config, weights, inputs, optimizer.dropout)
-    gradients = gradients_of(tape, weights, loss)
+    gradients = gradients_of(tape, config, weights, loss)
     outputs, grad_info = {"loss": loss}, inputs["hyper"]
     if optimizer.clip:
         grad_info = clipped(gradients, table, grad_info, optimizer, row, tape)
@@ -213,7 +213,8 @@ def compile_step(
             access = RowAccess(read_rows, write_rows, precision.rounding)
             distribution = Distribution(graph, rules, rank, keys_of(loss)[0], access, tape.token)
             rewritten = distribution.rewritten()
-    kernels = KernelGraph(tape.token, rewritten, inputs, outputs, {name: state[name] for name in updated}, updated)
+    state = {name: state[name] for name in [*updated, *(name for name in state if name not in updated)]}
+    kernels = KernelGraph(tape.token, rewritten, inputs, outputs, state, updated)
     return CompiledStep(
         **vars(in_tasks(kernels, shape, config.channels, dials, ranked=rank is not None)),
         config=config,
@@ -309,11 +310,12 @@ def state_leaves(
     return leaves, weights_in(leaves)
 
 
-def gradients_of(tape: Tape, weights: Lazy, loss: da.Array) -> Lazy:
-    """Return the gradient of the loss with respect to every parameter."""
-    one = from_numpy(f"one-{tape.token}", np.ones((), loss.dtype), ())
-    gradients = tape.backward(loss, one)
-    return {name: gradients[weight.name] for name, weight in weights.items()}
+def gradients_of(tape: Tape, config: ModelConfig, weights: Lazy, loss: da.Array) -> Lazy:
+    """Return the gradient of the loss with respect to every trained parameter."""
+    one, trained = from_numpy(f"one-{tape.token}", np.ones((), loss.dtype), ()), trained_tensors(config)
+    constants = {weight.name for name, weight in weights.items() if name not in trained}
+    gradients = tape.backward(loss, one, constants)
+    return {name: gradients[weights[name].name] for name in trained}
 
 
 def as_weights(values: Mapping[str, T]) -> dict[str, T]:

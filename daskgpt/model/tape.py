@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -70,8 +70,10 @@ class Tape:
         y = self(where, layer, whole, *others, **options)
         return self(f"{where}.{layer.outputs.split()[0]}", layers.SPLIT, y, positions)
 
-    def backward(self, y: da.Array, dy: da.Array) -> dict[str, da.Array]:
+    def backward(self, y: da.Array, dy: da.Array, constants: Container[str] = ()) -> dict[str, da.Array]:
         """Return the gradient of sum(y * dy) with respect to every input array, by the array's name.
+
+        constants   names of arrays that need none
 
         A sum over the chunks starts from an earlier gradient of the same array; other gradients of one array (where the
         residual stream forks) are added.
@@ -82,7 +84,8 @@ class Tape:
             if arriving is None:
                 continue
             for argument, row in record.layer.backward.items():
-                self._arrive(gradients, record, argument, row, arriving)
+                if record.arrays[argument].name not in constants:
+                    self._arrive(gradients, record, argument, row, arriving)
         return gradients
 
     def _arrive(

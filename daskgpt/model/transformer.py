@@ -82,8 +82,12 @@ class Forward:
         return self(at, chosen(self.config, "norm"), x)
 
     def linear(self, at: str, x: Any) -> Any:
-        """Return x after a linear layer, with its bias if the model has it."""
-        return self(at, layers.LINEAR if f"{at}.bias" in self.parameters else layers.UNBIASED, x)
+        """Return x after a linear layer, with its bias and its adapter if the model has them."""
+        y = self(at, layers.LINEAR if f"{at}.bias" in self.parameters else layers.UNBIASED, x)
+        if not self.config.lora:
+            return y
+        low = self(f"{at}.lora_a", layers.UNBIASED, x)
+        return self(f"{at}.lora", layers.ADD, y, self(f"{at}.lora_b", layers.UNBIASED, low))
 
     def embed(self) -> Any:
         """Return the embedded tokens, plus the embedded positions if these have a table."""

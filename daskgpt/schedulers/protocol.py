@@ -73,6 +73,10 @@ class Scheduler(ABC):
         Errors   WorkerLost if one was lost with the process that held it
         """
 
+    def held(self, value: Any) -> Any:
+        """Return a handle of a value that stays where tasks run."""
+        return value
+
     def wait_for(self, handles: list[Any]) -> None:  # noqa: B027
         """Wait until results are made, and leave them where they are."""
 

@@ -1,9 +1,10 @@
 """A checkpoint on disk: a folder with the model, the optimizer and the state of a run after some steps.
 
-    RUN/step-00001000/model.safetensors      in Hugging Face's names and layout
+    RUN/step-00001000/model.safetensors      in Hugging Face's names and layout; of a model with adapters, these alone
                       optimizer.safetensors  the moments, named `m.NAME` and so on, in the parameters' own shapes
                       state.json             step, seed, data, configuration, versions, SHA-256 of each file and of the
                                              state.json before (`training/chain.py`)
+    RUN/base.safetensors                     the model that adapters adapt, if there are any
     RUN/latest -> step-00001000
     RUN/best -> step-00000500                the checkpoint with the lowest validation loss
 
@@ -43,8 +44,8 @@ from daskgpt.config.files import (
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.tokenizer import encoding_named, encoding_of_model
 from daskgpt.formats.encoding import KNOWN, NAMED
+from daskgpt.formats.huggingface import BASE, open_run_model, write_run_model
 from daskgpt.formats.huggingface import MODEL as MODEL_FILE
-from daskgpt.formats.huggingface import open_run_model, write_run_model
 from daskgpt.formats.models import model_path, open_model_file
 from daskgpt.formats.safetensors import ENDING, TensorFiles, tensor_path, write_tensor_file
 from daskgpt.formats.stored_model import StoredModel, in_memory, read_json
@@ -226,6 +227,8 @@ def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
     for name, facts in state["files"].items():
         if name.startswith(MODEL) or not model_only:
             _check_file(folder / name, facts["bytes"], facts["sha256"])
+    if base := state.get("base"):
+        _check_file(folder.absolute().parent / BASE, base["bytes"], base["sha256"])
     return state
 
 
@@ -326,7 +329,7 @@ def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     require_named(path, "load", "path")
     path = model_path(path)
     folder, state = find_checkpoint(path) or (path, {})
-    model = open_model_file(path if path.is_file() else folder)
+    model = open_model_file(path if path.is_file() else folder).merged()
     rule, advice = "the file's encoding must be one of X", "A newer daskgpt wrote it."
     readable = model.encoding in ("", *NAMED) or model.encoding in KNOWN
     require(readable, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)

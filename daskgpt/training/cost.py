@@ -20,7 +20,7 @@ from daskgpt.graph.nodes import Graph, Key
 from daskgpt.graph.program import Span
 from daskgpt.graph.update_in_place import RowUpdate
 from daskgpt.model.layers import ATTENTION
-from daskgpt.model.parameters import parameter_count, step_operations
+from daskgpt.model.parameters import attention_operations, step_operations
 
 # A kernel call.
 
@@ -118,8 +118,8 @@ class Work:
     @classmethod
     def expected(cls, config: ModelConfig, batch_shape: tuple[int, int]) -> Work:
         """Return the work by the operations of the products, forward and backward with respect to activations."""
-        products = 6 * parameter_count(config, multiplied=True) * math.prod(batch_shape)
-        attention = step_operations(config, *batch_shape) - products
+        attention = attention_operations(config, *batch_shape)
+        products = step_operations(config, *batch_shape) - attention
         return cls(products * 2 // 3 / RATE, attention * ATTENTION_SLOWER / RATE)
 
     @classmethod

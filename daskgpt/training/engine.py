@@ -300,6 +300,11 @@ class TaskEngine(_OneStep):
         self.job, self.scheduler = job, scheduler
         self._compile()
 
+    def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
+        state, count = super().initial(parameters, moments, step), len(self.step.updates)
+        # Others are results of the first step, and then stay on the cluster, too.
+        return replace(state, packs=[*state.packs[:count], *map(self.scheduler.held, state.packs[count:])])
+
     @property
     def described_tasks(self) -> str:
         return f"{self.grain}, {self.tasks} tasks a step, each of which costs Dask's scheduler some milliseconds"

@@ -45,7 +45,7 @@ def loss_and_gradients(
     targets: da.Array,
     groups: int = 0,
 ) -> tuple[da.Array, Lazy]:
-    """Return mean cross-entropy and its gradient with respect to every parameter, as lazy dask arrays.
+    """Return mean cross-entropy and its gradient with respect to every trained parameter, as lazy dask arrays.
 
     groups   number of groups of sequences by which sums over the batch are made; 0 = by its shape, as in training
 
@@ -80,7 +80,7 @@ def loss_and_gradients(
         else:
             weights[parameter] = from_numpy(name, value, tuple((size,) for size in value.shape))
     loss = mean_loss(tape, config, weights, lazy_inputs(tape, tokens, targets))
-    return loss, gradients_of(tape, weights, loss)
+    return loss, gradients_of(tape, config, weights, loss)
 
 
 def _same(block: np.ndarray) -> np.ndarray:

@@ -29,8 +29,9 @@ from daskgpt.formats.models import PACKAGED
 from daskgpt.kernels.cache import PLACE
 from daskgpt.model.layers import CHOICES, chosen
 from daskgpt.model.optimizer import optimizer_of
-from daskgpt.model.parameters import Tensor, parameter_count, tensors, value_count
+from daskgpt.model.parameters import Tensor, parameter_count, trained_tensors, value_count
 from daskgpt.model.precision import FLOAT32, Precision, resolve
+from daskgpt.model.step import as_weights
 from daskgpt.schedulers.machine import memory_limit, usable_cores
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, resolved_address
 from daskgpt.schedulers.protocol import Scheduler
@@ -153,12 +154,12 @@ class Job:
     @property
     def moments(self) -> dict[str, Tensor]:
         """The arrays of the state beside the weights: "MOMENT.NAME" -> tensor of the model."""
-        return optimizer_of(self.optimizer.optimizer).state(tensors(self.config))
+        return optimizer_of(self.optimizer.optimizer).state(trained_tensors(self.config))
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """The arrays of the state: "weight.NAME" and "MOMENT.NAME" -> tensor of the model."""
-        return {f"weight.{name}": tensor for name, tensor in tensors(self.config).items()} | self.moments
+        """The arrays that steps change: "weight.NAME" and "MOMENT.NAME" -> tensor of the model."""
+        return as_weights(trained_tensors(self.config)) | self.moments
 
 
 def require_memory(job: Job, workers: Sequence[int] = ()) -> None:
@@ -178,8 +179,8 @@ def require_memory(job: Job, workers: Sequence[int] = ()) -> None:
         limit = 0
     if not limit:
         return
-    weights = 4 * value_count(job.config)
-    held = weights + weights * len({name.partition(".")[0] for name in job.moments}) / ranks
+    kinds = len({name.partition(".")[0] for name in job.moments})
+    held = 4 * value_count(job.config) + 4 * value_count(job.config, trained=True) * kinds / ranks
     kept = 4 * math.prod(job.micro_shape) / ranks * job.config.channels * (job.config.blocks + 1)
     digits = 1 if limit >= 1e9 else 3
     rule = f"weights, moments and activations must fit into the {limit / 1e9:,.{digits}f} GB of {whose}"
@@ -214,8 +215,10 @@ def facts(job: Job) -> dict[str, str]:
     batch = f"{batch_size} x {length} tokens"
     batch += f", summed in {job.groups} groups of {batch_size // job.groups}" if job.groups > 1 else ""
     batch += f", {data.accumulate} micro-batches of {data.batch_size}" if data.accumulate > 1 else ""
+    trained = f", {value_count(c, trained=True):,} of them trained" if c.lora else ""
+    sizes = f"{c.blocks} blocks, {c.heads} heads, {c.channels} channels"
     return {
-        "model": f"{parameter_count(c):,} parameters: {c.blocks} blocks, {c.heads} heads, {c.channels} channels, "
+        "model": f"{parameter_count(c):,} parameters{trained}: {sizes}, "
         f"vocabulary {c.vocabulary}, positions {c.positions}" + (f", {c.beyond_gpt2()}" if c.beyond_gpt2() else ""),
         "batch": batch,
         "precision": f"{job.precision.name}: {resolve(job.dataflow.precision, c.channels)[1]}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,8 +18,8 @@ import numpy as np
 from daskgpt.config.groups import share_of_rank
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.compiled import Layout
-from daskgpt.model.parameters import RandomParameters, tensors
-from daskgpt.model.step import Arrays, Outcome
+from daskgpt.model.parameters import RandomParameters, Tensor, tensors
+from daskgpt.model.step import Arrays, Outcome, as_weights
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.failures import loss, losses_as_errors, places_apart
 from daskgpt.schedulers.links import end_programs, leave, leaving
@@ -42,6 +42,7 @@ class RankEngine(Engine):
     given   the state that ranks are to begin with; None while they hold one
     copies  of the ranks' state, by pack, made on request and dropped with the next step
     held    the copies of the parameters, as a step holds them
+    constants  the parameters that no step changes, by pack: futures of them, which stay as long as the run
     epoch   identifies the ranks that have the state; a new one begins with each change of workers and each loss
     owned   rows of each array that each rank updates
     heirs   for each rank that has left, the rank that has its rows
@@ -61,7 +62,10 @@ class RankEngine(Engine):
         self.run_name, self.epoch = f"{scheduler.name} {uuid4().hex[:8]}", ""
         self.parts, self.grain = job.groups, job.dataflow.grain
         self.chunk = ChunkChoice(job.config, job.micro_shape, job.dataflow, scheduler.threads).first
-        self.layout = Layout(tuple(_packs(job)))
+        self.layout = Layout(tuple(_packs(job, job.state)))
+        frozen = {name: tensor for name, tensor in tensors(job.config).items() if not tensor.trained}
+        self.constants = dict[tuple[str, ...], Any].fromkeys(_packs(job, as_weights(frozen)))
+        self.parameters: Arrays = {}  # from which they are sent, again if they are lost
         self.addresses: list[str] = []
         self.owned: list[rank_program.Owned] = []
         self.heirs: dict[int, int] = {}
@@ -86,9 +90,9 @@ class RankEngine(Engine):
 
     def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
         """Return a state whose packs are on workers; random weights need none."""
-        if isinstance(parameters, RandomParameters) and not moments:
+        if isinstance(parameters, RandomParameters) and not moments and not self.constants:
             return State(Layout(()), [], step)
-        moments = moments or {}
+        moments, self.parameters = moments or {}, parameters if self.constants else {}
         layout = Layout(tuple(names for names in self.layout.packs if holds_weights(names) or names[0] in moments))
         packs = []
         for names in layout.packs:  # one at a time: they may come from a file
@@ -105,8 +109,8 @@ class RankEngine(Engine):
 
     def weights(self) -> State:
         if self.given is not None:
-            return self.given.weights
-        state = self._copied(Layout(tuple(filter(holds_weights, self.layout.packs))))
+            return self._whole(self.given.weights)
+        state = self._whole(self._copied(Layout(tuple(filter(holds_weights, self.layout.packs)))))
         if not self.job.precision.packed:
             return state
         if not self.held:
@@ -114,6 +118,15 @@ class RankEngine(Engine):
             calls = [(partial(hold, names), [pack]) for names, pack in zip(state.layout.packs, state.packs)]
             self.held = run_on_packs(self.scheduler, "state.hold", calls)
         return replace(state, packs=self.held)
+
+    def _whole(self, state: State) -> State:
+        """Return a state with the parameters that no step changes, which are sent unless they are on the cluster."""
+        for names, pack in self.constants.items():
+            if pack is None or not all(self.scheduler.present([pack])):
+                arrays = (self.parameters[name.removeprefix("weight.")] for name in names)
+                self.constants[names] = self.scheduler.held(tuple(arrays))
+        layout = Layout((*state.layout.packs, *self.constants))
+        return replace(state, layout=layout, packs=[*state.packs, *self.constants.values()])
 
     def copied_apart(self) -> State:
         """Return the state with two copies of each pack on different workers, where there are several, as futures.
@@ -155,7 +168,7 @@ class RankEngine(Engine):
     def close(self) -> None:
         """Remove the state and its copies from the workers."""
         self.scheduler.needed = set()
-        self.given, self.copies, self.held = None, {}, []
+        self.given, self.copies, self.held, self.constants = None, {}, [], {}
         with suppress(OSError, RuntimeError, ValueError):  # the cluster is gone
             self.scheduler.call_on(end_programs, self.run_name)
 
@@ -175,7 +188,6 @@ class RankEngine(Engine):
         Errors   WorkerLost if a part of the state is lost: a rank would wait for it for ever
         """
         start = time.perf_counter()
-        packs, layout = list(state.packs), state.layout
         self.copies, self.held = {}, []
         self.epoch, self.scheduler.needed = uuid4().hex[:8], set()
         self.scheduler.await_worker()
@@ -190,15 +202,16 @@ class RankEngine(Engine):
         left -= self.scheduler.monitor.stuck.keys()
         self.scheduler.needed = {*self.addresses, *left}  # all that may hold the state
         with self._aborting():
-            if not all(self.scheduler.present(packs)):
+            if not all(self.scheduler.present(list(state.packs))):
                 raise loss(self.scheduler.client, "a part of the state")
+            state = self._whole(state)
         count = len(self.addresses)
         self.heirs = {}
         most = max(threads.get(address, 1) for address in self.addresses)
         self.owned = self._on_all_ranks("begin", [(self.sent_job, rank, self.addresses, most) for rank in range(count)])
         loads = []
         for rank in range(count):
-            chosen = [(names, pack) for names, pack in zip(layout.packs, packs) if self._is_read(names, rank)]
+            chosen = [one for one in zip(state.layout.packs, state.packs) if self._is_read(one[0], rank)]
             names_or_seed = [names for names, _ in chosen] or self.job.run.seed
             loads.append((state.step, names_or_seed, *(pack for _, pack in chosen)))
         self._on_all_ranks("load", loads)
@@ -328,9 +341,8 @@ class RankEngine(Engine):
             raise
 
 
-def _packs(job: Job) -> Iterator[tuple[str, ...]]:
+def _packs(job: Job, state: Mapping[str, Tensor]) -> Iterator[tuple[str, ...]]:
     """Yield the names of the arrays of a state in packs: by kind, small arrays together."""
-    state = job.state
     for _, names in groupby(state, lambda name: name.partition(".")[0]):
         pack, size = list[str](), 0
         for name in names:

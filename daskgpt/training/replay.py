@@ -33,7 +33,7 @@ from daskgpt.formats.stored_model import read_json
 from daskgpt.graph.calls import Origin
 from daskgpt.kernels.dropout import streams
 from daskgpt.model.layers import GATHER, SPLIT, Layer
-from daskgpt.model.parameters import RandomParameters, digest, tensors
+from daskgpt.model.parameters import RandomParameters, digest, tensors, trained_tensors
 from daskgpt.model.precision import Precision
 from daskgpt.model.step import Arrays, as_weights, gradients_of, input_leaves, input_values, state_leaves, weights_in
 from daskgpt.model.tape import Tape
@@ -60,6 +60,7 @@ from daskgpt.training.start import (
     open_dataset,
     require_allowed_rows,
     stored_settings,
+    with_adapters,
 )
 from daskgpt.training.trainer import Observers, run_job
 
@@ -227,7 +228,7 @@ class Replay:
         if wanted == SEEDED:
             return RandomParameters(job.config, job.run.seed), ""
         with suppress(OSError, ValueError):
-            parameters = WarmStart(self.init).model.loaded().parameters
+            parameters = with_adapters(job, WarmStart(self.init).model.loaded().parameters)
             if digest(parameters) == wanted:
                 return parameters, ""
         if self.init:
@@ -379,10 +380,10 @@ class StepTensors:
         self.leaves = input_leaves(tape, job.batch_shape, chunk)
         self.weights, weights = state_leaves(tape, job.config, job.precision)
         loss = mean_loss(tape, job.config, weights, self.leaves, job.optimizer.dropout)
-        gradients = gradients_of(tape, weights, loss)
+        gradients = gradients_of(tape, job.config, weights, loss)
         full_names = {array.name: full for full, array in tape.named.items()}
         shapes = {name: array.shape for name, array in self.held.items()}
-        shapes |= {name: tensor.shape for name, tensor in job.state.items()}
+        shapes |= {name: tensor.shape for name, tensor in (as_weights(tensors(job.config)) | job.moments).items()}
         self.shapes = shapes | {name: array.shape for name, array in tape.named.items()}
         self.names = list(self.shapes)
         self.aliases = {name: f"weight.{name}" for name in weights} | tape.aliases
@@ -391,7 +392,7 @@ class StepTensors:
     def updates(self) -> list[str]:
         """Return the names of weights and moments in the order of their updates: that of the gradients."""
         place = {name: number for number, name in enumerate(self.names)}
-        gradients = {name: place[self.aliases[f"gradient.{name}"]] for name in tensors(self.job.config)}
+        gradients = {name: place[self.aliases[f"gradient.{name}"]] for name in trained_tensors(self.job.config)}
         return sorted(self.job.state, key=lambda name: (gradients[name.partition(".")[2]], name.startswith("weight.")))
 
     def begin(self, state: Arrays) -> None:

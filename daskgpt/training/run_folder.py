@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import chain, count
 from pathlib import Path
@@ -14,8 +14,9 @@ from typing import Any, BinaryIO
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import advice_on, locked, write_file, written
+from daskgpt.formats.huggingface import BASE, write_run_model
 from daskgpt.formats.stored_model import ReadLater, StoredModel
-from daskgpt.model.parameters import tensors
+from daskgpt.model.parameters import trained_tensors
 from daskgpt.model.precision import values_of
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.protocol import Scheduler, WorkerLost
@@ -43,7 +44,7 @@ FILES = (CONFIG, METRICS, CHAIN, LOCK)
 
 def is_own(path: Path) -> bool:
     """Return whether a path has the name of a file, checkpoint or link in the folder of a run, or in a checkpoint."""
-    return path.name in (*FILES, *OF_CHECKPOINT, LATEST, BEST) or STEP.fullmatch(path.name) is not None
+    return path.name in (*FILES, *OF_CHECKPOINT, BASE, LATEST, BEST) or STEP.fullmatch(path.name) is not None
 
 
 def new_folder() -> str:
@@ -66,6 +67,7 @@ class RunFolder:
         self.path, self.resumed = Path(path), resumed
         self.metrics: RecordFile | None = None
         self.chain: Chain | None = None
+        self.base: dict[str, Any] = {}  # entry of a checkpoint's state.json for the model that adapters adapt
         self.lock: BinaryIO | None = None
         with written(path, "RunFolder"):  # its name may be too long
             present = [(self.path / name).exists() for name in (CONFIG, METRICS)]
@@ -84,8 +86,8 @@ class RunFolder:
         advice = f"Nothing can be written in {parent}: give another --out."
         require(os.access(parent, os.W_OK | os.X_OK), where, "the folder must be writable", got, advice)
 
-    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
-        """Write the configuration, and open the metrics and the chain.
+    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any], base: StoredModel | None = None) -> None:
+        """Write the configuration and the model that adapters adapt, and open the metrics and the chain.
 
         entry    the state of the checkpoint that a resumed run continues from, or the beginning of a new one
 
@@ -104,12 +106,16 @@ class RunFolder:
             if not self.resumed:
                 self._lock()
             self.configure(sections)
+            if base:
+                path = self.path / BASE
+                digest = entry["base"]["sha256"] if self.resumed else write_run_model(path, base)
+                self.base = {"base": {"bytes": path.stat().st_size, "sha256": digest}}
             self.metrics = self.metrics or open_metrics(self.path, entry["step"])
             self.chain = Chain(self.path / CHAIN, entry)
         except BaseException:
             self.close()
             if not self.resumed:  # without a configuration there is no run, and the folder is free
-                for name in FILES if self.lock else [METRICS]:  # another process may hold the lock
+                for name in (*FILES, BASE) if self.lock else [METRICS]:  # another process may hold the lock
                     (self.path / name).unlink(missing_ok=True)
             raise
 
@@ -276,13 +282,23 @@ class Saver:
             self.say(f"checkpoint step {state.step} {what}: {reason(error)}")
         self.news |= {"checkpoint_step": state.step, "checkpoint_s": round(time.perf_counter() - start, 3)}
 
+    def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any], parameters: Arrays) -> None:
+        """Begin the run's folder, see `RunFolder.begin`; parameters: those that the run begins with."""
+        job, base = self.job, None
+        if job.config.lora:
+            size, encoding = replace(job.config, lora=0), job.tokens.encoding_name
+            base = StoredModel(size, parameters, encoding, job.data.sequence_length)
+        self.folder.begin(sections, entry, base)
+        self.best.point(self.folder.path)  # an earlier process may have been killed before it did
+
     def _write(self, state: State, facts: Mapping[str, Any]) -> None:
         job, arrays = self.job, fetched_arrays(self.scheduler, state)
-        weights = ReadLater(tensors(job.config), lambda name: arrays[f"weight.{name}"])
+        weights = ReadLater(trained_tensors(job.config), lambda name: arrays[f"weight.{name}"])
         model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
         shapes = {name: tensor.shape for name, tensor in job.moments.items()}
         self.folder.require_held()
         self.folder.sync()  # first: a run continues behind the metrics of its checkpoint
+        facts = {**facts, **self.folder.base}
         write_checkpoint(self.folder.path, state.step, model, arrays, shapes, facts, self.chain.add)
 
     def _failed(self, step: int, error: Exception, *, last: bool) -> None:

@@ -26,7 +26,7 @@ from daskgpt.data.tokenizer import (
 from daskgpt.formats.models import open_model_file
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
-from daskgpt.model.parameters import RandomParameters, check_finite, digest
+from daskgpt.model.parameters import RandomParameters, check_finite, digest, trained_tensors
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, require_scheduler
@@ -238,10 +238,18 @@ def new_run(
         parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
     elif origin:
         parameters = origin.model.loaded().parameters
-    else:
-        return job, Start(folder, RandomParameters(job.config, job.run.seed))
-    check_finite("train", parameters)
+    parameters = with_adapters(job, parameters)
+    if not isinstance(parameters, RandomParameters):
+        check_finite("train", parameters)
     return job, Start(folder, parameters)
+
+
+def with_adapters(job: Job, parameters: Arrays | None) -> Arrays:
+    """Return the parameters that a run begins with: those of a model with random adapters, or random ones."""
+    random = RandomParameters(job.config, job.run.seed)
+    if parameters is None or not job.config.lora:
+        return random if parameters is None else parameters
+    return dict(parameters) | {name: random[name] for name in trained_tensors(job.config)}
 
 
 def checkpoint_facts(job: Job, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -20,7 +20,7 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
-from daskgpt.model.parameters import check_config, check_dtypes, check_finite, check_parameters
+from daskgpt.model.parameters import check_config, check_dtypes, check_finite, check_parameters, merged
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.schedulers.protocol import TOPIC, ClusterLost, Scheduler, WorkerLost
@@ -154,7 +154,7 @@ def fit(
 ) -> Result:
     """Train a model, as `python -m daskgpt.train` does. The run is written where `run.out` names a folder.
 
-    parameters   initial values, float32; None for those of `run.init`, or random ones
+    parameters   initial values, float32; None for those of `run.init`, or random ones. Adapters begin at random
     resume       a run folder to continue from its newest good checkpoint. Its settings are kept but for those that are
                  given: in a mapping (`run={"steps": 4000}`), or in a configuration by values other than the defaults
     client       a `distributed.Client` whose cluster runs the tasks, in place of `dataflow.scheduler`; it stays open,
@@ -196,9 +196,9 @@ def fit(
         origin = WarmStart(settings["run"].init) if settings["run"].init else None
         if origin:
             rule = "the model's numbers must be those of the model to start from"
-            origin.check_size(asdict(size), "fit", rule, "Take them from daskgpt.load.")
+            origin.check_size(asdict(replace(size, lora=0)), "fit", rule, "Take them from daskgpt.load.")
         if parameters is not None:
-            check_parameters(size, parameters)
+            check_parameters(replace(size, lora=0), parameters)
             check_dtypes("fit", parameters, np.float32)
         given = settings, lambda vocabulary: size, origin, parameters
         job, start = new_run(*given, most=size.vocabulary, connects=client is None)
@@ -277,7 +277,8 @@ class _Trainer:
         self.finite = Finite(job, self.losses)
         self.metrics = StepMetrics(job, scheduler, lambda: self.seconds)
         self.timed, timers = self.metrics.timed, self.metrics.timers
-        self.result = Result(job.config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
+        config = replace(job.config, lora=0)  # of the merged model
+        self.result = Result(config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
         self.validation = Validation(job, self.engine, self.stop_requested)
         self.saver: Saver | None = None
         if self.folder:
@@ -365,8 +366,7 @@ class _Trainer:
             # Once: places and versions are those of the beginning, even where a working directory or a file goes.
             self.facts = checkpoint_facts(job, job.resolved(self.scheduler))
             entry = start.entry or beginning(self._facts(0), start.parameters)
-            self.saver.folder.begin(self._settings(), entry)
-            self.saver.best.point(self.saver.folder.path)  # an earlier process may have been killed before it did
+            self.saver.begin(self._settings(), entry, start.parameters)
         progress.say("\n".join([describe(job, self.scheduler, engine.described_chunks), *start.messages]))
         run = job.run
         self.scheduler.attend(progress.say, self.stop_requested, run.worker_seconds, run.worker_minutes)
@@ -464,7 +464,7 @@ class _Trainer:
         self.finite.require_weights(engine, max(engine.made - 1, 0))
         result.checkpoint = step_folder(self.folder.path, engine.made) if self.folder else None
         if self.scheduler.in_place or not result.checkpoint:
-            result.held = engine.weights().parameters(self.scheduler)
+            result.held = dict(merged(self.job.config, engine.weights().parameters(self.scheduler))[1])
         self.progress.close()
         del self.losses[engine.made :]  # of steps that a loss has taken back
         if self.saver:

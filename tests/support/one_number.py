@@ -63,6 +63,7 @@ MODELS["odd in 2 groups"] = replace(MODELS["odd"], groups=2)
 MODELS["odd with muon"] = replace(MODELS["odd in 2 groups"], optimizer="muon")
 MODELS["odd with dropout"] = replace(MODELS["odd in 2 groups"], dropout=0.2)
 MODELS["llama"] = Model(LLAMA, (6, 20), groups=2)
+MODELS["llama with adapters"] = replace(MODELS["llama"], config=replace(LLAMA, lora=5))
 # The bits of these are not recorded.
 VARIANTS = {
     "clipped": replace(MODELS["odd in 2 groups"], clip=0.1),

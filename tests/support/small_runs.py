@@ -44,6 +44,7 @@ def fit_in_parts(
     scheduler: str,
     on_step: Any = None,
     *,
+    config: Any = MODEL,
     optimizer: Any = OPTIMIZER,
     client: Any = None,
     precision: str = "float32",
@@ -54,7 +55,7 @@ def fit_in_parts(
     settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "sample_tokens": 0, "out": str(out)} | run
     data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16, groups=4)
     dataflow = {"scheduler": scheduler, "threads": 2, "batch_chunk": 1, "precision": precision, "engine": engine}
-    daskgpt.fit(MODEL, data, optimizer, dataflow, daskgpt.RunConfig(**settings), client=client, on_step=on_step)
+    daskgpt.fit(config, data, optimizer, dataflow, daskgpt.RunConfig(**settings), client=client, on_step=on_step)
     return out
 
 

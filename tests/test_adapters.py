@@ -1,0 +1,184 @@
+"""Tests of low-rank adapters: gradients, one number, runs that hold adapters alone, and PEFT's files."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import small_runs
+from command_lines import refused, run
+from machines import KillItself, on_workers
+from one_number import LLAMA, ODD
+from small_runs import MODEL, fit_in_parts, same, stopping_at
+
+import daskgpt
+from daskgpt import audit, convert, train
+from daskgpt.formats.peft import write_peft
+from daskgpt.formats.safetensors import TensorFiles
+from daskgpt.model.parameters import LORA_A, LORA_B, digest, merged, tensors, trained_tensors
+from daskgpt.training.checkpoint import open_model_of
+
+RANK = 3
+ADAPTED = replace(MODEL, lora=RANK)
+# Fast, so that B, which begins with zeros, soon changes the model.
+OPTIMIZER = daskgpt.OptimizerConfig(learning_rate=0.01, warmup=3)
+
+
+def random_values(config, random, dtype="float32"):
+    return {name: (random.normal(size=tensor.shape) * 0.1).astype(dtype) for name, tensor in tensors(config).items()}
+
+
+@pytest.fixture(scope="module")
+def whole(small_text, tmp_path_factory):
+    """The folder of a run with threads."""
+    folder = tmp_path_factory.mktemp("adapted") / "run"
+    return fit_in_parts(small_text, folder, "threads", config=ADAPTED, optimizer=OPTIMIZER, save_every=5, keep=5)
+
+
+@pytest.mark.parametrize("config", [ODD, LLAMA], ids=["gpt2", "llama"])
+def test_gradients_follow_from_those_of_the_merged_model(config, random):
+    """With W + B A as the weight, dA = B^T dW and dB = dW A^T."""
+    config = replace(config, lora=RANK)
+    parameters = random_values(config, random, "float64")
+    tokens, targets = (da.from_array(ids, chunks=(1, 5)) for ids in random.integers(0, 131, (2, 2, 10)).astype("i4"))
+    loss, gradients = daskgpt.loss_and_gradients(config, parameters, tokens, targets)
+    assert gradients.keys() == trained_tensors(config).keys()
+    merged_loss, of_merged = daskgpt.loss_and_gradients(*merged(config, parameters), tokens, targets)
+    computed, expected = dask.compute((loss, gradients), (merged_loss, of_merged), scheduler="sync")
+    assert computed[0] == pytest.approx(expected[0], rel=1e-12)
+    for name, values in computed[1].items():
+        weight = re.sub(r"\.lora_[ab]", "", name)
+        a, b = (parameters[weight.removesuffix(".weight") + part] for part in (LORA_A, LORA_B))
+        wanted = b.T @ expected[1][weight] if name.endswith(LORA_A) else expected[1][weight] @ a.T
+        np.testing.assert_allclose(values, wanted, rtol=1e-9, atol=1e-12 * np.abs(wanted).max())
+
+
+def test_checkpoints_hold_adapters_alone_and_a_run_is_the_merged_model(whole):
+    names = TensorFiles(whole / "latest" / "model.safetensors", "test").keys()
+    assert names == trained_tensors(ADAPTED).keys()
+    assert TensorFiles(whole / "base.safetensors", "test").keys() == tensors(MODEL).keys()
+    moments = TensorFiles(whole / "latest" / "optimizer.safetensors", "test").keys()
+    assert moments == {f"{kind}.{name}" for kind in "mv" for name in names}
+    config, parameters = daskgpt.load(whole)
+    assert config == MODEL
+    base = daskgpt.load(whole / "base.safetensors")[1]
+    changed = {name for name in base if (base[name] != parameters[name]).any()}
+    assert changed == {name for name, tensor in tensors(MODEL).items() if tensor.row.is_conv1d}
+
+
+def test_result_is_the_merged_model(small_text, tmp_path):
+    result = small_runs.fit(small_text, tmp_path / "run", config=ADAPTED, optimizer=OPTIMIZER)
+    assert result.config == MODEL
+    assert digest(result.parameters) == digest(daskgpt.load(tmp_path / "run")[1])
+
+
+def test_adapters_of_given_parameters_begin_without_effect(small_text):
+    parameters = daskgpt.initial_parameters(MODEL, 5)
+    plain, adapted = (
+        small_runs.fit(small_text, config=config, parameters=parameters, steps=1) for config in (MODEL, ADAPTED)
+    )
+    assert plain.losses == adapted.losses
+
+
+@pytest.mark.parametrize("engine", ["ranks", "tasks"])
+def test_two_workers_give_the_bits_of_threads(engine, cluster, small_text, whole, tmp_path):
+    cluster.have(2)
+    options = {"config": ADAPTED, "optimizer": OPTIMIZER, "engine": engine}
+    assert same(fit_in_parts(small_text, tmp_path / "run", cluster.address, **options), whole)
+
+
+def test_worker_death_changes_no_bit(cluster, small_text, whole, tmp_path, capsys):
+    """What no step changes is on one worker, which may be the one that dies."""
+    for _ in range(2):
+        cluster.have(2)
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        (tmp_path / "killed").unlink(missing_ok=True)
+        options = {"config": ADAPTED, "optimizer": OPTIMIZER, "snapshot_every": 3}
+        with on_workers(cluster.address, KillItself("rank.window", 2, tmp_path / "killed")):
+            fit_in_parts(small_text, tmp_path / "run", cluster.address, **options)
+        assert "a recovery point (" in capsys.readouterr().out
+        assert same(tmp_path / "run", whole)
+
+
+def test_resumed_run_has_the_bits_of_an_uninterrupted_one(small_text, whole, tmp_path, capsys):
+    out = tmp_path / "run"
+    options = {"config": ADAPTED, "optimizer": OPTIMIZER, "save_every": 5, "keep": 5}
+    fit_in_parts(small_text, out, "threads", stopping_at(7), **options)
+    assert train.main(["--resume", str(out), "--scheduler", "sync"]) == 0
+    assert same(out, whole)
+    capsys.readouterr()
+    assert audit.main([str(out)]) == 0, capsys.readouterr()
+
+
+def test_run_without_its_base_or_with_another_one_is_refused(whole, tmp_path):
+    shutil.copytree(whole / "latest", tmp_path / "alone")
+    with pytest.raises((FileNotFoundError, ValueError), match=r"base\.safetensors"):
+        daskgpt.load(tmp_path / "alone")
+    other = shutil.copytree(whole, tmp_path / "other", symlinks=True)
+    content = bytearray((other / "base.safetensors").read_bytes())
+    content[-1] ^= 1
+    (other / "base.safetensors").write_bytes(content)
+    with pytest.raises(FileNotFoundError, match="must have a good checkpoint"):
+        daskgpt.load(other)
+
+
+def test_command_adapts_a_model(small_text, tmp_path):
+    model, flags = tmp_path / "model.safetensors", ["--data", str(small_text), "--sample-tokens", "0", "--steps", "2"]
+    daskgpt.save(model, MODEL, daskgpt.initial_parameters(MODEL, 0))
+    message = refused(run("train", "--lora", "4", *flags))
+    assert message.startswith("daskgpt: train: adapters must have a model to adapt; got lora=4.")
+    done = run("train", "--init", str(model), "--lora", "4", "--out", str(tmp_path / "run"), *flags)
+    assert done.returncode == 0, done.stderr
+    count = sum(int(np.prod(tensor.shape)) for tensor in trained_tensors(replace(MODEL, lora=4)).values())
+    assert f" parameters, {count:,} of them trained: 1 blocks" in done.stdout
+    assert "lora=4" in done.stdout
+
+
+def test_saved_model_is_merged(tmp_path, random):
+    parameters = random_values(ADAPTED, random)
+    daskgpt.save(tmp_path / "model.safetensors", ADAPTED, parameters)
+    config, values = daskgpt.load(tmp_path / "model.safetensors")
+    assert config == MODEL
+    assert digest(values) == digest(merged(ADAPTED, parameters)[1])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_files_of_peft_give_the_merged_weights(name, small_text, tmp_path, monkeypatch):
+    """Beside a folder of the base and one of the merged model, as transformers has them: W + (alpha / r) B A."""
+    llama = {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu", "bias": "none", "kv_heads": 1}
+    config = replace(MODEL, **llama) if name == "llama" else MODEL
+    parameters, options = daskgpt.initial_parameters(config, 0), {"optimizer": OPTIMIZER, "out": tmp_path / "run"}
+    daskgpt.save(tmp_path / "base.safetensors", config, parameters)
+    small_runs.fit(small_text, config=replace(config, lora=RANK), parameters=parameters, **options)
+    for source, target in (("run", "merged"), ("base.safetensors", "base")):
+        assert convert.main([str(tmp_path / source), str(tmp_path / target)]) == 0
+    assert convert.main([str(tmp_path / "run"), str(tmp_path / "peft"), "--to", "peft"]) == 0
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    base, whole, adapters = (
+        {name: stored.read() for name, stored in TensorFiles(tmp_path / folder / file, "test").items()}
+        for folder, file in (
+            ("base", "model.safetensors"), ("merged", "model.safetensors"), ("peft", "adapter_model.safetensors")
+        )
+    )  # fmt: skip
+    layers = {key.rpartition(".lora_")[0] for key in adapters}
+    assert {layer.rpartition(".")[2] for layer in layers} == set(settings["target_modules"])
+    changed = {key for key in base if (base[key] != whole[key]).any()}
+    prefix = "base_model.model." + ("transformer." if name == "gpt2" else "")
+    assert {f"{layer.removeprefix(prefix)}.weight" for layer in layers} == changed
+    for layer in layers:
+        a, b = (adapters[f"{layer}.lora_{part}.weight"] for part in "AB")
+        change = settings["lora_alpha"] / settings["r"] * (b @ a)
+        change = change.T if settings["fan_in_fan_out"] else change
+        weight = f"{layer.removeprefix(prefix)}.weight"
+        np.testing.assert_allclose(base[weight] + change, whole[weight], rtol=1e-5, atol=1e-6)
+
+
+def test_model_without_adapters_has_no_files_of_peft(tmp_path):
+    daskgpt.save(tmp_path / "model.safetensors", MODEL, daskgpt.initial_parameters(MODEL, 0))
+    with pytest.raises(ValueError, match="must have adapters"):
+        write_peft(tmp_path / "peft", open_model_of(tmp_path / "model.safetensors"))
+    assert not (tmp_path / "peft").exists()
