@@ -130,7 +130,7 @@ def test_command_adapts_a_model(small_text, tmp_path):
     model, flags = tmp_path / "model.safetensors", ["--data", str(small_text), "--sample-tokens", "0", "--steps", "2"]
     daskgpt.save(model, MODEL, daskgpt.initial_parameters(MODEL, 0))
     message = refused(run("train", "--lora", "4", *flags))
-    assert message.startswith("daskgpt: train: adapters must have a model to adapt; got lora=4.")
+    assert message.startswith("train: adapters must have a model to adapt; got lora=4.")
     done = run("train", "--init", str(model), "--lora", "4", "--out", str(tmp_path / "run"), *flags)
     assert done.returncode == 0, done.stderr
     count = sum(int(np.prod(tensor.shape)) for tensor in trained_tensors(replace(MODEL, lora=4)).values())

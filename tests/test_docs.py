@@ -44,7 +44,7 @@ def test_excerpts_match_the_code():
 
 
 def test_parameters_match_the_table():
-    config, rule = preset("gpt2"), OptimizerConfig().decay
+    config, rule = preset("gpt2", lora=16), OptimizerConfig().decay
     (table,) = [t for t in tables(ROOT / "docs" / "model.md") if t.head[-2:] == ["initial values", "decays"]]
     expected = []
     for row in PARAMETERS:

@@ -31,7 +31,7 @@ def answer(parser, capsys, *words):
         (["--learning_rate", "1"], "--learning_rate", "Did you mean --learning-rate"),
         (["--batchsize", "3"], "--batchsize", "Did you mean --batch-size"),
         (["--batch-siz", "3"], "--batch-siz", "Did you mean --batch-size"),  # no flag may be shortened
-        (["--lr=4"], "--lr", "--help"),
+        (["--lr=4"], "--lr", "--learning-rate"),
         (["--steps", "2", "text.txt"], "text.txt", "--data"),
         (["--steps", "2", ""], "''", "variable"),
         (["--steps", "many"], "--steps", "invalid int"),

@@ -77,7 +77,7 @@ def test_loss_and_gradients_match_an_independent_program(random, chunk, rate):
     inputs = lazy_inputs(tape, *lazy_batch((tokens, targets), chunk)) | {"shares": da.from_array(shares, chunks=chunk)}
     inputs |= {"streams": da.from_array(streams(11, 5, 4), chunks=chunk[0])} if rate else {}
     lazy_loss = mean_loss(tape, SMALL, lazy, inputs, rate)
-    loss, gradients = dask.compute(lazy_loss, gradients_of(tape, lazy, lazy_loss), scheduler="sync")
+    loss, gradients = dask.compute(lazy_loss, gradients_of(tape, SMALL, lazy, lazy_loss), scheduler="sync")
     tolerance = TOLERANCES["whole model, float64"]["of largest"]
     assert abs(loss - wanted.loss) < tolerance * wanted.loss
     for name, gradient in gradients.items():

@@ -42,13 +42,27 @@ class Rotary(nn.Module):
         return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 
 
+class Linear(nn.Linear):
+    """A linear layer of a block, with its low-rank adapter if the model has them."""
+
+    def __init__(self, config: ModelConfig, inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        if config.lora:
+            self.lora_a = nn.Linear(inputs, config.lora, bias=False)
+            self.lora_b = nn.Linear(config.lora, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + self.lora_b(self.lora_a(x)) if hasattr(self, "lora_a") else y
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.size, self.parts = config.head_channels, (config.heads, config.key_heads, config.key_heads)
         inside = config.heads * self.size
-        self.c_attn = nn.Linear(config.channels, sum(self.parts) * self.size, bias=config.bias != "none")
-        self.c_proj = nn.Linear(inside, config.channels, bias=config.bias == "all")
+        self.c_attn = Linear(config, config.channels, sum(self.parts) * self.size, bias=config.bias != "none")
+        self.c_proj = Linear(config, inside, config.channels, bias=config.bias == "all")
         if config.qk_norm != "none":
             self.q_norm, self.k_norm = (nn.RMSNorm(self.size, eps=config.norm_eps) for _ in range(2))
         self.turn = Rotary(config) if config.position == "rotary" else nn.Identity()
@@ -66,8 +80,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, self.gated = config.hidden_channels, config.activation == "swiglu"
-        self.c_fc = nn.Linear(config.channels, hidden * (2 if self.gated else 1), bias=config.bias == "all")
-        self.c_proj = nn.Linear(hidden, config.channels, bias=config.bias == "all")
+        self.c_fc = Linear(config, config.channels, hidden * (2 if self.gated else 1), bias=config.bias == "all")
+        self.c_proj = Linear(config, hidden, config.channels, bias=config.bias == "all")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.c_fc(x)
@@ -126,11 +140,12 @@ def model_of(config: ModelConfig, seed: int) -> Model:
 
 
 def optimizer_of(model: Model, size: ModelConfig, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Fused AdamW; the same tensors decay."""
+    """Fused AdamW; the same tensors are trained, and decay."""
     table = tensors(size)
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
-        groups[table[name].decayed(config.decay)].append(parameter)
+        if parameter.requires_grad_(table[name].trained).requires_grad:
+            groups[table[name].decayed(config.decay)].append(parameter)
     return torch.optim.AdamW(
         [
             {"params": groups[True], "weight_decay": config.weight_decay},

@@ -53,8 +53,8 @@ class Result:
     Fields   config: ModelConfig
                  size of the model
              parameters: dict[str, np.ndarray]
-                 GPT-2's tensors under their published names, float32; of a cluster's run with a folder they are read
-                 from there when they are first used
+                 GPT-2's tensors under their published names, float32, adapters merged; of a cluster's run with a folder,
+                 or one with adapters, they are read from there when they are first used
              losses: list[float]
                  loss of each step of the run, before its update; nan for a step of an earlier process that the metrics
                  lack [nats a token]
@@ -463,7 +463,7 @@ class _Trainer:
         result.seconds, result.stopped = time.perf_counter() - self.began, stopped
         self.finite.require_weights(engine, max(engine.made - 1, 0))
         result.checkpoint = step_folder(self.folder.path, engine.made) if self.folder else None
-        if self.scheduler.in_place or not result.checkpoint:
+        if not result.checkpoint or (self.scheduler.in_place and not self.job.config.lora):
             result.held = dict(merged(self.job.config, engine.weights().parameters(self.scheduler))[1])
         self.progress.close()
         del self.losses[engine.made :]  # of steps that a loss has taken back

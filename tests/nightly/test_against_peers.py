@@ -1,5 +1,7 @@
 """Tests of steps beside PyTorch, its DistributedDataParallel, and transformers: one model, and none stays behind."""
 
+from dataclasses import replace
+
 import against
 import numpy as np
 import pytest
@@ -25,14 +27,16 @@ def record_of(tmp_path, *flags):
     return record, {name: figure.median for name, figure in record.figures.items()}
 
 
+@pytest.mark.parametrize("rank", [0, 4], ids=["", "adapters"])
 @pytest.mark.parametrize(("processes", "bf16"), [(1, False), (1, True), (2, False), (2, True), (4, False)])
-def test_processes_and_threads_train_the_same_model(processes, bf16):
-    with TorchSide(JOB, 3, 1, TorchOptions(bf16=bf16), processes) as torch:
+def test_processes_and_threads_train_the_same_model(processes, bf16, rank):
+    job = replace(JOB, config=replace(SMALL, lora=rank))
+    with TorchSide(job, 3, 1, TorchOptions(bf16=bf16), processes) as torch:
         assert len(torch.run(10)) == len(torch.losses) == 10
         assert len(torch.cpu()) == processes
         assert torch.peak() > processes * 5e7
     with open_scheduler("threads", 2) as scheduler:
-        steps = TimedEngine(JOB, scheduler, 3)
+        steps = TimedEngine(job, scheduler, 3)
         steps.run(10)
     np.testing.assert_allclose(torch.losses, steps.losses, **TOLERANCES["bfloat16 losses" if bf16 else "golden losses"])
 

@@ -13,7 +13,7 @@ import pytest
 from batch_results import results_of
 from conftest import SMALL, random_parameters
 from documents import ROOT
-from small_runs import losses_of
+from small_runs import fit, losses_of
 from test_tokenizers import trained
 from tolerances import TOLERANCES
 
@@ -42,6 +42,23 @@ def theirs_of(config):
         for name, values in model.named_parameters():
             values.add_(torch.randn_like(values) * (0.3 if "wte" in name or values.ndim == 1 else 0.02))
     return model
+
+
+@pytest.mark.parametrize("name", ["gpt2", "smollm2-135m"])
+def test_peft_adapts_their_model_as_ours(name, small_text, tmp_path):
+    peft = pytest.importorskip("peft", reason="PEFT is not installed (the extra test-peers)")
+    sizes = {"blocks": 2, "heads": 4, "channels": 32, "vocabulary": 257, "positions": 64, "lora": 4}
+    config = daskgpt.preset(name, **sizes, **({"kv_heads": 2, "hidden": 48} if name != "gpt2" else {}))
+    plain = replace(config, lora=0)
+    parameters = daskgpt.initial_parameters(plain, 0)
+    parameters["wte.weight"] *= np.float32(20)  # so that logits differ by units
+    daskgpt.save(tmp_path / "base.safetensors", plain, parameters)
+    options = {"parameters": parameters, "out": tmp_path / "run", "optimizer": {"learning_rate": 0.05, "warmup": 0}}
+    fit(small_text, config=config, **options)
+    assert convert.main([str(tmp_path / "base.safetensors"), str(tmp_path / "base")]) == 0
+    assert convert.main([str(tmp_path / "run"), str(tmp_path / "adapters"), "--to", "peft"]) == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert_same_logits(tmp_path / "run", peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval())
 
 
 def assert_same_logits(path, theirs):

@@ -38,7 +38,7 @@ def results_of(
     outputs = {"logits": logits(Tape(precision), config, weights, inputs)}
     if len(batch) > 1:
         outputs["loss"] = mean_loss(tape, config, weights, inputs)
-        outputs |= gradients_of(tape, weights, outputs["loss"])
+        outputs |= gradients_of(tape, config, weights, outputs["loss"])
     state = State.of_weights(config, parameters, precision)
     compiled = compile_outputs(tape, inputs, outputs, leaves, state.layout)
     results = scheduler.run(compiled.submission([input_values(*batch)], state.packs))
