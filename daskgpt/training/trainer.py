@@ -53,8 +53,8 @@ class Result:
     Fields   config: ModelConfig
                  size of the model
              parameters: dict[str, np.ndarray]
-                 GPT-2's tensors under their published names, float32, adapters merged; of a cluster's run with a folder,
-                 or one with adapters, they are read from there when they are first used
+                 GPT-2's tensors under their published names, float32, adapters merged; of a run with a folder on a
+                 cluster or with adapters, they are read from there when they are first used
              losses: list[float]
                  loss of each step of the run, before its update; nan for a step of an earlier process that the metrics
                  lack [nats a token]
