@@ -102,6 +102,11 @@ def test_folders_are_read_and_written(name, tmp_path):
     assert settings.items() >= (expected | {"architectures": [architecture], "eos_token_id": 1}).items()
 
 
+def test_numbers_of_the_scaling_are_those_of_the_positions(tmp_path):
+    fields = FIELDS | {"rope_parameters": OTHER_ROPE, "factor": 2.0}
+    assert open_model_file(write_folder(tmp_path / "theirs", llama_tensors(fields), fields)).config == SCALED
+
+
 def test_shards_other_fields_and_names(tmp_path):
     tensors = llama_tensors()
     legacy = {name: value for name, value in FIELDS.items() if name not in ("rope_parameters", "head_dim")}

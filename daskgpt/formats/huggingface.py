@@ -188,7 +188,8 @@ def _config_of(path: Path) -> tuple[str, ModelConfig]:
     for name in ("rope_parameters", "rope_scaling"):  # newer and older files; transformers takes the last one
         rope = settings.get(name) or rope
         check(name, isinstance(rope, dict), "an object", DAMAGED)
-    settings |= {name: value for name, value in rope.items() if name not in settings or name.startswith("rope_")}
+    turned = {name for name in rope if name not in settings or name.startswith("rope_") or name in _SCALING}
+    settings |= {name: rope[name] for name in turned}
     for name, values in kind.meant.items():
         value = settings.get(name, values[0])
         right = any(type(value) is type(one) and value == one for one in values)

@@ -61,13 +61,8 @@ class Parameter:
         """Return the shape in a model of this size; matrices are (out, in)."""
         size, hidden = config.head_channels, config.hidden_channels
         sizes = {"V": config.padded_vocabulary, "P": config.positions, "C": config.channels, "H": hidden}
-        sizes |= {
-            "R": config.lora,
-            "D": size,
-            "A": config.heads * size,
-            "QKV": (config.heads + 2 * config.key_heads) * size,
-        }
-        sizes |= {"I": chosen(config, "activation").widens * hidden if "I" in self.axes else 0}
+        sizes |= {"D": size, "A": config.heads * size, "QKV": (config.heads + 2 * config.key_heads) * size}
+        sizes |= {"I": chosen(config, "activation").widens * hidden if "I" in self.axes else 0, "R": config.lora}
         return tuple(sizes[axis] for axis in self.axes)
 
 
