@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import pickle
@@ -105,6 +106,7 @@ def end_programs(run: str, dask_worker: Any) -> None:
     for name in ended:
         programs.pop(name).link.close()
     if ended:
+        gc.collect()
         return_memory()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +45,6 @@ def keep_memory() -> bool:
 def return_memory() -> None:
     """Return what glibc holds of freed memory to the system, which `keep_memory` lets it keep."""
     if platform.libc_ver()[0] == "glibc":
-        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
 
 

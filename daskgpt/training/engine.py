@@ -24,6 +24,7 @@ from daskgpt.graph.program import Span
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import FLOAT32, Precision, values_of
 from daskgpt.model.step import Arrays, CompiledStep, Dials, Outcome, as_weights, compile_step, weights_in
+from daskgpt.schedulers.local import return_memory
 from daskgpt.schedulers.machine import available_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice, GrainChoice
@@ -247,6 +248,7 @@ class LocalEngine(_OneStep):
         memory  bytes that a step may take; None for what is available
         """
         self.job, self.scheduler, self.say, self.memory = job, scheduler, say, memory
+        self.untidy = True  # whether memory may be in pieces of steps of other tasks
         self._compile(rank)
         window = job.dataflow.window if job.dataflow.barrier == "none" else 1
         self.step, warning = self.chunks.fit(self.step, window, self.available)
@@ -278,7 +280,11 @@ class LocalEngine(_OneStep):
 
     def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         if not self.undecided:
-            return self._window(batches, steps)
+            outcomes = self._window(batches, steps)
+            if self.untidy:  # by now the chosen tasks have made what they keep
+                return_memory()
+                self.untidy = False
+            return outcomes
         with self.scheduler.record() as processes:
             outcomes = self._window(batches[:1], steps)
         self.tune([span for process in processes for span in process.spans], steps - self.made)
