@@ -165,7 +165,7 @@ class Bisection:
 
         updated   whether the order is that of the updates, or that of the parameters
         """
-        one, other = ({n: t.held[n] for n in (t.updates() if updated else t.job.state)} for t in self._at(step))
+        one, other = ({n: t.held[n] for n in (t.updates() if updated else t.in_state)} for t in self._at(step))
         return first_difference(one, other)
 
     def _settings(self, step: int) -> Iterator[str]:

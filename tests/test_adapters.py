@@ -16,10 +16,20 @@ from one_number import LLAMA, ODD
 from small_runs import MODEL, fit_in_parts, same, stopping_at
 
 import daskgpt
-from daskgpt import audit, convert, train
+from daskgpt import audit, bisect, convert, train
 from daskgpt.formats.peft import write_peft
 from daskgpt.formats.safetensors import TensorFiles
-from daskgpt.model.parameters import LORA_A, LORA_B, digest, merged, tensors, trained_tensors
+from daskgpt.generation.sampler import sample
+from daskgpt.model.parameters import (
+    LORA_A,
+    LORA_B,
+    attention_operations,
+    digest,
+    merged,
+    step_operations,
+    tensors,
+    trained_tensors,
+)
 from daskgpt.training.checkpoint import open_model_of
 
 RANK = 3
@@ -126,6 +136,63 @@ def test_run_without_its_base_or_with_another_one_is_refused(whole, tmp_path):
         daskgpt.load(other)
 
 
+@pytest.mark.parametrize("link", [True, False])
+def test_checkpoint_is_read_through_a_link(link, whole, tmp_path, monkeypatch):
+    if link:
+        (tmp_path / "link").symlink_to(whole / "latest")
+    else:
+        (whole / "latest" / "sub").mkdir(exist_ok=True)
+        monkeypatch.chdir(whole / "latest" / "sub")
+    assert daskgpt.load(tmp_path / "link" if link else "..")[0] == MODEL
+
+
+def test_file_of_adapters_alone_names_what_is_missing(whole, tmp_path):
+    shutil.copy(whole / "latest" / "model.safetensors", tmp_path / "alone.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"must have the model.*base\.safetensors.*Copy the whole run"):
+        daskgpt.load(tmp_path / "alone.safetensors")
+
+
+@pytest.mark.parametrize("config", [MODEL, ADAPTED])
+def test_file_of_a_user_is_not_written_over(config, small_text, tmp_path):
+    (tmp_path / "base.safetensors").write_text("mine")
+    with pytest.raises(FileExistsError, match="must not hold a run"):
+        small_runs.fit(small_text, tmp_path, config=config, steps=1)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_audit_from_the_beginning_and_bisect_need_no_model_but_the_run_s(small_text, tmp_path, capsys):
+    model, flags = tmp_path / "model.safetensors", f"{small_runs.FLAGS} --data {small_text} --steps 3".split()
+    daskgpt.save(model, MODEL, daskgpt.initial_parameters(MODEL, 0))
+    size = {"--blocks", "--heads", "--channels"}
+    flags = [word for n, word in enumerate(flags) if not {word, flags[n - 1]} & size]
+    for name, more in (("run", ["--lora", "2"]), ("plain", [])):
+        assert train.main(["--init", str(model), "--out", str(tmp_path / name), *more, *flags]) == 0
+    moved = model.rename(tmp_path / "moved")
+    assert audit.main([str(tmp_path / "run")]) == 0
+    assert "not computed" not in capsys.readouterr().out
+    moved.rename(model)
+    bisect.main([str(tmp_path / "run"), str(tmp_path / "plain")])
+    assert "weight.wte.weight is missing" not in capsys.readouterr().out
+
+
+def test_decoders_read_the_merged_model(random):
+    parameters = {name: value * (10 if "lora" in name else 1) for name, value in random_values(ADAPTED, random).items()}
+    base = {name: parameters[name] for name in tensors(MODEL)}
+    ids = [
+        list(sample(*model, [1, 2], 8, temperature=0.0))
+        for model in ((ADAPTED, parameters), merged(ADAPTED, parameters), (MODEL, base))
+    ]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_operations_of_a_step_leave_out_gradients_of_constants():
+    """Forward and one of the two backward products for every number, the other one for adapters."""
+    operations = [step_operations(config, 2, 8) - attention_operations(config, 2, 8) for config in (MODEL, ADAPTED)]
+    count = operations[0] // (6 * 16)
+    adapters = sum(int(np.prod(tensor.shape)) for tensor in trained_tensors(ADAPTED).values())
+    assert operations[1] == (4 * count + 6 * adapters) * 16
+
+
 def test_command_adapts_a_model(small_text, tmp_path):
     model, flags = tmp_path / "model.safetensors", ["--data", str(small_text), "--sample-tokens", "0", "--steps", "2"]
     daskgpt.save(model, MODEL, daskgpt.initial_parameters(MODEL, 0))
@@ -136,6 +203,21 @@ def test_command_adapts_a_model(small_text, tmp_path):
     count = sum(int(np.prod(tensor.shape)) for tensor in trained_tensors(replace(MODEL, lora=4)).values())
     assert f" parameters, {count:,} of them trained: 1 blocks" in done.stdout
     assert "lora=4" in done.stdout
+
+
+def test_model_that_transformers_does_not_have_gets_no_files_of_peft(small_text, tmp_path):
+    config = replace(MODEL, norm="rmsnorm", position="rotary", activation="swiglu", bias="qkv", qk_norm="rmsnorm")
+    small_runs.fit(small_text, tmp_path / "run", config=replace(config, lora=RANK), steps=1)
+    with pytest.raises(ValueError, match="has no qk_norm"):
+        convert.main([str(tmp_path / "run"), str(tmp_path / "peft"), "--to", "peft"])
+    assert not (tmp_path / "peft").exists()
+
+
+def test_merged_model_that_is_not_finite_is_not_saved(tmp_path, random):
+    parameters = {name: value + 3e19 * ("lora" in name) for name, value in random_values(ADAPTED, random).items()}
+    parameters = {name: value.astype("f4") for name, value in parameters.items()}
+    with pytest.raises(ValueError, match="must be finite"):
+        daskgpt.save(tmp_path / "model.safetensors", ADAPTED, parameters)
 
 
 def test_saved_model_is_merged(tmp_path, random):

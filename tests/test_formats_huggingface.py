@@ -15,9 +15,10 @@ from daskgpt.formats.byte_level import merges_of
 from daskgpt.formats.encoding import NAMED
 from daskgpt.formats.huggingface import open_huggingface, open_run_model, write_huggingface
 from daskgpt.formats.models import open_model_file
-from daskgpt.formats.stored_model import ReadLater, StoredModel
+from daskgpt.formats.stored_model import StoredModel
 from daskgpt.formats.tokenizer_folder import tokenizer_files
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
+from daskgpt.model.parameters import ReadLater
 
 CONFIG = ModelConfig(blocks=2, heads=4, channels=16, vocabulary=29, padded_vocabulary=29, positions=12)
 PARAMETERS = random_parameters(CONFIG, np.random.default_rng(2))

@@ -74,10 +74,8 @@ class Parser(argparse.ArgumentParser):
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
             flag = message.removeprefix("unrecognized arguments: ").partition(" ")[0].split("=")[0]
             if flag.startswith("-"):
-                initials = {
-                    "--" + "".join(word[0] for word in name[2:].split("-")): name for name in flags if "-" in name[2:]
-                }
-                close = [initials[flag]] if flag in initials else get_close_matches(flag, flags, n=1, cutoff=0.7)
+                same = [name for name in flags if "--" + "".join(w[0] for w in name[2:].split("-")) == flag]
+                close = same if len(same) == 1 else get_close_matches(flag, flags, n=1, cutoff=0.7)
                 advice = f"Did you mean {close[0]}?" if close else "--help lists them."
                 message = f"{flag} must be a known flag. {advice}"
             else:

@@ -235,8 +235,7 @@ def write_huggingface(
              FileNotFoundError if its parent is missing; OSError if the system refuses
     Source   transformers, GPT2Config, LlamaConfig, Qwen2Config and Qwen3Config
     """
-    is_qwen3 = _model_type(model.config, LLAMA) == QWEN3
-    family = family_of(replace(model.config, qk_norm="none") if is_qwen3 else model.config, WRITE, CONFIG)
+    family = family_in_folder(model.config, WRITE)
     model = replace(model, config=replace(model.config, padded_vocabulary=model.config.vocabulary))
     ids: dict[str, object] = {"bos_token_id": end_of_text if bos is None else bos, "eos_token_id": end_of_text}
     with appearing(folder, WRITE) as inside:
@@ -247,6 +246,12 @@ def write_huggingface(
         }
         for name, content in (texts | dict(tokenizer)).items():
             write_file(inside / name, content, WRITE)
+
+
+def family_in_folder(config: ModelConfig, where: str) -> str:
+    """Return the family of a model whose folder can be written. Errors   as of `family_of`"""
+    is_qwen3 = _model_type(config, LLAMA) == QWEN3
+    return family_of(replace(config, qk_norm="none") if is_qwen3 else config, where, CONFIG)
 
 
 def _model_type(config: ModelConfig, family: str) -> str:
@@ -346,11 +351,19 @@ def open_run_model(path: FilePath) -> StoredModel:
     )
     paths: tuple[Path, ...] = (path,)
     if config.lora:
-        base = open_run_model(path.absolute().parent.with_name(BASE))
-        rule, got = "adapters must have the model that they were trained with beside their folder", {"path": path}
-        require(base.config == replace(config, lora=0), READ_OWN, rule, got, "Copy the whole run folder.")
+        rule, file = "adapters must have the model that they were trained with beside their folder", base_of(path)
+        got, advice = {"path": path, "model": file}, "Copy the whole run folder."
+        require(file.is_file() and file.resolve() != path.resolve(), READ_OWN, rule, got, advice, FileNotFoundError)
+        base = open_run_model(file)
+        require(base.config == replace(config, lora=0), READ_OWN, rule, got, advice)
         parameters, paths = ChainMap(parameters, base.parameters), (path, *base.files)  # type: ignore[arg-type]
     return StoredModel(config, parameters, encoding, length, "daskgpt", "float32", paths)
+
+
+def base_of(path: Path) -> Path:
+    """Return the path of the model that the adapters in a file adapt."""
+    places = [folder.parent.parent / BASE for folder in (path.resolve(), path.absolute())]
+    return next(filter(Path.is_file, places), places[0])
 
 
 def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig, str, int]:

@@ -15,8 +15,8 @@ import numpy as np
 
 from daskgpt.config.errors import require, short
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.stored_model import READABLE, ReadLater, StoredTensor, held, require_defaults
-from daskgpt.model.parameters import Tensor, trained_tensors
+from daskgpt.formats.stored_model import READABLE, StoredTensor, held, require_defaults
+from daskgpt.model.parameters import ReadLater, Tensor, trained_tensors
 
 FOREIGN = "Another program wrote it, or it is damaged; adapters must be merged first (peft: merge_and_unload)."
 GPT2, LLAMA = "gpt2", "llama"

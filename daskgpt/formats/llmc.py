@@ -17,9 +17,9 @@ from daskgpt.config.errors import require
 from daskgpt.config.files import replacing
 from daskgpt.config.model import ModelConfig
 from daskgpt.formats import stored_model
-from daskgpt.formats.stored_model import READABLE, FilePath, ReadLater, StoredModel, held, pieces, require_file
+from daskgpt.formats.stored_model import READABLE, FilePath, StoredModel, held, pieces, require_file
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
-from daskgpt.model.parameters import tensors, value_count
+from daskgpt.model.parameters import ReadLater, tensors, value_count
 
 HEADER_BYTES = 256 * 4
 MODEL, DEBUG_STATE, TOKENS, WIDE_TOKENS = 20240326, 20240327, 20240520, 20240801

@@ -120,8 +120,8 @@ def save(
     require(ending in (ENDING, LLMC), "save", rule, {"path": path}, advice)
     check_parameters(config, parameters)
     check_dtypes("save", parameters, np.float32)
-    check_finite("save", parameters)
     config, parameters = merged(config, parameters)
+    check_finite("save", parameters)
     if ending == ENDING:
         write_run_model(path, StoredModel(config, parameters, encoding, sequence_length))
     else:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from daskgpt.config.errors import require
 from daskgpt.config.files import appearing, write_file
-from daskgpt.formats.huggingface import json_text
-from daskgpt.formats.layouts import GPT2, Part, family_of, parts_of
+from daskgpt.formats.huggingface import family_in_folder, json_text
+from daskgpt.formats.layouts import GPT2, Part, parts_of
 from daskgpt.formats.safetensors import ENDING, write_tensor_file
 from daskgpt.formats.stored_model import FilePath, StoredModel
 from daskgpt.model.parameters import LORA_A, LORA_B, tensors
@@ -29,8 +28,7 @@ def write_peft(folder: FilePath, model: StoredModel) -> None:
     """
     rule, advice = "the model must have adapters", "Give a run that was trained with --lora."
     require(bool(model.adapters), WHERE, rule, {"lora": 0}, advice)
-    config = replace(model.config, qk_norm="none")
-    family = family_of(config, WHERE, CONFIG)
+    config, family = model.config, family_in_folder(model.config, WHERE)
     prefix = PREFIX + ("transformer." if family == GPT2 else "")
     places: dict[str, tuple[str, Part | None]] = {}
     for name, tensor in tensors(config).items():

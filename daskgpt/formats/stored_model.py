@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 
 from daskgpt.config.errors import refusing, require
 from daskgpt.config.model import ModelConfig
-from daskgpt.model.parameters import merged, trained_tensors
+from daskgpt.model.parameters import ReadLater, merged, trained_tensors
 
 # The dtypes of values that can be read, by safetensors' names; bfloat16 is read as the uint16 of its bits.
 READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -52,29 +52,6 @@ class StoredTensor:
         return self.values.view(DTYPES[self.dtype]).reshape(self.shape)
 
 
-class ReadLater(Mapping[str, np.ndarray]):
-    """Tensors that are read each time they are looked up.
-
-    names   names in the order of the mapping
-    read    returns a tensor by its name, float32 in the shape of the model's table
-    """
-
-    def __init__(self, names: Iterable[str], read: Callable[[str], np.ndarray]) -> None:
-        self.names, self.read = dict.fromkeys(names), read
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.read(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names  # without reading a tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
 @dataclass(frozen=True, eq=False)
 class StoredModel:
     """A model in files. Everything that can be checked without the values has been checked.
@@ -98,10 +75,10 @@ class StoredModel:
     adapters: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
 
     def merged(self) -> StoredModel:
-        """Return the model with its adapters merged; itself if it has none. Cost   memory of the model"""
+        """Return the model with its adapters merged when they are read; itself if it has none."""
         if not self.config.lora:
             return self
-        adapters = {name: self.parameters[name] for name in trained_tensors(self.config)}
+        adapters = ReadLater(trained_tensors(self.config), self.parameters.__getitem__)
         config, parameters = merged(self.config, self.parameters)
         return replace(self, config=config, parameters=parameters, adapters=adapters)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -160,7 +160,7 @@ def tensors(config: ModelConfig) -> dict[str, Tensor]:
             continue
         for block in range(config.blocks) if row.per_block else (None,):
             name = row.name.format(block=block)
-            maps = 3 if row.axes == ("QKV", "C") and config.key_heads == config.heads else 1
+            maps = 3 if row.is_matrix and row.axes[0] == "QKV" and config.key_heads == config.heads else 1
             trained = row.is_adapter or not config.lora
             table[name] = Tensor(name, row, block, row.shape(config), row.multiplied(config), maps, trained)
     return table
@@ -216,6 +216,29 @@ def attention_operations(config: ModelConfig, batch_size: int, sequence_length: 
     return 6 * channels * batch_size * sequence_length * (sequence_length + 1)
 
 
+class ReadLater(Mapping[str, np.ndarray]):
+    """Tensors that are read each time they are looked up.
+
+    names   names in the order of the mapping
+    read    returns a tensor by its name, float32 in the shape of the model's table
+    """
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], np.ndarray]) -> None:
+        self.names, self.read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names  # without reading a tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
 class RandomParameters(Mapping[str, np.ndarray]):
     """GPT-2's initial values. Tensors are generated when they are read; the mapping holds only the configuration.
 
@@ -263,21 +286,24 @@ def initial_parameters(
 def merged(config: ModelConfig, parameters: Mapping[str, np.ndarray]) -> tuple[ModelConfig, Mapping[str, np.ndarray]]:
     """Return a model without adapters: each adapted weight becomes weight + lora_b lora_a.
 
-    Sums have the order of `kernels.float32`, the same on every processor. A model without adapters is returned as it
-    is.
+    A weight is computed each time it is read; sums have the order of `kernels.float32`, the same on every processor. A
+    model without adapters is returned as it is.
 
     Source   Hu et al. 2021, arXiv:2106.09685
     """
     if not config.lora:
         return config, parameters
-    config, values = replace(config, lora=0), dict[str, np.ndarray]()
-    for name, tensor in tensors(config).items():
-        values[name] = parameters[name]
-        if tensor.row.is_conv1d:
-            a, b = (np.ascontiguousarray(parameters[name.removesuffix(".weight") + part]) for part in (LORA_A, LORA_B))
-            values[name] = np.array(parameters[name], order="C")
-            multiply(gemm_address(a.dtype), 0, b, a, 1, values[name])
-    return config, values
+    table = tensors(replace(config, lora=0))
+
+    def read(name: str) -> np.ndarray:
+        if not table[name].row.is_conv1d:
+            return parameters[name]
+        a, b = (np.ascontiguousarray(parameters[name.removesuffix(".weight") + part]) for part in (LORA_A, LORA_B))
+        total = np.array(parameters[name], order="C")
+        multiply(gemm_address(a.dtype), 0, b, a, 1, total)
+        return total
+
+    return replace(config, lora=0), ReadLater(table, read)
 
 
 def digest(parameters: Mapping[str, np.ndarray]) -> str:

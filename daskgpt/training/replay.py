@@ -28,6 +28,7 @@ from daskgpt.config.groups import Groups
 from daskgpt.config.run import DataflowConfig, RunConfig
 from daskgpt.config.settings import Checked, setting
 from daskgpt.data.dataset import BatchLoader
+from daskgpt.formats.huggingface import BASE
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import read_json
 from daskgpt.graph.calls import Origin
@@ -227,10 +228,11 @@ class Replay:
         job, wanted = self.job(entries[-1]), first["parameters"]
         if wanted == SEEDED:
             return RandomParameters(job.config, job.run.seed), ""
-        with suppress(OSError, ValueError):
-            parameters = with_adapters(job, WarmStart(self.init).model.loaded().parameters)
-            if digest(parameters) == wanted:
-                return parameters, ""
+        for init in (str(self.run / BASE), self.init):
+            with suppress(OSError, ValueError):
+                parameters = with_adapters(job, WarmStart(init).model.loaded().parameters)
+                if digest(parameters) == wanted:
+                    return parameters, ""
         if self.init:
             return {}, f"the model that the run began with is not at {self.init}: name its place by --init"
         return {}, "a program gave its parameters"
@@ -363,6 +365,7 @@ class StepTensors:
     names   of all of them in the order of computation; `NamedTape` says how activations and their gradients are named,
             the others are `tokens`, `targets`, `weight.NAME`, `MOMENT.NAME`
     held    inputs and state by name; the state once it has begun
+    in_state  names of weights and moments, with their tensors
     """
 
     def __init__(self, where: str, job: Job, scheduler: Scheduler, step: int) -> None:
@@ -383,7 +386,8 @@ class StepTensors:
         gradients = gradients_of(tape, job.config, weights, loss)
         full_names = {array.name: full for full, array in tape.named.items()}
         shapes = {name: array.shape for name, array in self.held.items()}
-        shapes |= {name: tensor.shape for name, tensor in (as_weights(tensors(job.config)) | job.moments).items()}
+        self.in_state = as_weights(tensors(job.config)) | job.moments
+        shapes |= {name: tensor.shape for name, tensor in self.in_state.items()}
         self.shapes = shapes | {name: array.shape for name, array in tape.named.items()}
         self.names = list(self.shapes)
         self.aliases = {name: f"weight.{name}" for name in weights} | tape.aliases

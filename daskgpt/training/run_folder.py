@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import advice_on, locked, write_file, written
 from daskgpt.formats.huggingface import BASE, write_run_model
-from daskgpt.formats.stored_model import ReadLater, StoredModel
-from daskgpt.model.parameters import trained_tensors
+from daskgpt.formats.stored_model import StoredModel
+from daskgpt.model.parameters import ReadLater, trained_tensors
 from daskgpt.model.precision import values_of
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.protocol import Scheduler, WorkerLost
@@ -77,7 +77,7 @@ class RunFolder:
             require(all(present), where, rule, {"resume": self.path}, advice, FileNotFoundError)
             self._lock()
             return
-        if any(present) or checkpoints(self.path):
+        if any(present) or checkpoints(self.path) or os.path.lexists(self.path / BASE):
             raise self._taken()
         parent = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if os.path.lexists(p))
         what = "a link to nothing" if not parent.exists() else "a file"

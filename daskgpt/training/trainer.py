@@ -53,8 +53,8 @@ class Result:
     Fields   config: ModelConfig
                  size of the model
              parameters: dict[str, np.ndarray]
-                 GPT-2's tensors under their published names, float32, adapters merged; of a run with a folder on a
-                 cluster or with adapters, they are read from there when they are first used
+                 GPT-2's tensors under their published names, float32, adapters merged; of a cluster's run with a folder
+                 they are read from there when they are first used
              losses: list[float]
                  loss of each step of the run, before its update; nan for a step of an earlier process that the metrics
                  lack [nats a token]
@@ -76,7 +76,7 @@ class Result:
     """
 
     config: ModelConfig
-    held: dict[str, np.ndarray] | None  # parameters in this process; None for those of the checkpoint
+    held: Arrays | None  # parameters in this process; None for those of the checkpoint
     losses: list[float]
     validation_loss: float
     seconds: float
@@ -89,7 +89,7 @@ class Result:
     @cached_property
     def parameters(self) -> dict[str, np.ndarray]:
         """The parameters. Errors   as of `daskgpt.load` where they are read"""
-        return self.held if self.held is not None else load(self.checkpoint or "")[1]
+        return dict(self.held) if self.held is not None else load(self.checkpoint or "")[1]
 
     def __repr__(self) -> str:
         """Return two lines without any array."""
@@ -463,8 +463,8 @@ class _Trainer:
         result.seconds, result.stopped = time.perf_counter() - self.began, stopped
         self.finite.require_weights(engine, max(engine.made - 1, 0))
         result.checkpoint = step_folder(self.folder.path, engine.made) if self.folder else None
-        if not result.checkpoint or (self.scheduler.in_place and not self.job.config.lora):
-            result.held = dict(merged(self.job.config, engine.weights().parameters(self.scheduler))[1])
+        if self.scheduler.in_place or not result.checkpoint:
+            result.held = merged(self.job.config, engine.weights().parameters(self.scheduler))[1]
         self.progress.close()
         del self.losses[engine.made :]  # of steps that a loss has taken back
         if self.saver:
