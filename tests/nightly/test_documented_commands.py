@@ -36,6 +36,7 @@ def made(tmp_path_factory):
         (folder / "pairs.jsonl").write_text('{"prompt": "one and", "response": " two"}\n' * 20)
         for out in ("runs/first", "runs/long", "runs/tuned", "runs/other"):
             assert run(f"train --data my-text.txt --steps 4 --out {out} {FLAGS}") == 0
+        assert run(f"train --init runs/first --lora 2 --data my-text.txt --steps 4 --out runs/adapted {FLAGS}") == 0
         assert run("convert runs/first first-hf") == 0
         shutil.copytree("first-hf", "gpt2-folder")
         assert run("prepare corpus --encoding learn:300 --out tokens") == 0
