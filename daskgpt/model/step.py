@@ -213,7 +213,7 @@ def compile_step(
             access = RowAccess(read_rows, write_rows, precision.rounding)
             distribution = Distribution(graph, rules, rank, keys_of(loss)[0], access, tape.token)
             rewritten = distribution.rewritten()
-    state = {name: state[name] for name in [*updated, *(name for name in state if name not in updated)]}
+    state = {name: state[name] for name in updated} | state  # constants come last
     kernels = KernelGraph(tape.token, rewritten, inputs, outputs, state, updated)
     return CompiledStep(
         **vars(in_tasks(kernels, shape, config.channels, dials, ranked=rank is not None)),

@@ -42,7 +42,8 @@ class RankEngine(Engine):
     given   the state that ranks are to begin with; None while they hold one
     copies  of the ranks' state, by pack, made on request and dropped with the next step
     held    the copies of the parameters, as a step holds them
-    constants  the parameters that no step changes, by pack: futures of them, which stay as long as the run
+    constants   the parameters that no step changes, by pack: futures of them, which stay as long as the run
+    parameters  from which they are sent, again if they are lost
     epoch   identifies the ranks that have the state; a new one begins with each change of workers and each loss
     owned   rows of each array that each rank updates
     heirs   for each rank that has left, the rank that has its rows
@@ -65,7 +66,7 @@ class RankEngine(Engine):
         self.layout = Layout(tuple(_packs(job, job.state)))
         frozen = {name: tensor for name, tensor in tensors(job.config).items() if not tensor.trained}
         self.constants = dict[tuple[str, ...], Any].fromkeys(_packs(job, as_weights(frozen)))
-        self.parameters: Arrays = {}  # from which they are sent, again if they are lost
+        self.parameters: Arrays = {}
         self.addresses: list[str] = []
         self.owned: list[rank_program.Owned] = []
         self.heirs: dict[int, int] = {}
@@ -168,7 +169,7 @@ class RankEngine(Engine):
     def close(self) -> None:
         """Remove the state and its copies from the workers."""
         self.scheduler.needed = set()
-        self.given, self.copies, self.held, self.constants = None, {}, [], {}
+        self.given, self.copies, self.held, self.constants, self.parameters = None, {}, [], {}, {}
         with suppress(OSError, RuntimeError, ValueError):  # the cluster is gone
             self.scheduler.call_on(end_programs, self.run_name)
 
