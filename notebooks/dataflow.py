@@ -226,15 +226,15 @@ class _Picture:
         self.flow, self.marked, self.hidden = drawing.flow, drawing.marked, drawing.hidden
         flow, depths = self.flow, self.flow.depths()
         chunks = [task.chunk for task in flow.tasks.values() if task.chunk is not None]
-        cut = sorted({(b or 0, t) for b, t in chunks if t is not None}) or sorted({(b or 0, 0) for b, _ in chunks})
+        cut = sorted({(b or 0, t) for b, t, *_ in chunks if t is not None}) or sorted({(b or 0, 0) for b, *_ in chunks})
         self.columns = cut or [(0, 0)]
         self.wide = max(NARROWEST, COLUMNS / len(self.columns))
-        # A row for each kind of task at a depth, so that no box hides another one.
-        kinds = sorted({(depths[name], title_of(task)) for name, task in flow.tasks.items()})
-        number = {kind: row for row, kind in enumerate(kinds)}
-        self.row = {name: number[depths[name], title_of(task)] for name, task in flow.tasks.items()}
+        # A row for each kind of task at a depth, and each part of the heads, so that no box hides another one.
+        kinds = {name: (depths[name], title_of(task), (task.chunk or ())[2:]) for name, task in flow.tasks.items()}
+        number = {kind: row for row, kind in enumerate(sorted(set(kinds.values())))}
+        self.row = {name: number[kind] for name, kind in kinds.items()}
         self.rows = [
-            [flow.tasks[name] for name, number in self.row.items() if number == row] for row in range(len(kinds))
+            [flow.tasks[name] for name, place in self.row.items() if place == row] for row in range(len(number))
         ]
         heights = (max(height_of(task) for task in row) + GAP for row in self.rows)
         *self.tops, self.bottom = accumulate(heights, initial=TOP)

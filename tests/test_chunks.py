@@ -12,8 +12,10 @@ from steps import run_step, step_of
 from daskgpt import digest, train
 from daskgpt.config.model import preset
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.graph.fuse import chunk_of
 from daskgpt.graph.program import Span, calls_of
 from daskgpt.model.parameters import initial_parameters
+from daskgpt.model.step import Dials, compile_step
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import ChunkChoice, Trial, candidates, most_bytes
 from daskgpt.training.cost import Work
@@ -34,11 +36,11 @@ CHUNKS = [
     ("tiny", (12, 64), 4, {"batch_chunk": 6}, None, (6, 32)),
     ("tiny", (12, 64), 8, {"batch_chunk": 12, "sequence_chunk": 16}, None, (12, 16)),
     ("tiny", (1, 64), 2, {"sequence_chunk": 64}, None, (1, 64)),
-    # Attention needs whole sequences: chunks of tokens do not share it out.
+    # Attention needs whole sequences: chunks of tokens share it out by heads.
     ("tiny", (4, 64), 8, {}, LITTLE, (1, 32)),
     ("tiny", (4, 64), 2, {}, MUCH, (2, 64)),
     ("tiny", (3, 64), 2, {}, LITTLE, (3, 32)),
-    ("tiny", (3, 64), 2, {}, Work(tokens=0.5, attention=1.0), (1, 64)),
+    ("tiny", (3, 64), 2, {}, Work(tokens=0.5, attention=1.0), (3, 32)),
 ]
 
 
@@ -58,8 +60,20 @@ def spans_of(step, seconds):
     return [Span(key, 1, 0.0, seconds(step.kernels.origin(key))) for key in keys if step.kernels.origin(key)]
 
 
+@pytest.mark.parametrize(
+    ("shape", "threads", "parts"), [((1, 8), 2, 2), ((1, 8), 4, 6), ((2, 8), 4, 2), ((2, 8), 2, 0)]
+)
+def test_threads_without_sequences_of_their_own_share_heads(shape, threads, parts):
+    """Attention of whole sequences has no part in its tasks' keys."""
+    dials = Dials((1, 4), "segment", in_place=True, threads=threads)
+    step = compile_step(replace(SMALL, heads=6, channels=24), shape, OptimizerConfig(), dials)
+    graph = step.kernels.graph
+    places = {chunk_of(graph, key, whole=False) for key in graph if key[0].startswith("attention.forward")}
+    assert places == {(b, None, *([part] if parts else [])) for b in range(shape[0]) for part in range(parts or 1)}
+
+
 def test_measured_times_change_the_chunks_once():
-    config = replace(SMALL, positions=64)
+    config = replace(SMALL, positions=64, kv_heads=1)  # attention cannot be divided by heads
     random = np.random.default_rng(2).integers(0, config.vocabulary, (3, 3, 65)).astype(np.int32)
     ends = []
     for change in (False, True):

@@ -14,9 +14,9 @@ import daskgpt
 DATA = {"batch_size": 4, "sequence_length": 16}
 
 
-def graph(grain="kernel", batch_chunk=2, sequence_chunk=8):
+def graph(grain="kernel", batch_chunk=2, sequence_chunk=8, threads=2):
     cut = {"grain": grain, "batch_chunk": batch_chunk, "sequence_chunk": sequence_chunk, "scheduler": "threads"}
-    return dataflow.dataflow(MODEL, DATA, cut)
+    return dataflow.dataflow(MODEL, DATA, cut | {"threads": threads})
 
 
 def test_only_attention_joins_chunks_of_a_sequence():
@@ -48,8 +48,10 @@ def test_grain_merges_tasks_without_losing_kernels(grain, tokens):
     assert merged.bytes <= fine.bytes
 
 
-def test_drawing_has_boxes_and_stripes():
-    block = graph("segment").of(block=0)
+@pytest.mark.parametrize("threads", [2, 4])
+def test_drawing_has_boxes_and_stripes(threads):
+    block = graph("segment", threads=threads).of(block=0)
+    assert (3 in {len(task.chunk or ()) for task in block.tasks.values()}) == (threads == 4), "attention by heads"
     html = dataflow.Drawing(block, marked=block.chain(), hidden=block.edges[:1])._repr_html_()
     assert html.count("<title>") == len(block.tasks)
     assert html.count("<path") == len(block.edges) - 1

@@ -113,7 +113,7 @@ REFUSED = [
     (lambda: bf16_attention.forward(QKV[..., 1:], heads=2), "qkv must have a column per channel"),
     (lambda: attention.forward(QKV, heads=3, key_heads=-1), "qkv must have a column per channel"),
     (lambda: attention.forward(QKV, np.zeros(2, int), heads=2, rate=1.0), "rate must be at least 0 and below 1"),
-    (lambda: attention.gather([X, X[:1]], None), "a part must have shape (2, 5, 8)"),
+    (lambda: attention.gather([X, X[:1]], None), "a chunk must have shape (2, 5, 8)"),
     (lambda: attention.split(X, np.array([2, 0], "i4")), "positions must be consecutive"),
     (lambda: qk_norm.forward(X, WEIGHT, WEIGHT, heads=6, key_heads=-1, norm_eps=1e-5), "there must be a head"),
     (lambda: rotary.forward(X, POSITIONS, heads=4, key_heads=-1, rope=(1e4,) * 5), "there must be a head"),

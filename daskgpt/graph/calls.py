@@ -29,7 +29,7 @@ from daskgpt.graph.nodes import GraphNode, Key
 from daskgpt.graph.sum_order import Chain, Cut, SumOrder
 from daskgpt.kernels.floating_point import flush_to_zero
 
-CUT = "bt"
+CUT = "bth"
 ROWS_ELEMENTS = 768 * 1024  # numbers of a gradient that are summed at a time: 3 MiB of float32, in the last cache
 Band = tuple[int, int]  # first row, and the row after the last
 Totals = np.ndarray | tuple[np.ndarray, ...]

@@ -234,14 +234,16 @@ def title(origins: Sequence[Origin]) -> tuple[str, str]:
 
 
 def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
-    """Return the part of the batch that a task works on, (b, t); None for tasks without a chunk (leaves, sums).
+    """Return the part of the batch that a task works on, (b, t), or (b, None, h) for some heads of whole sequences;
+    None for tasks without a chunk (leaves, sums).
 
     whole   whether a chunk holds whole sequences, so that a gathered sequence is the same as a chunk
     """
     index = dict(zip(call_of(graph[key]).axes, key[1:]))
     if not {"b", "t"} & index.keys():
         return None
-    return index.get("b"), 0 if whole else index.get("t")
+    chunk = index.get("b"), 0 if whole else index.get("t")
+    return (*chunk, index["h"]) if "h" in index else chunk
 
 
 class Surroundings(NamedTuple):

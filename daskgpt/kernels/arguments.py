@@ -21,6 +21,11 @@ def rows(x: np.ndarray) -> np.ndarray:
     return contiguous(x).reshape(-1, x.shape[-1])
 
 
+def matrices(x: np.ndarray) -> np.ndarray:
+    """Return x as contiguous matrices: all axes but the last two are joined."""
+    return contiguous(x).reshape(-1, *x.shape[-2:])
+
+
 def flat(x: np.ndarray) -> np.ndarray:
     """Return x as one contiguous row, a view if it is contiguous."""
     return contiguous(x).reshape(-1)

@@ -8,11 +8,12 @@ them were dropped.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.kernels.arguments import check_shape, checked_indices, contiguous
+from daskgpt.kernels.arguments import check_shape, checked_indices, contiguous, matrices
 from daskgpt.kernels.compilation import for_float32, helper, kernel, wide_vectors
 from daskgpt.kernels.dropout import factors_of_row, threshold_of
 from daskgpt.kernels.float32.blas import gemm, gemm_address
@@ -33,6 +34,8 @@ _FEW_TOKENS, _FEW_QUERIES = 128, 16
 # which a probability is dropped; what the others are multiplied by.
 Dropout = tuple[np.ndarray, tuple[int, int], float]
 _NO_DROPOUT: Dropout = (np.empty(0, np.int64), (0, 0), 1.0)
+
+_WHOLE = np.zeros(1, np.int32)  # the number of the only part
 
 
 @helper
@@ -174,12 +177,13 @@ def check_forward(
     return channels, (queries, keys), (contiguous(streams), (place, threshold_of(rate)), 1 / (1 - rate))
 
 
-def check_backward(where: str, dy: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, shape: tuple[int, ...]) -> None:
+def check_backward(
+    where: str, dy: np.ndarray, y: np.ndarray, logsumexp: np.ndarray, shape: tuple[int, ...], heads: int
+) -> None:
     """Raise ValueError unless the other arguments of a backward have the shape (b, T, C) of y, and (b, NH, T)."""
-    sequences, tokens, channels, heads = shape
-    check_shape(where, "dy", dy, (sequences, tokens, channels))
-    check_shape(where, "y", y, (sequences, tokens, channels))
-    check_shape(where, "logsumexp", logsumexp, (sequences, heads, tokens))
+    check_shape(where, "dy", dy, shape)
+    check_shape(where, "y", y, shape)
+    check_shape(where, "logsumexp", logsumexp, (*shape[:-2], heads, shape[-2]))
 
 
 def _band(tokens: int) -> int:
@@ -213,7 +217,8 @@ def forward(
 
     key_heads   KH, 0 = as many as heads
 
-    Shapes   qkv (b, T, (NH + 2 KH) HS), streams (b,) or None -> y (b, T, NH HS), logsumexp (b, NH, T)
+    Shapes   qkv (b, T, (NH + 2 KH) HS), streams (b,) or None -> y (b, T, NH HS), logsumexp (b, NH, T); there may be
+             more axes before T
     Dtype    float32 or float64; int64 streams
     Cost     2 b T² C operations, b NH T² / 2 exps; scratch O(T)
     Source   Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245, for shared keys; Dao et al.
@@ -221,14 +226,14 @@ def forward(
     Errors   ValueError when there are not (NH + 2 KH) HS columns, or not one stream per sequence
     """
     channels, numbers, dropout = check_forward("attention.forward", qkv, streams, (heads, key_heads), place, rate)
-    sequences, tokens = qkv.shape[:2]
-    y = np.empty((sequences, tokens, channels), qkv.dtype, like=qkv)
-    logsumexp = np.empty((sequences, heads, tokens), qkv.dtype, like=qkv)
+    *sequences, tokens, _ = qkv.shape
+    y = np.empty((*sequences, tokens, channels), qkv.dtype, like=qkv)
+    logsumexp = np.empty((*sequences, heads, tokens), qkv.dtype, like=qkv)
     band = min(_band(tokens), _FEW_QUERIES) if tokens <= _FEW_TOKENS else _band(tokens)
     scratch = _scratch(tokens, qkv, band, channels // heads)
     tops, totals, factors = (np.empty(count, qkv.dtype, like=qkv) for count in (band, band, tokens + 3))
-    blas, qkv = gemm_address(qkv.dtype), contiguous(qkv)
-    _forward(blas, qkv, numbers, y, logsumexp, *scratch, tops, totals, *dropout, factors)
+    results = matrices(y), matrices(logsumexp)
+    _forward(gemm_address(qkv.dtype), matrices(qkv), numbers, *results, *scratch, tops, totals, *dropout, factors)
     return y, logsumexp
 
 
@@ -253,68 +258,103 @@ def backward(
     only, where sum(dy y) replaces sum(p dp).
 
     Shapes   dy (b, T, C), qkv (b, T, (NH + 2 KH) HS), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv
-             as qkv
+             as qkv; there may be more axes before T
     Dtype    float32 or float64, one for all; int64 streams
     Cost     5 b T² C operations, b NH T² / 2 exps; scratch O(T)
     Source   Dao et al. 2022, arXiv:2205.14135
     Errors   ValueError when the shapes do not fit
     """
-    where, (sequences, tokens) = "attention.backward", qkv.shape[:2]
+    where, (*sequences, tokens, _) = "attention.backward", qkv.shape
     channels, numbers, dropout = check_forward(where, qkv, streams, (heads, key_heads), place, rate)
-    check_backward(where, dy, y, logsumexp, (sequences, tokens, channels, heads))
+    check_backward(where, dy, y, logsumexp, (*sequences, tokens, channels), heads)
     dqkv = np.empty(qkv.shape, qkv.dtype, like=qkv)
-    dy, qkv, logsumexp = (contiguous(array) for array in (dy, qkv, logsumexp))
+    arguments, result = [matrices(array) for array in (dy, qkv, logsumexp)], matrices(dqkv)
     band, size = _band(tokens), channels // heads
     scratch, factors = _scratch(tokens, qkv, band, band, size, size), np.empty(tokens + 3, qkv.dtype, like=qkv)
-    _backward(gemm_address(qkv.dtype), dy, qkv, logsumexp, numbers, dqkv, *scratch, *dropout, factors)
+    _backward(gemm_address(qkv.dtype), *arguments, numbers, result, *scratch, *dropout, factors)
     return dqkv
 
 
-@kernel("r3 w3 n")
-def _gather(x, y, first):
+@kernel("r3 i1 w3 n n n n")
+def _gather(x, part, y, first, start, column, width):
+    start += part[0] * width
     for sequence in range(x.shape[0]):
         for token in range(x.shape[1]):
-            for j in range(x.shape[2]):
-                y[sequence, first + token, j] = x[sequence, token, j]
+            for j in range(width):
+                y[sequence, first + token, column + j] = x[sequence, token, start + j]
 
 
-@kernel("r3 i1 w3")
-def _split(x, positions, y):
+@kernel("r3 i1 w3 n n n")
+def _split(x, positions, y, start, column, width):
     for sequence in range(y.shape[0]):
         for token in range(y.shape[1]):
-            for j in range(y.shape[2]):
-                y[sequence, token, j] = x[sequence, positions[0] + token, j]
+            for j in range(width):
+                y[sequence, token, column + j] = x[sequence, positions[0] + token, start + j]
 
 
-def gather(parts: list[np.ndarray], positions: object) -> np.ndarray:
-    """Return whole sequences from their chunks.
+def gather(
+    chunks: list[np.ndarray],
+    positions: object,
+    part: np.ndarray = _WHOLE,
+    *,
+    divided: Sequence[int] = (),
+    parts: int = 1,
+) -> np.ndarray:
+    """Return whole sequences from their chunks: all channels, or those of a part of the heads.
 
-    Shapes   parts: list of (b, t, C) -> (b, T, C); positions is not used
-    Errors   ValueError when parts differ in sequences or channels
+    positions   not used
+    part        number of the part
+    divided     numbers of heads, each of which is divided by parts: of queries, keys and values, or of y
+    parts       their number; 1 = all channels
+
+    Shapes   chunks: list of (b, t, C); part (1,) -> (b, T, C), or (b, 1, T, C / parts) of a part
+    Errors   ValueError when chunks differ in sequences or channels
     """
-    if len(parts) == 1:
-        return parts[0]
-    sequences, _, channels = parts[0].shape
-    for part in parts:
-        check_shape("attention.gather", "a part", part, (sequences, part.shape[1], channels))
-    whole = np.empty((sequences, sum(part.shape[1] for part in parts), channels), parts[0].dtype, like=parts[0])
+    sequences, _, channels = chunks[0].shape
+    for chunk in chunks:
+        check_shape("attention.gather", "a chunk", chunk, (sequences, chunk.shape[1], channels))
+    tokens = sum(chunk.shape[1] for chunk in chunks)
+    y = np.empty((sequences, tokens, channels // parts), chunks[0].dtype, like=chunks[0])
     first = 0
-    for part in parts:
-        _gather(contiguous(part), whole, first)
-        first += part.shape[1]
-    return whole
+    for chunk in chunks:
+        for start, column, width in _columns(channels, divided, parts):
+            _gather(contiguous(chunk), part, y, first, start, column, width)
+        first += chunk.shape[1]
+    return y.reshape(sequences, 1, tokens, y.shape[2]) if divided else y
 
 
-def split(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return the tokens at consecutive positions of whole sequences.
+def split(
+    x: np.ndarray | list[np.ndarray],
+    positions: np.ndarray,
+    part: object = None,
+    *,
+    divided: Sequence[int] = (),
+    parts: int = 1,
+) -> np.ndarray:
+    """Return the tokens at consecutive positions of whole sequences, of which each part of the heads may be an array.
 
-    Shapes   x (b, T, C), positions (t,), at least one -> (b, t, C), contiguous
+    part    not used; divided and parts are those of `gather`
+
+    Shapes   x (b, T, C), or a list of (b, 1, T, C / parts); positions (t,), at least one -> (b, t, C), contiguous
     Errors   ValueError for positions outside of the sequences, or that are not consecutive
     """
-    y, where = np.empty((len(x), len(positions), x.shape[2]), x.dtype, like=x), "attention.split"
-    row = checked_indices(where, "positions", positions, x.shape[1])
+    wholes = [matrices(one) for one in x] if isinstance(x, list) else [contiguous(x)]
+    (sequences, tokens, channels), where = wholes[0].shape, "attention.split"
+    y = np.empty((sequences, len(positions), channels * parts), wholes[0].dtype, like=wholes[0])
+    row = checked_indices(where, "positions", positions, tokens)
     if isinstance(row, np.ndarray):  # a step's own positions are consecutive
         consecutive, got = bool(np.all(np.diff(row) == 1)), {"first": row[:1], "last": row[-1:]}
         require(consecutive, where, "positions must be consecutive", got, "Take a part of np.arange(T).")
-    _split(contiguous(x), row, y)
+    for number, whole in enumerate(wholes):
+        for start, column, width in _columns(channels * parts, divided, parts):
+            _split(whole, row, y, column, start + number * width, width)
     return y
+
+
+def _columns(channels: int, divided: Sequence[int], parts: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the first channel of each kind of heads, among all and in a part, and how many of them a part has."""
+    start = 0
+    for heads in divided or (1,):
+        width = channels // sum(divided or (1,)) * heads
+        yield start, start // parts, width // parts
+        start += width

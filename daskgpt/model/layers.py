@@ -1,7 +1,7 @@
 """TABLE 2: the layers as data: one forward kernel, and one backward kernel per argument, with signatures.
 
 A signature lists the axes of each array, one letter per axis. *Lower case = cut into chunks, upper case = whole*:
-b t (sequences, tokens), T C X D O V P H (DESIGN.md, "Glossary"). Two rules follow from the letters alone:
+b t h (sequences, tokens, parts of the heads), T C X D O V P H (DESIGN.md, "Glossary"). Two rules follow from them:
 
     an output without b and t    is a sum over the batch, sequence by sequence (weight gradients, the mean loss)
     an output T where inputs     gathers the chunks of t: the kernel gets a list of them
@@ -10,7 +10,7 @@ b t (sequences, tokens), T C X D O V P H (DESIGN.md, "Glossary"). Two rules foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,7 @@ class Layer:
     new_axes   sizes of axes that occur in an output but in no argument
     cheap      whether the output is computed again in backward instead of being kept
     dropped    the layer that replaces this one in training with dropout, if that is another one
+    by_heads   gather, layer and split that replace this one with those around it, for some of the heads each
     widens     for an activation: channels of its input per channel of its output
     """
 
@@ -65,6 +66,7 @@ class Layer:
     new_axes: Callable[[Sizes, Options], Sizes] = field(default=lambda sizes, options: {})
     cheap: bool = False
     dropped: Layer | None = None
+    by_heads: Sequence[Layer] = ()
     widens: int = 1
 
 
@@ -197,6 +199,31 @@ DROPPED_ATTENTION = Layer(
     },
 )
 
+# Gathering, attention and cutting of parts of the heads, each of which has its own queries, keys and values.
+_BY_HEADS = (
+    Layer(
+        name="gather",
+        forward=Row(attention.gather, "btX, t, h -> bhTC", "x positions part", "divided parts"),
+        backward={"x": Row(attention.split, "bhTC, t, h -> btX", "dy positions part", "divided parts")},
+        new_axes=lambda sizes, options: {"C": sizes["X"] // sizes["h"]},
+    ),
+    Layer(
+        name="attention",
+        forward=Row(attention.forward, "bhTX -> bhTC, bhHT", "qkv", "heads key_heads"),
+        outputs="y logsumexp",
+        backward={
+            "qkv": Row(attention.backward, "bhTC, bhTX, bhTC, bhHT -> bhTX", "dy qkv y logsumexp", "heads key_heads")
+        },
+        new_axes=DROPPED_ATTENTION.new_axes,
+    ),
+    Layer(
+        name="split",
+        forward=Row(attention.split, "bhTC, t, h -> btX", "x positions part", "divided parts"),
+        backward={"x": Row(attention.gather, "btX, t, h -> bhTC", "dy positions part", "divided parts")},
+        new_axes=lambda sizes, options: {"X": sizes["C"] * sizes["h"]},
+    ),
+)
+
 ATTENTION = Layer(
     name="attention",
     forward=Row(attention.forward, "bTX -> bTC, bHT", "qkv", "heads key_heads"),
@@ -204,6 +231,7 @@ ATTENTION = Layer(
     backward={"qkv": Row(attention.backward, "bTC, bTX, bTC, bHT -> bTX", "dy qkv y logsumexp", "heads key_heads")},
     new_axes=DROPPED_ATTENTION.new_axes,
     dropped=DROPPED_ATTENTION,
+    by_heads=_BY_HEADS,
 )
 
 GATHER = Layer(

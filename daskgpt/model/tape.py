@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
 import dask.array as da
+import numpy as np
 
 from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.calls import CallOptions, Origin, apply, parse
+from daskgpt.graph.nodes import from_numpy
 from daskgpt.model import layers
 from daskgpt.model.layers import ADD, PASS, Layer, Row
 from daskgpt.model.precision import FLOAT32, Precision
@@ -37,14 +40,15 @@ class Tape:
     cluster, where equal keys mean equal results.
     """
 
-    def __init__(self, precision: Precision = FLOAT32, groups: Groups = ONE_GROUP) -> None:
+    def __init__(self, precision: Precision = FLOAT32, groups: Groups = ONE_GROUP, threads: int = 1) -> None:
         """Start an empty tape.
 
         precision   precision whose kernels replace those of the table
         groups      groups of the batch that the sequences of this tape belong to
+        threads     number of tasks that can run at once
         """
         self.token = uuid4().hex[:8]
-        self.precision, self.groups = precision, groups
+        self.precision, self.groups, self.threads = precision, groups, threads
         self.records: list[Record] = []
         self.recomputed: dict[str, da.Array] = {}
 
@@ -62,13 +66,23 @@ class Tape:
     ) -> da.Array:
         """Call a layer that mixes the tokens of a sequence, and return its first output.
 
-        The chunks of its first argument are gathered before it, and its output is cut into the same chunks.
+        The chunks of its first argument are gathered before it, and its output is cut into the same chunks. With fewer
+        chunks of sequences than threads, it is divided by heads.
         """
         if x.numblocks[1] == 1:
             return self(where, layer, x, *others, **options)
-        whole = self(f"{where}.{layer.forward.arguments.split()[0]}", layers.GATHER, x, positions)
+        gather, split, given = layers.GATHER, layers.SPLIT, [positions]
+        of_x, of_y = dict[str, Any](), dict[str, Any]()
+        heads, key_heads = options.get("heads", 1), options.get("key_heads", 1)
+        if layer.by_heads and (parts := parts_of_heads(key_heads, x.numblocks[0], self.threads)) > 1:
+            of_x, of_y = ({"divided": d, "parts": parts} for d in ((heads, key_heads, key_heads), (heads,)))
+            options |= {"heads": heads // parts, "key_heads": key_heads // parts}
+            numbers = np.arange(parts, dtype=np.int32)
+            given.append(from_numpy(f"parts-{self.token}-{parts}", numbers, ((1,) * parts,)))
+            gather, layer, split = layer.by_heads
+        whole = self(f"{where}.{layer.forward.arguments.split()[0]}", gather, x, *given, **of_x)
         y = self(where, layer, whole, *others, **options)
-        return self(f"{where}.{layer.outputs.split()[0]}", layers.SPLIT, y, positions)
+        return self(f"{where}.{layer.outputs.split()[0]}", split, y, *given, **of_y)
 
     def backward(self, y: da.Array, dy: da.Array, constants: Container[str] = ()) -> dict[str, da.Array]:
         """Return the gradient of sum(y * dy) with respect to every input array, by the array's name.
@@ -138,6 +152,15 @@ class Tape:
             origin=origin,
             call_options=CallOptions(groups=self.groups, **places),
         )
+
+
+def parts_of_heads(key_heads: int, sequences: int, threads: int) -> int:
+    """Return into how many equal parts heads are divided, so that each thread has one where there are enough heads.
+
+    sequences   number of chunks of sequences, each of which is divided
+    """
+    wanted = math.ceil(threads / sequences)
+    return next((parts for parts in range(wanted, key_heads) if key_heads % parts == 0), key_heads)
 
 
 def _new_axes(layer: Layer, arguments: Sequence[da.Array], options: dict[str, Any]) -> Mapping[str, int]:

@@ -92,7 +92,7 @@ def bars_of(timeline: Timeline) -> list[dict[str, Any]]:
     bars = list[dict[str, Any]]()
     for event in timeline.events:
         left, ms, lane = 1e3 * event.start, 1e3 * event.seconds, timeline.lanes[event.lane].name
-        chunk = " ".join(f"{axis}={'all' if n is None else n}" for axis, n in zip("bt", event.chunk or ()))
+        chunk = " ".join(f"{axis}={'all' if n is None else n}" for axis, n in zip("bth", event.chunk or ()))
         about = (
             f"{event.place}, step {event.step + 1}, chunk {chunk or 'all'}",
             f"from {left:,.3f} to {left + ms:,.3f} ms, returned {tqdm.format_sizeof(event.bytes, 'B')}",

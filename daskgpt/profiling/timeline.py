@@ -71,7 +71,8 @@ def color_of(name: str, other: str = OTHER_COLOR) -> str:
 class Event(Origin):
     """One kernel call: its place in the model, and the time at which it ran.
 
-    chunk   (b, t), None in it for an axis that is whole; None for a call that belongs to no chunk
+    chunk   (b, t), None in it for an axis that is whole, or (b, None, h) for a part of the heads; None for a call that
+            belongs to no chunk
     lane    number of the thread, of all workers
     start   and end, in seconds since the timeline began
     bytes   of the arrays that it returned (an update in place returns none), or of the message that it sent
@@ -80,7 +81,7 @@ class Event(Origin):
     """
 
     step: int = 0
-    chunk: tuple[int | None, int | None] | None = None
+    chunk: tuple[int | None, ...] | None = None
     lane: int = 0
     start: float = 0.0
     end: float = 0.0
@@ -192,7 +193,7 @@ class Timeline:
         return "\n".join(fill(line, 100, subsequent_indent="  ") if len(line) > 100 else line for line in lines)
 
 
-def chunks_of(runnable: CompiledGraph) -> dict[Key, tuple[int | None, int | None] | None]:
+def chunks_of(runnable: CompiledGraph) -> dict[Key, tuple[int | None, ...] | None]:
     """Return the chunk of each kernel call of a step; None for a call that belongs to no chunk.
 
     A pick, which takes one of a kernel's results out of a tuple, has no work of its own, and is left out.

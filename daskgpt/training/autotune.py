@@ -65,7 +65,7 @@ def candidates(
     for chunk in product(*sizes):
         sequences, tokens = (whole // part for whole, part in zip(batch_shape, chunk))
         size = chunk[0], chunk[1]
-        seconds = work.seconds(size, sequences, tokens, config.blocks, threads)
+        seconds = work.seconds(config, size, sequences, tokens, threads)
         sizes_of_chunks.append(Candidate(seconds, sequences * tokens, size))
     return sorted(sizes_of_chunks)
 

@@ -21,6 +21,7 @@ from daskgpt.graph.program import Span
 from daskgpt.graph.update_in_place import RowUpdate
 from daskgpt.model.layers import ATTENTION
 from daskgpt.model.parameters import attention_operations, step_operations
+from daskgpt.model.tape import parts_of_heads
 
 # A kernel call.
 
@@ -109,7 +110,7 @@ class Work:
     """Seconds on one thread of those kernels of a step that chunks divide: not gradients of weights, nor updates.
 
     tokens     of layers that work token by token, which any chunks divide
-    attention  of attention, which only chunks of sequences divide
+    attention  of attention, which chunks of sequences divide, and heads where sequences are cut
     """
 
     tokens: float
@@ -133,18 +134,20 @@ class Work:
         attention = seconds.pop(ATTENTION.name, 0.0)
         return cls(sum(seconds.values()), attention)
 
-    def seconds(self, chunk: tuple[int, int], sequences: int, parts: int, blocks: int, threads: int) -> float:
+    def seconds(self, config: ModelConfig, chunk: tuple[int, int], sequences: int, parts: int, threads: int) -> float:
         """Return the seconds of a step in chunks, except for work that chunks do not divide.
 
         chunk      sequences and tokens of a chunk
         sequences  how many chunks the sequences of the batch are cut into
         parts      how many the tokens of a sequence are cut into
         """
-        count = sequences * parts
+        count, of_attention = sequences * parts, sequences
+        if parts > 1:
+            of_attention *= parts_of_heads(config.key_heads, sequences, threads)
         slower = 1 + FEW_ROWS / math.prod(chunk) + (FEW_TOKENS / chunk[1] if parts > 1 else 0)
         # Chunks of whole sequences can be a task each; others meet in every block, forward and backward.
-        tasks = count if parts == 1 else count * 4 * blocks
-        kernels = self.tokens * slower * _longest(count, threads) + self.attention * _longest(sequences, threads)
+        tasks = count if parts == 1 else (count + of_attention) * 2 * config.blocks
+        kernels = self.tokens * slower * _longest(count, threads) + self.attention * _longest(of_attention, threads)
         return kernels + tasks * TASK / threads
 
 

@@ -392,15 +392,15 @@ def forward(
     check_float32(where, qkv=qkv)
     if unit() is Unit.PORTABLE or keys != heads:
         return attention.forward(rounded(qkv), streams, heads=heads, key_heads=keys, place=place, rate=rate)
-    sequences, tokens = qkv.shape[:2]
-    y, logsumexp = np.empty((sequences, tokens, channels), FLOAT32), np.empty((sequences, heads, tokens), FLOAT32)
+    *sequences, tokens, _ = qkv.shape
+    y, logsumexp = np.empty((*sequences, tokens, channels), FLOAT32), np.empty((*sequences, heads, tokens), FLOAT32)
     size = channels // heads
     steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
     panels = steps * patches * STEP
     addresses = scratch(
         steps * STEP, panels, panels, patches * PATCH, patches * STEP, steps * PATCH, 32 * VECTOR, 32 * VECTOR
     )
-    sizes, factors = (sequences, tokens, heads, size), np.empty(patches * 32, FLOAT32)
+    sizes, factors = (math.prod(sequences), tokens, heads, size), np.empty(patches * 32, FLOAT32)
     _forward(words(qkv), words(y), words(logsumexp), int(unit()), sizes, tuple(addresses), *dropout, factors)
     return y, logsumexp
 
@@ -432,9 +432,9 @@ def backward(
     Errors   TypeError when an array is not float32; ValueError when the shapes do not fit
     """
     where = "bfloat16.attention.backward"
-    sequences, tokens = qkv.shape[:2]
+    *sequences, tokens, _ = qkv.shape
     channels, (_, keys), dropout = attention.check_forward(where, qkv, streams, (heads, key_heads), place, rate)
-    attention.check_backward(where, dy, y, logsumexp, (sequences, tokens, channels, heads))
+    attention.check_backward(where, dy, y, logsumexp, (*sequences, tokens, channels), heads)
     check_float32(where, dy=dy, qkv=qkv, y=y, logsumexp=logsumexp)
     if unit() is Unit.PORTABLE or keys != heads:
         kept = y, logsumexp, streams
@@ -447,6 +447,6 @@ def backward(
         steps * patches * PATCH, PATCH,
     )  # fmt: skip
     arrays = [words(array) for array in (dy, qkv, y, logsumexp)]
-    sizes = sequences, tokens, heads, size
+    sizes = math.prod(sequences), tokens, heads, size
     _backward(*arrays, words(dqkv), int(unit()), sizes, tuple(addresses), *dropout)
     return dqkv
