@@ -15,8 +15,8 @@ def main(arguments: list[str]) -> int:
         prog="daskgpt.plot",
         description="Draw loss, learning rate, throughput and norm of gradients of one run or of many.",
     )
-    flags.add_argument("runs", metavar="RUN", nargs="+", help="run folder, or a file of metrics")
-    flags.add_argument("--out", metavar="FILE", help="file to write, .png or .svg")
+    flags.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder, or a file of metrics")
+    flags.add_argument("--out", metavar="FILE", type=Path, help="file to write, .png or .svg")
     values = flags.parse_args(arguments)
     kind, got = Path(values.out or "").suffix, {"out": values.out or "nothing"}
     require(kind in (".png", ".svg"), "plot", "out must end with .png or .svg", got, "Try --out curves.png.")

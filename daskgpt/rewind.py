@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import check_writable, expanded, replacing
+from daskgpt.config.files import check_writable, replacing
 from daskgpt.config.flags import Parser, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
 from daskgpt.data.tokenizer import get_encoding
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         require(values.out.suffix == ".npy", "rewind", rule, got, "Try --out tensor.npy.")
         check_writable(values.out, "rewind", "out")
     dials, step = given_flags(DataflowConfig, values), values.step - 1
-    replay = Replay("rewind", expanded(values.run), dials, places.data, places.init)
+    replay = Replay("rewind", values.run, dials, places.data, places.init)
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
         tensors = replay.tensors_of(step, scheduler)
         names = tensors.names if values.tensor == ["all"] else [*map(tensors.resolve, values.tensor)]

@@ -81,12 +81,18 @@ def test_values_of_unset_variables_are_refused(command, capsys, monkeypatch):
             assert f"must not be empty; got {value!r}" in answer(parser, capsys, *words)
 
 
+def noted(error, note):
+    error.add_note(note)
+    return error
+
+
 CODES = [
     (ValueError("wrong"), 2, "wrong"),
     (OSError(28, "No space left"), 2, "stdout"),
     (OSError(28, "No space left", "file"), 2, "file"),
     (OSError(5, "Input/output error"), 2, "Input/output"),
     (BrokenPipeError(32, "Broken pipe"), 2, "Broken pipe"),
+    (noted(RuntimeError("wrong"), "(in steps 5 to 8)"), 2, "wrong (in steps 5 to 8)"),
     (CanGoOn("a cluster has gone"), STOPPED, "gone"),
     (KeyboardInterrupt(), 130, "stopped"),
     (SystemExit(2), 2, ""),

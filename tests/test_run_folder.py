@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -9,7 +10,9 @@ import pytest
 from command_lines import SMALL
 from small_runs import config_of, fit
 
-from daskgpt import train
+import daskgpt
+from daskgpt import audit, convert, plot, rewind, train
+from daskgpt.profiling.study import StudyConfig
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.training import run_folder
 from daskgpt.training.checkpoint import step_folder
@@ -27,6 +30,35 @@ def test_only_a_named_folder_is_written(small_text, tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in Path("named").rglob("*") if path.is_file()} == before
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert fit(small_text, "~/named", steps=3).checkpoint == tmp_path / "home/named/step-00000003"
+
+
+@pytest.mark.parametrize("name", run_folder.FILES)
+def test_folders_in_the_place_of_files_are_named(name, small_text, tmp_path):
+    (tmp_path / "new" / name).mkdir(parents=True)
+    rule = rf"^RunFolder: no folder may have the name of a run's file; got .*{re.escape(name)}\. Rename it"
+    with pytest.raises(ValueError, match=rule):
+        fit(small_text, tmp_path / "new")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [name]
+    fit(small_text, tmp_path / "run", steps=2)
+    (tmp_path / "run" / name).rename(tmp_path / "aside")
+    (tmp_path / "run" / name).mkdir()
+    with pytest.raises(ValueError, match=rule):
+        daskgpt.fit(resume=tmp_path / "run", run={"steps": 3})
+
+
+def test_the_folder_of_a_user_is_found_by_every_path(small_text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = daskgpt.TimelineConfig(timeline="~/t", graph="~/g", paraver="~/p")
+    assert [config.timeline, config.graph, config.paraver] == [str(tmp_path / name) for name in "tgp"]
+    assert StudyConfig(out="~/study").out == str(tmp_path / "study")
+    fit(small_text, "~/run", steps=2)
+    assert rewind.main(["~/run", "--step", "1", "--tensor", "wte.weight", "--out", "~/t.npy"]) == 0
+    assert plot.main(["~/run", "--out", "~/curves.svg"]) == 0
+    assert convert.main(["~/run", "~/model.safetensors"]) == 0
+    assert {"run", "t.npy", "curves.svg", "model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(SystemExit):
+        audit.main(["~nobody-here/run"])
+    assert "RUN: invalid Path value: '~nobody-here/run'" in capsys.readouterr().err
 
 
 def test_command_line_chooses_a_folder(small_text, tmp_path, monkeypatch, capfd):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from daskgpt.config.errors import UNSET, refusal
-from daskgpt.config.files import NO_ROOM
+from daskgpt.config.files import NO_ROOM, expanded
 from daskgpt.config.model import PRESETS, ModelConfig
 from daskgpt.config.settings import help_of
 from daskgpt.config.stopping import STOPPED, CanGoOn
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(called(command) if command else package, allow_abbrev=False, **options)
         for kind in (None, str):
             self.register("type", kind, name)
-        self.register("type", Path, lambda value: Path(name(value)))
+        self.register("type", Path, lambda value: expanded(name(value)))
 
     def read(self, arguments: list[str], *configs: type) -> tuple[Any, ...]:
         """Return the values of a command line, and these configurations, whose flags are added."""
@@ -168,7 +168,7 @@ def _failed(error: Exception) -> int:
     if isinstance(error, UnicodeEncodeError):  # Python reads other bytes of arguments and names as lone surrogates
         got = {"text": ascii(error.object[max(0, error.start - 20) : error.end + 20])}
         error = refusal(ValueError, "daskgpt", "text must be UTF-8", got, "Convert or rename it (iconv, convmv).")
-    _print_error(error)
+    _print_error(" ".join([str(error), *getattr(error, "__notes__", [])]))
     return STOPPED if isinstance(error, CanGoOn) else 2
 
 

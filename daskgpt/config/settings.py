@@ -15,6 +15,7 @@ from textwrap import indent, wrap
 from typing import Any, dataclass_transform
 
 from daskgpt.config.errors import refusal, require, require_known, require_named
+from daskgpt.config.files import expanded
 from daskgpt.config.rows import is_from_outside
 
 DOC_WIDTH = 67  # 80 columns with the indentation and the prefix of `help`
@@ -99,13 +100,14 @@ class Checked:
 
 
 def _of_type(where: str, f: Field[Any], value: Any) -> Any:
-    """Return the value as the type of the field: NumPy integers and auto become numbers, a path becomes a text."""
+    """Return the value as the type of the field: NumPy integers and auto become numbers, a path a text without ~."""
     parse = f.metadata["parse"]
     wanted: Any = int if parse else type(f.default)
     if isinstance(value, str | os.PathLike) and wanted is str:
         text = os.fspath(value)
         if text != f.default and not f.metadata["blank"]:
             require_named(text, where, f.name)
+            text = str(expanded(text)) if text.startswith("~") else text
         return text
     if isinstance(value, str) and parse:
         try:

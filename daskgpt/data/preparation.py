@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import digest_of, expanded, readable, write_file
+from daskgpt.config.files import digest_of, readable, write_file
 from daskgpt.data import corpus, reading, token_folder, tokenizer
 from daskgpt.data.corpus import WHERE, PrepareConfig, Section
 from daskgpt.data.token_folder import MANIFEST, PARTS, VOCABULARY_FILE, Contents, Manifest, TokenWriter
@@ -81,7 +81,7 @@ class Preparation:
         from dask import bag  # it takes a fifth of a second to import
 
         decides = {"settings": self.settings, "files": [[file.name, file.size, file.modified] for file in self.files]}
-        with token_folder.begun_folder(expanded(self.config.out), decides) as folder:
+        with token_folder.begun_folder(Path(self.config.out), decides) as folder:
             self.existed = (folder / MANIFEST).is_file()
             if self.existed:
                 return token_folder.read_manifest(folder)

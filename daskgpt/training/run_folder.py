@@ -72,6 +72,9 @@ class RunFolder:
         with written(path, "RunFolder"):  # its name may be too long
             present = [(self.path / name).exists() for name in (CONFIG, METRICS)]
         where, got = "RunFolder", {"out": self.path}
+        folders = [str(self.path / name) for name in FILES if (self.path / name).is_dir()]
+        rule, advice = "no folder may have the name of a run's file", "Rename it, or name another folder."
+        require(not folders, where, rule, ", ".join(folders), advice)
         if resumed:
             rule, advice = f"the folder must hold a run ({CONFIG} and {METRICS})", "Check the path of --resume."
             require(all(present), where, rule, {"resume": self.path}, advice, FileNotFoundError)
