@@ -274,7 +274,7 @@ def default_run() -> list[str]:
     return [
         "```",
         f"{losses}, {known['validation']:.3f} on held-out text",
-        f"2000 steps in {known['steps']:.1f} s, {known['in all']:.1f} s in all",
+        f"2,000 steps in {known['steps']:.1f} s, {known['in all']:.1f} s in all",
         "```",
     ]
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from daskgpt.config.errors import require
-from daskgpt.config.files import expanded
+from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import setting
@@ -40,8 +39,8 @@ def main(arguments: list[str]) -> int:
     values, options, dataflow = flags.read(arguments, AuditConfig, DataflowConfig)
     if options.share:
         require_scheduler(dataflow.scheduler)
-    audit = Audit(expanded(values.run), given_flags(DataflowConfig, values), options.data, options.init)
-    there = f"{len(audit.entries):,} entries, {len(audit.folders):,} checkpoints are there"
+    audit = Audit(values.run, given_flags(DataflowConfig, values), options.data, options.init)
+    there = f"{number_of(len(audit.entries), 'entry', 'entries')}, {number_of(len(audit.folders), 'checkpoint')} here"
     print(f"chain {audit.head}: {there}")
     print("".join(f"FAULT {line}\n" for line in audit.faults), end="", flush=True)
     chosen, differ, computed = audit.chosen(options.share, options.seed), 0, 0
@@ -60,10 +59,11 @@ def main(arguments: list[str]) -> int:
     got = {"run": values.run, "checkpoints": len(audit.folders)}
     require(bool(computed or audit.faults or not options.share), "audit", rule, got, advice)
     failed = bool(differ or audit.faults)
-    what = f"{computed} of {len(audit.stretches)} stretches were computed again, {differ} differ"
+    stretches = number_of(len(audit.stretches), "stretch", "stretches")
+    what = f"{computed} of {stretches} computed again, {number_of(differ, 'differs', 'differ')}"
     uncovered = f"; {audit.uncovered}, and nothing vouches for them" if audit.uncovered else ""
     whole = "NOT AS WRITTEN" if failed else "as written"
-    print(f"{whole}: {what}; the chain has {len(audit.faults)} faults{uncovered}")
+    print(f"{whole}: {what}; the chain has {number_of(len(audit.faults), 'fault')}{uncovered}")
     return int(failed)
 
 

@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import require
-from daskgpt.config.files import expanded
+from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
@@ -47,7 +46,7 @@ def main(arguments: list[str]) -> int:
         flags.add_argument(name, metavar=f"RUN_{'AB'[name == 'other']}", type=Path, help="run folder, or a model")
     values, places, dataflow = flags.read(arguments, PlacesConfig, DataflowConfig)
     require_scheduler(dataflow.scheduler)
-    paths = expanded(values.one), expanded(values.other)
+    paths = values.one, values.other
     if not all((path / CHAIN).is_file() for path in paths):
         (one, ours), (other, theirs) = map(load, paths)
         lines = differing(asdict(one.shortest()), asdict(other.shortest())), first_difference(ours, theirs)
@@ -116,12 +115,13 @@ class Bisection:
 
     def described(self) -> str:
         """Return what is written, in words."""
-        common = f"{len(self.steps):,} losses and {len(self.states):,} states that both runs have"
+        losses = number_of(len(self.steps), "loss", "losses")
+        common = f"{losses} and {number_of(len(self.states), 'state')} that both runs have"
         if self.end is None:
-            return f"{common} are equal"
+            return f"{common}, all equal"
         state = self.loss is None or self.loss >= self.end
-        what = f"the state after {self.end:,} steps" if state else f"the loss of step {self.end:,}"
-        return f"of {common}, {what} differs first; the state after {self.shared:,} steps is shared"
+        what = f"the state after {number_of(self.end, 'step')}" if state else f"the loss of step {self.end:,}"
+        return f"of {common}, {what} differs first; the state after {number_of(self.shared, 'step')} is shared"
 
     def differences(self, scheduler: Scheduler) -> Iterator[str]:
         """Yield lines on the first difference."""

@@ -41,7 +41,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command
 from daskgpt.data.tokenizer import encoding_of, end_of_text_id, get_encoding, vocabulary_size
 from daskgpt.formats.gguf import DTYPES, write_gguf
@@ -108,7 +108,7 @@ def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
     write_huggingface(target, model, files, end_of_text=end, bos=bos)
     left_out = model.config.padded_vocabulary - model.config.vocabulary
     notes = [*_listed(target, "Hugging Face, float32"), *([f"note   {note}"] if note else [])]
-    return notes + [f"note   {left_out} rows of padding of wte.weight left out"] * (left_out > 0)
+    return notes + [f"note   {number_of(left_out, 'row')} of padding of wte.weight left out"] * (left_out > 0)
 
 
 def _to_llmc(target: Path, model: StoredModel, version: int = FLOAT32_VERSION) -> list[str]:
@@ -117,7 +117,8 @@ def _to_llmc(target: Path, model: StoredModel, version: int = FLOAT32_VERSION) -
     write_model(target, replace(model.config, padded_vocabulary=rows), model.parameters, version)
     added = rows - model.config.padded_vocabulary
     lines = _listed(target, "llm.c, " + ("float32" if version == FLOAT32_VERSION else "bfloat16, nearest even"))
-    return lines + [f"note   {added} rows of 0 added to wte.weight, to {rows:,}, as llm.c has them"] * (added > 0)
+    padding = f"{number_of(added, 'row')} of 0 added to wte.weight, to {rows:,}, as llm.c has them"
+    return lines + [f"note   {padding}"] * (added > 0)
 
 
 def _to_gguf(target: Path, model: StoredModel, dtype: str = "float32") -> list[str]:
@@ -157,11 +158,11 @@ ENDINGS |= {"f16.gguf": "gguf-float16", "bf16.gguf": "gguf-bfloat16", "q8_0.gguf
 def _read(model: StoredModel) -> list[str]:
     config = model.config
     where = model.files[0] if len(model.files) == 1 else f"{model.files[0].parent}/"
-    sizes = f"{config.blocks} blocks, {config.heads} heads, {config.channels:,} channels"
+    sizes = ", ".join(number_of(getattr(config, f"{part}s"), part) for part in ("block", "head", "channel", "position"))
     count = f"{parameter_count(config):,} parameters in {len(tensors(config))} tensors"
     ids = f"{config.vocabulary:,} token ids ({model.encoding or 'encoding not said'})"
     lines = [f"read   {model.kind}, {model.dtype}: {where}", *_files(model.files)]
-    return [*lines, f"       {sizes}, {config.positions:,} positions", f"       {ids}, {count}"]
+    return [*lines, f"       {sizes}", f"       {ids}, {count}"]
 
 
 def _listed(target: Path, kind: str) -> list[str]:

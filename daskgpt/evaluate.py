@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command
 from daskgpt.config.settings import setting
 from daskgpt.data.dataset import MappedTokens, check_tokens, load_validation
@@ -123,8 +123,9 @@ def _summed(weights: Weights, coming: Iterator[np.ndarray], encoding: Encoding, 
 
 def describe(facts: dict[str, str], figures: Figures) -> str:
     """Return the results as lines to print."""
-    data = f"{figures['tokens']:,} tokens, {figures['bytes']:,} bytes, sequences of {figures['sequence_length']}"
-    data = f"responses of {figures['pairs']:,} pairs: {data}" if "pairs" in figures else data
+    data = f"{number_of(figures['tokens'], 'token')}, {number_of(figures['bytes'], 'byte')}"
+    data += f", sequences of {figures['sequence_length']}"
+    data = f"responses of {number_of(figures['pairs'], 'pair')}: {data}" if "pairs" in figures else data
     bits, perplexity = figures["bits_a_byte"], figures["perplexity"]
     lines = {"loss": f"{figures['loss']:.4f} nats a token"}
     lines["perplexity"] = "inf" if perplexity is None else f"{perplexity:,.2f}"

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command, text
 from daskgpt.config.settings import setting
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Message, template_of
@@ -198,7 +198,7 @@ def continued(writer: Writer, texts: Texts | None, ids: list[int]) -> Texts:
 
 def describe_rate(rate: Rate, threads: int, precision: str) -> str:
     """Return a line on the rate of tokens."""
-    per = f"{precision}, {threads} thread{'s' * (threads != 1)}"
+    per = f"{precision}, {number_of(threads, 'thread')}"
     speed = f"{rate.tokens / rate.seconds:,.1f} tokens/s ({rate.tokens:,} in {rate.seconds:.1f} s; {per})"
     return f"{speed}; {rate.read / rate.seconds / 1e9:.1f} GB/s of weights, keys and values read"
 

@@ -12,6 +12,7 @@ import time
 
 from tqdm import tqdm
 
+from daskgpt.config.errors import number_of
 from daskgpt.config.flags import Parser, called, run_command
 from daskgpt.data.corpus import PrepareConfig
 from daskgpt.data.preparation import Preparation
@@ -53,8 +54,8 @@ def report(folder: str, manifest: Manifest, took: str) -> list[str]:
 
 
 def _part(part: Part) -> str:
-    files = f"{len(part.shards)} file{'s' * (len(part.shards) > 1)}"
-    return f"{part.tokens:,} tokens of {part.bytes / 1e6:,.1f} MB in {files}, {part.documents:,} documents"
+    files, documents = number_of(len(part.shards), "file"), number_of(part.documents, "document")
+    return f"{number_of(part.tokens, 'token')} of {part.bytes / 1e6:,.1f} MB in {files}, {documents}"
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ def test_command_adapts_a_model(small_text, tmp_path):
     done = run("train", "--init", str(model), "--lora", "4", "--out", str(tmp_path / "run"), *flags)
     assert done.returncode == 0, done.stderr
     count = sum(int(np.prod(tensor.shape)) for tensor in trained_tensors(replace(MODEL, lora=4)).values())
-    assert f" parameters, {count:,} of them trained: 1 blocks" in done.stdout
+    assert f" parameters, {count:,} of them trained: 1 block, " in done.stdout
     assert "lora=4" in done.stdout
 
 

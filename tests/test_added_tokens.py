@@ -235,7 +235,7 @@ def test_texts_without_tokens(tmp_path, capsys):
     sizes = "--preset tiny --blocks 1 --steps 1 --warmup 1 --batch-size 1 --sequence-length 16 --validation-batches 1"
     flags = [*sizes.split(), "--sample-tokens", "3", "--out", str(tmp_path / "run"), "--encoding", folder]
     assert train.main(["--data", str(tmp_path / "t.jsonl"), *flags]) == 0
-    assert "sample after 1 steps" in capsys.readouterr().out
+    assert "sample after 1 step " in capsys.readouterr().out
 
 
 def test_half_a_character_is_an_error_that_names_the_text(learned):

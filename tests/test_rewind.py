@@ -141,7 +141,7 @@ def honest(small_text, tmp_path_factory):
 
 def test_equal_runs(honest, trained, told, tmp_path):
     code, shown = told(bisect, honest, honest)
-    assert (code, shown) == (0, "written: 12 losses and 12 states that both runs have are equal\n")
+    assert (code, shown) == (0, "written: 12 losses and 12 states that both runs have, all equal\n")
     assert told(bisect, honest / "latest", honest / "latest") == (0, "the models are equal\n")
     code, shown = told(bisect, honest / "step-00000003", honest / "step-00000004")
     assert code == 1

@@ -378,7 +378,7 @@ def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
         active = opening.active_client()
         with daskgpt.open_scheduler("local", 1) as scheduler:
             assert opening.active_client() is active, "the run's own Client is not for others"
-            assert scheduler.description.startswith("local cluster, 1 worker processes, dashboard http://127.0.0.1:")
+            assert scheduler.description.startswith("local cluster, 1 worker process, dashboard http://127.0.0.1:")
             assert f":{connect.DASHBOARD_PORT}/" not in scheduler.description
             assert not logging.getLogger("asyncio").filter(logged(AllExit)), "a wait that its end cuts short"
         assert dask.config.get(tick) == setting, "of this process"

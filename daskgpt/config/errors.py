@@ -1,4 +1,4 @@
-"""The wording of errors, and functions that raise them."""
+"""The wording of messages, and functions that raise errors."""
 
 from __future__ import annotations
 
@@ -97,6 +97,11 @@ def short(value: object, most: int = 40) -> str:
     """Return a value of a foreign file as one printable line of at most `most` characters."""
     text = "".join(character if character.isprintable() else "?" for character in str(value)[: 2 * most])
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def number_of(number: int, noun: str, plural: str = "") -> str:
+    """Return how many things there are, such as `1 block` or `2,000 steps`; plural: of the noun, if it is no -s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def nearest(name: str, names: list[str]) -> str:

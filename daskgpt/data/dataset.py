@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import number_of, refusal, require
 from daskgpt.config.files import digest_of_file, expanded
 from daskgpt.data import tokenizer
 from daskgpt.data.pairs import Examples, read_examples
@@ -273,7 +273,7 @@ def _prepared(folder: Path) -> Dataset:
             require(same, WHERE, "a shard must be unchanged", got, "Prepare it again.")
             shards.append(shard.sha256)
     training, validation = map(MappedTokens, parts)
-    origin = f"{folder} ({len(shards)} shards)"
+    origin = f"{folder} ({number_of(len(shards), 'shard')})"
     return Dataset(training, validation, manifest.ids, manifest.encoding, origin, EPOCHS, tuple(shards))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require, require_package
+from daskgpt.config.errors import number_of, refusal, require, require_package
 from daskgpt.config.files import expanded, matching_files, printable, readable
 from daskgpt.data import reading
 from daskgpt.data.reading import DOCUMENT, FIELD, LINES, PARQUET, WHERE, File
@@ -72,7 +72,7 @@ class Source:
         count = len(self.files) + len(self.left_out)
         notes = Counter(note for file in self.files for note in (file.form, file.packing) if note not in ("", DOCUMENT))
         shared = ", ".join(note for note, number in notes.items() if number == count)
-        text = f"{count:,} file{'s' * (count != 1)}" + (f" of {shared}" if shared else "")
+        text = number_of(count, "file") + (f" of {shared}" if shared else "")
         text += "".join(f", {number:,} of {note}" for note, number in notes.items() if number < count)
         if self.left_out:
             shown = "; ".join(f"{name} {reason}" for name, reason in self.left_out[:3])

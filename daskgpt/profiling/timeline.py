@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple, TypeVar
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import number_of, require
 from daskgpt.config.tables import text_table
 from daskgpt.graph.calls import PHASES, Origin, call_of, is_pick
 from daskgpt.graph.compiled import CompiledGraph
@@ -277,13 +277,13 @@ class Summary:
 
     def __str__(self) -> str:
         """Return the summary as text, with means over the steps."""
-        per_step, many = 1e3 / self.steps, "s" * (self.steps > 1)
+        per_step = 1e3 / self.steps
         path = ", ".join(
             f"{layer}.{phase} {seconds / self.critical_path:.0%}"
             for (layer, phase), seconds in list(self.critical.items())[:3]
         )
         lines = [
-            f"wall          {self.wall * per_step:9.2f} ms a step, {self.steps} step{many}",
+            f"wall          {self.wall * per_step:9.2f} ms a step, {number_of(self.steps, 'step')}",
             *(f"{name:13} {share:9.1%} busy, {1 - share:.1%} idle" for name, share in self.busy.items()),
             f"overlap       {self.overlap:9.1%} of the time two or more layers at once, "
             f"{self.steps_overlap:.1%} two or more steps",

@@ -23,7 +23,7 @@ from typing import Any
 import dask
 from distributed import Client, LocalCluster
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import number_of, refusal, require
 from daskgpt.config.files import expanded
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.schedulers.cluster import ClusterScheduler
@@ -79,7 +79,7 @@ def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
         _client("local", address=cluster) as client,
     ):
         yield _ready(
-            ClusterScheduler(client, f"local cluster, {workers} worker processes"),
+            ClusterScheduler(client, f"local cluster, {number_of(workers, 'worker process', 'worker processes')}"),
             ends_with_it=True,
         )
 
@@ -209,8 +209,7 @@ def _described(client: Any, kind: str, address: str, named: str = "") -> str:
     warn_of_open([identity["address"], *identity["workers"]])
     at = f"{address} ({named})" if named else address
     count = len(identity["workers"])
-    workers = f"{count} worker{'s' * (count != 1)} (more take part as they come)"
-    return f"{kind} at {at}, {workers}"
+    return f"{kind} at {at}, {number_of(count, 'worker')} (more take part as they come)"
 
 
 @contextmanager

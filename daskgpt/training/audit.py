@@ -13,6 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from daskgpt.config.errors import number_of
 from daskgpt.config.files import digest_of
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.chain import CHAIN, LINK, Entry
@@ -50,7 +51,8 @@ class Verdict:
         faults = [f"{name} after step {steps[0]:,}" for name, steps in self.states.items()]
         if self.losses:
             step, written, computed = self.losses[0]
-            faults.insert(0, f"{len(self.losses):,} losses, that of step {step + 1:,} {written} instead of {computed}")
+            losses = number_of(len(self.losses), "loss", "losses")
+            faults.insert(0, f"{losses}, that of step {step + 1:,} {written} instead of {computed}")
         return f"DIFFER: {'; '.join(faults)}"
 
 
@@ -78,7 +80,7 @@ class Audit(Replay):
         last   steps of the last entry
         """
         if extra := (self.run / METRICS).read_bytes().count(b"\n") - len(self.losses):
-            self.faults.append(f"{METRICS}: {extra:,} lines are no record of a step, or a second one")
+            self.faults.append(f"{METRICS}: {number_of(extra, 'line')} beside the first record of each step")
         beyond = [step for step in self.losses if step >= last]
         if not beyond:
             return ""

@@ -15,6 +15,7 @@ from typing import Any
 import dask.local
 import numpy as np
 
+from daskgpt.config.errors import number_of
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import KernelCall, call_of
@@ -92,7 +93,7 @@ class ChunkChoice:
         self.undecided = len(self.candidates) > 1
         self.reason = ""
         if not (dataflow.batch_chunk and dataflow.sequence_chunk):
-            self.reason = f"auto, for {threads} thread{'s' * (threads != 1)}"
+            self.reason = f"auto, for {number_of(threads, 'thread')}"
 
     def fit(self, step: CompiledStep, window: int, available: float) -> tuple[CompiledStep, str]:
         """Return a step that needs no more memory than there is, with other chunks if need be; a warning if none does.

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from daskgpt.config.errors import number_of
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.compiled import Layout, Submission
@@ -266,7 +267,7 @@ class LocalEngine(_OneStep):
 
     @property
     def described_tasks(self) -> str:
-        return "" if self.choice.undecided else f"{self.grain}, {self.tasks} tasks a step"
+        return "" if self.choice.undecided else f"{self.grain}, {number_of(self.tasks, 'task')} a step"
 
     def tune(self, spans: Sequence[Span], steps: int) -> None:
         """Choose chunks or grain by the kernel calls of a step; steps: how many remain."""
@@ -313,7 +314,7 @@ class TaskEngine(_OneStep):
 
     @property
     def described_tasks(self) -> str:
-        return f"{self.grain}, {self.tasks} tasks a step, each of which costs Dask's scheduler some milliseconds"
+        return f"{self.grain}, {self.tasks:,} tasks a step, each of which costs Dask's scheduler some milliseconds"
 
     def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         submitted = []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import number_of, refusal, require
 from daskgpt.config.files import expanded
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import ModelConfig
@@ -216,7 +216,7 @@ def facts(job: Job) -> dict[str, str]:
     batch += f", summed in {job.groups} groups of {batch_size // job.groups}" if job.groups > 1 else ""
     batch += f", {data.accumulate} micro-batches of {data.batch_size}" if data.accumulate > 1 else ""
     trained = f", {value_count(c, trained=True):,} of them trained" if c.lora else ""
-    sizes = f"{c.blocks} blocks, {c.heads} heads, {c.channels} channels"
+    sizes = ", ".join([number_of(c.blocks, "block"), number_of(c.heads, "head"), number_of(c.channels, "channel")])
     return {
         "model": f"{parameter_count(c):,} parameters{trained}: {sizes}, "
         f"vocabulary {c.vocabulary}, positions {c.positions}" + (f", {c.beyond_gpt2()}" if c.beyond_gpt2() else ""),

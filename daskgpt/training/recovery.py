@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from daskgpt.config.errors import number_of
 from daskgpt.schedulers.protocol import ClusterLost, WorkerLost
 from daskgpt.training.checkpoint import newest_good, read_checkpoint
 from daskgpt.training.engine import State
@@ -90,7 +91,7 @@ class RecoveryPoints:
             first, self.soon = math.isinf(self.cost), False
             self.cost = min(cost, self.cost)  # the first one after a loss may wait for other things
             if first:
-                often = f"every {self.every} steps" if self.every > 0 else f"every {self.interval:.0f} s"
+                often = f"every {number_of(self.every, 'step')}" if self.every > 0 else f"every {self.interval:.0f} s"
                 self.say(f"recovery   the state is kept on two workers {often}, which takes {self.cost:.2f} s")
 
 
@@ -156,7 +157,7 @@ class Recovery:
         state, source = self._newest()
         self.count(done, state.step, error)
         self.again = done - state.step
-        steps = f"{self.again} step{'s' * (self.again != 1)}"
+        steps = number_of(self.again, "step")
         seconds = time.perf_counter() - start
         self.say(f"lost       {who}: from step {done} back to {state.step}, {source} ({steps} again, {seconds:.1f} s)")
         return state
