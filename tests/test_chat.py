@@ -205,7 +205,7 @@ def test_chats_need_a_template(tmp_path):
         write(tmp_path / "shared.json", SHARED), get_encoding("bytes"), 0.0, "spans", 9
     )
     assert bytes(examples.row(0)[0][:-1].tolist()) == b"ab"
-    assert "1 pairs" in said
+    assert "1 pair)" in said
 
 
 def test_every_message_of_the_assistant_counts(encoding, tmp_path):

@@ -207,6 +207,33 @@ def test_empty_pairs_are_left_out_by_number_and_half_characters_replaced(tmp_pat
     assert texts_of(path) == ["half ? of one", TEXT, "\U0001f600"]
 
 
+TALK = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize("wrong", [0, 7, False, [], ["a"], {}, {"a": "b"}])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "a", "response": "b"},
+        {"instruction": "a", "input": "b", "output": "c"},
+        {"role": "user", "content": "a"},
+    ],
+)
+def test_what_is_no_text_in_a_pair_or_chat_is_refused_by_line(record, wrong, tmp_path):
+    for name in record:
+        rows = [record, record | {name: wrong}]
+        rows = [{"messages": [row, TALK | {"role": "assistant"}]} for row in rows] if "role" in record else rows
+        source = recognize(written(tmp_path / "a.jsonl", lines(rows)))
+        with pytest.raises(ValueError, match=r"a record must have .*a\.jsonl, line 2, found=TypeError"):
+            read_pairs(source)
+
+
+def test_messages_without_a_role_are_left_out(tmp_path):
+    rows = [{"messages": [{"role": role, "content": "a"}, TALK | {"role": "assistant"}]} for role in ("user", None)]
+    path = written(tmp_path / "a.jsonl", lines(rows))
+    assert read_pairs(recognize(path))[1:] == (["a.jsonl line 1"], ["a.jsonl line 2"])
+
+
 @pytest.mark.parametrize("second", ["plain words", "[1]", "{see below}"])
 @pytest.mark.parametrize("size", [0, 2**14 - 14, 2**14 - 13, 2**14 - 12, 50_000])
 def test_prose_may_begin_with_json(second, size, tmp_path):

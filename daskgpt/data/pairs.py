@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import number_of, require
 from daskgpt.config.files import digest_of
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
 from daskgpt.data.reading import WHERE, records, whole
@@ -48,7 +48,7 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
             role, content = CHATS[field]
             parse, rule = partial(_chat, field), f'a record must have "{field}", each with "{role}" and "{content}"'
         for place, conversation in records(parse, rule, "Correct it.", file):
-            fine = all(text for _, text in conversation) and any(role == ASSISTANT for role, _ in conversation)
+            fine = all(map(all, conversation)) and any(role == ASSISTANT for role, _ in conversation)
             conversations += [conversation] * fine
             (places if fine else left_out).append(f"{file.name} {place}")
     return conversations, places, left_out
@@ -56,12 +56,13 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
 
 def _pair(asking: tuple[str, ...], answering: str, record: Any) -> Conversation:
     questions = [record[asking[0]], *(record.get(name) for name in asking[1:])]
-    return (USER, whole("\n".join(filter(None, questions)))), (ASSISTANT, whole(record[answering]))
+    return (USER, "\n".join(filter(None, map(whole, questions)))), (ASSISTANT, whole(record[answering]))
 
 
 def _chat(field: str, record: Any) -> Conversation:
     role, content = CHATS[field]
-    return tuple((ROLES.get(message[role], message[role]), whole(message[content])) for message in record[field])
+    messages = [(whole(message[role]), whole(message[content])) for message in record[field]]
+    return tuple((ROLES.get(name, name), text) for name, text in messages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,11 +178,11 @@ def read_examples(
         for rows in parts
         if rows
     ]
-    noun = "pairs" if all(plain) else "conversations"
-    facts = [source.described, f"{len(parts[0]):,} {noun}" + (f" and {len(parts[1]):,} held out" if parts[1] else "")]
+    noun = "pair" if all(plain) else "conversation"
+    facts = [source.described, number_of(len(parts[0]), noun) + f" and {len(parts[1]):,} held out" * bool(parts[1])]
     facts += ["in the form of the chat template"] if template else []
     facts += [f"{cut:,} cut to {most:,} tokens"] if cut else []
-    facts += [f"{lost:,} left out: their prompts alone are longer"] if lost else []
+    facts += [f"{lost:,} left out for prompts that alone are longer"] if lost else []
     facts += [unused] if wrong else []
     texts = [tuple(text for _, text in conversation) for conversation in conversations]
     return examples, f"{source.name} ({'; '.join(facts)})", digest_of(texts if all(plain) else conversations)

@@ -196,5 +196,8 @@ def texts(file: File, field: str = FIELD, start: int = 0, stop: int = LAST) -> I
 
 
 def whole(text: str | None) -> str:
-    """Return a text with ? for each half of a character, as JSON may hold; null is empty."""
-    return "" if text is None else text.encode(errors="replace").decode()
+    """Return a text with ? for each half of a character, as JSON may hold; null is empty.
+
+    Errors   TypeError for what is no text
+    """
+    return "" if text is None else str.encode(text, errors="replace").decode()
