@@ -255,6 +255,9 @@ def test_results_of_another_study_are_refused(tmp_path):
         results.path.write_text(json.dumps({other: row[other] for other in row.keys() - {name}}) + "\n")
         with pytest.raises(ValueError, match=rf"every line must be .*got file={results.path}, error=\w+Error"):
             Results(results.path, MODEL, STUDY)
+    results.path.write_text(json.dumps(row | {"figures": row["figures"] | {"step": {"median": 0}}}) + "\n")
+    with pytest.raises(ValueError, match="every line must be .*error=ZeroDivisionError"):
+        Results(results.path, MODEL, STUDY)
 
 
 def test_files_of_a_study_are_complete_or_absent(tmp_path):

@@ -131,10 +131,12 @@ def plan(
         workers, threads = len(counts), min(counts, default=0)
     dials = replace(dials, scheduler="threads") if threads and dials.scheduler == "auto" else dials
     job = replace(job, dataflow=replace(dials, threads=threads or dials.threads))
-    rule = "bandwidth must be a number such as 10G, and latency a time such as 50us"
-    with refusing(ValueError, "plan", rule, {"bandwidth": bandwidth, "latency": latency}, "Correct it."):
-        bits = count(bandwidth) if isinstance(bandwidth, str) else bandwidth
-        seconds = duration(latency) if isinstance(latency, str) else latency
+    rule = "workers must be a whole number, bandwidth one such as 10G, and latency a time such as 50us"
+    got = {"workers": workers, "bandwidth": bandwidth, "latency": latency}
+    with refusing((ArithmeticError, TypeError, ValueError), "plan", rule, got, "Correct it."):
+        workers = count(str(workers))
+        bits = count(bandwidth) if isinstance(bandwidth, str) else float(bandwidth)
+        seconds = duration(latency) if isinstance(latency, str) else float(latency)
     check_plan({"workers": workers or None, "bandwidth": bits, "latency": seconds}, plan=True)
     return predict(job, workers, bits, seconds, timed=True)
 

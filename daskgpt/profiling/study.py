@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from daskgpt.config.errors import refusing, require
+from daskgpt.config.errors import number_of, refusing, require
 from daskgpt.config.files import write_file
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
@@ -140,7 +140,7 @@ class Results:
         *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # without a line that is not whole
         self.rows = [self._row(number, line) for number, line in enumerate(lines, 1)]
         rule, got = "every line must be a point, its repetition and the line of bench --json", {"file": path}
-        with refusing((LookupError, TypeError, ValueError), "study", rule, got, "Give another --out."):
+        with refusing((ArithmeticError, LookupError, TypeError, ValueError), "study", rule, got, "Give another --out."):
             _ = table_of(self.points), self.rows and caption(self), {row["repetition"] for row in self.rows}
 
     def _row(self, number: int, line: bytes) -> Row:
@@ -259,7 +259,7 @@ def caption(results: Results) -> list[str]:
     if base:
         over = f"speedup over {described(DataflowConfig(**base[0]['point']))}"
     cores = max(one["machine"]["cores"] for one in results.rows)  # runs on fewer threads have fewer
-    where = f"{row['machine']['processor']}, {cores} cores, {row['date']}"
+    where = f"{row['machine']['processor']}, {number_of(cores, 'core')}, {row['date']}"
     others = max(row["settings"]["others_cores"] for row in results.rows)
     busy = [f"other programs kept up to {rounded(others)} cores busy"] * (others > machine.BUSY)
     return [size, over, where, *busy]
