@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, add_flags, called, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, OptimizerConfig, RunConfig
@@ -69,12 +69,12 @@ def parsed(arguments: list[str]) -> Namespace:
     """Return the values of a command line, with the settings of the recipe that it names.
 
     The recipe decides the length of the run only if no flag does. `shorten` says whether it decides the length of
-    sequences, which may then be shortened to the positions of a model.
+    sequences, which may then be shortened to the positions of a model; `asked` has the flags of the data alone.
 
     Errors   ValueError if a recipe without a size has no model to start from
     """
     values = parser().parse_args(arguments)
-    values.shorten = not hasattr(values, "sequence_length")
+    values.shorten, values.asked = not hasattr(values, "sequence_length"), given_flags(DataConfig, values)
     recipe = RECIPES.get("" if values.resume else values.preset)
     if recipe is None:
         return values
@@ -96,8 +96,11 @@ def main(arguments: list[str]) -> int:
     shown: TimelineConfig = from_flags(TimelineConfig, values)
     asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
     check_plan(asked, plan=values.plan)
+    given = given_flags(TimelineConfig, values)
     rule, advice = "--plan must come without the files of a timeline", "It runs no step: leave them out."
-    require(not (values.plan and shown.wanted), "plan", rule, given_flags(TimelineConfig, values), advice)
+    require(not (values.plan and shown.wanted), "plan", rule, given, advice)
+    rule, advice = "--timeline-steps must come with a file to write", "Add --timeline, --graph or --paraver."
+    require(shown.wanted or not given, "timeline", rule, given, advice)
     callbacks: list[Callback] = [TimelineCallback(shown)] if shown.wanted else []
     if values.resume:
         if values.preset:
@@ -126,7 +129,8 @@ def run_of(values: Namespace) -> tuple[Job, Start]:
         rule, advice = "adapters must have a model to adapt", "Add --init with a folder or file of one."
         require(not numbers.get("lora"), "train", rule, {"lora": numbers.get("lora")}, advice)
         of_vocabulary = partial(config_of, values, settings["data"])
-        return new_run(settings, of_vocabulary, most=numbers.get("vocabulary", 0), connects=connects)
+        most = numbers.get("vocabulary", 0)
+        return new_run(settings, of_vocabulary, most=most, asked=values.asked, connects=connects)
     origin = WarmStart(run.init)
     if values.preset:
         size = preset(values.preset)
@@ -137,7 +141,8 @@ def run_of(values: Namespace) -> tuple[Job, Start]:
     if values.shorten:
         data = replace(data, sequence_length=min(data.sequence_length, config.positions))
     settings["data"] = data
-    return new_run(settings, lambda vocabulary: config, origin, most=config.vocabulary, connects=connects)
+    options = {"most": config.vocabulary, "asked": values.asked, "connects": connects}
+    return new_run(settings, lambda vocabulary: config, origin, **options)
 
 
 def config_of(values: Namespace, data: DataConfig, vocabulary: int) -> ModelConfig:
@@ -159,7 +164,7 @@ def report(job: Job, result: Result, seconds: float) -> None:
         print(f"run written to {folder}")
         best = result.checkpoint.parent / BEST
         if best.is_symlink() and (step := step_of(best.resolve())) != step_of(result.checkpoint):
-            print(f"the lowest validation loss was after {step:,} steps: {best}")
+            print(f"the lowest validation loss was after {number_of(step, 'step')}: {best}")
         if result.stopped:
             print(f"continue with: {called('train')} --resume {shlex.quote(folder)}")
             return
@@ -182,7 +187,8 @@ def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
     parameters = state.parameters(scheduler)
     tokens = list(sample(job.config, parameters, prompt, job.run.sample_tokens, end=end, **options))
     text = "".join(readable(encoding, [*asked, *shown(encoding, tokens, end)]))
-    return f"{f'--- sample after {steps:,} steps ':-<71}\n{text}\n{'-' * 71}"
+    head = f"--- sample after {number_of(steps, 'step')} "
+    return f"{head:-<71}\n{text}\n{'-' * 71}"
 
 
 if __name__ == "__main__":

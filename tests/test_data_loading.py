@@ -1,13 +1,16 @@
 """Tests of tokens in several files as one row, orders of epochs, and batches read ahead."""
 
+import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from command_lines import SMALL
 from prepared_texts import BYTES, prepared, text_of
-from small_runs import losses_of
+from small_runs import MODEL, fit, losses_of
 
+import daskgpt
 from daskgpt import train
 from daskgpt.data import corpus, reading
 from daskgpt.data.dataset import (
@@ -130,3 +133,34 @@ def test_training_on_shards_and_resume(folders, tmp_path):
     assert 'order = "epochs"' in (tmp_path / "one" / "config.toml").read_text()
     train.main(["--resume", str(tmp_path / "short"), "--steps", "12"])
     assert losses_of(tmp_path / "short") == losses_of(tmp_path / "one")
+
+
+def test_prepared_tokens_are_not_divided_again(folders, small_text, tmp_path):
+    prepared, out = str(folders[0]), str(tmp_path / "run")
+    flags = [*SMALL, "--steps", "1", "--sample-tokens", "0", "--out", out]
+    for wrong in (["--validation-fraction", "0.2"], ["--held-out", "end"]):
+        with pytest.raises(ValueError, match=f"must not be divided; got .*={wrong[1]}, data={re.escape(prepared)}"):
+            train.main(["--data", prepared, *wrong, *flags])
+    with pytest.raises(ValueError, match="Leave out validation_fraction and held_out"):
+        daskgpt.fit(MODEL, {"data": prepared, "sequence_length": 16, "validation_fraction": 0.2, "held_out": "end"})
+    assert not Path(out).exists()
+    # What is the default, or comes from a recipe or another run, is not asked for.
+    assert train.main(["--data", str(small_text), "--held-out", "end", *flags]) == 0
+    begun = ["--init", out, *flags[:-1], str(tmp_path / "second")]
+    assert train.main(["--data", prepared, "--held-out", "spans", *begun]) == 0
+    recipe = ["--preset", "speedrun", "--encoding", "bytes", "--optimizer", "adamw", "--warmup", "0"]
+    assert train.main([*recipe, "--data", prepared, *flags[:-1], str(tmp_path / "third")]) == 0
+
+
+@pytest.mark.parametrize(("barrier", "place"), [("none", "(in steps 5 to 8)"), ("step", "(in step 7)")])
+def test_an_error_of_a_step_names_it(barrier, place, small_text, monkeypatch):
+    def damaged(*arguments, step, **options):
+        if step == 6:
+            raise ValueError("batch: damaged")
+        return batch(*arguments, step=step, **options)
+
+    monkeypatch.setattr("daskgpt.data.dataset.batch", damaged)
+    dials = {"barrier": barrier, "batch_chunk": 4, "sequence_chunk": 16, "grain": "block", "scheduler": "sync"}
+    with pytest.raises(ValueError, match="damaged") as refused:
+        fit(small_text, dataflow=dials)
+    assert refused.value.__notes__ == [place]

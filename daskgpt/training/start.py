@@ -203,6 +203,18 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     return dataset
 
 
+def _require_division(given: Mapping[str, Any], data: DataConfig) -> None:
+    """Refuse settings other than the defaults that divide text, among given ones, for data that are not divided.
+
+    Errors   ValueError; as of `recognize`
+    """
+    names = ("validation_fraction", "held_out")
+    unused = {name: given[name] for name in names if name in given and given[name] != getattr(DataConfig, name)}
+    if unused and (data.validation_data or recognize(data.data).kind == PREPARED):
+        rule, got = "data with a validation part must not be divided", unused | {"data": data.data}
+        raise refusal(ValueError, "train", rule, got, f"Leave out {' and '.join(unused)}.")
+
+
 def new_run(
     settings: Mapping[str, Any],
     config_of: Callable[[int], ModelConfig],
@@ -210,6 +222,7 @@ def new_run(
     parameters: Arrays | None = None,
     *,
     most: int,
+    asked: Mapping[str, Any] | None = None,
     connects: bool = True,
 ) -> tuple[Job, Start]:
     """Return the job of a new run, and what it starts with. All but the data is checked before these are read.
@@ -219,6 +232,7 @@ def new_run(
     origin       model to start from; without it, parameters are random
     parameters   checked, in place of both
     most         see `open_dataset`
+    asked        settings of the data that a user has given; None for all
     connects     whether a scheduler must answer
 
     Errors       as of `daskgpt.fit`
@@ -226,11 +240,10 @@ def new_run(
     require_compiler()
     job = Job(config_of(0), **settings)
     require_memory(job)
-    if job.run.out:
-        job = replace(job, run=replace(job.run, out=str(expanded(job.run.out))))
     folder = RunFolder(job.run.out) if job.run.out else None
     if connects:
         require_scheduler(job.dataflow.scheduler)
+    _require_division(vars(job.data) if asked is None else asked, job.data)
     dataset = open_dataset(job.data, job.config.vocabulary, origin, most=most)
     job = replace(job, config=config_of(dataset.vocabulary), dataset=dataset)
     require_memory(job)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import number_of, refusal, require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
@@ -98,8 +98,8 @@ class Result:
             validation = f", {self.validation_loss:.3f} on held-out text"
         if steps:
             loss = f"loss {self.losses[0]:.3f} nats a token in the first step, {self.losses[-1]:.3f} in the last"
-        of = f" of {steps}" if self.first else ""
-        return f"{loss}{validation}\n{steps - self.first}{of} steps in {self.seconds:.1f} s".lstrip()
+        made = f"{steps - self.first} of " if self.first else ""
+        return f"{loss}{validation}\n{made}{number_of(steps, 'step')} in {self.seconds:.1f} s".lstrip()
 
 
 Sampler = Callable[[Scheduler, State], str]  # text that a state writes
@@ -251,6 +251,17 @@ def engine_of(job: Job, scheduler: Scheduler, say: Say = print) -> Engine:
     return RankEngine(job, cast(Any, scheduler), say)
 
 
+@contextmanager
+def naming(steps: range) -> Iterator[None]:
+    """Add the numbers of steps, from 1, to an error that comes in one of them."""
+    try:
+        yield
+    except Exception as error:
+        several = f"s {steps[0] + 1:,} to" if len(steps) > 1 else ""
+        error.add_note(f"(in step{several} {steps[-1] + 1:,})")
+        raise
+
+
 @dataclass(eq=False, repr=False)
 class _Trainer:
     """One run, from what it starts with to its result.
@@ -325,10 +336,11 @@ class _Trainer:
             self._sample()  # of the model to start from
         while engine.made < length:
             steps = range(engine.made, engine.made + self._together())
-            batches = self.loader.take(steps)
-            dials, begin = self._dials(), time.perf_counter()
-            with self._observed(steps):
-                outcomes = engine.run(batches, length)
+            with naming(steps):
+                batches = self.loader.take(steps)
+                dials, begin = self._dials(), time.perf_counter()
+                with self._observed(steps):
+                    outcomes = engine.run(batches, length)
             seconds = time.perf_counter() - begin
             first_time = steps[-1] >= len(self.losses)  # else all of them are made again after a loss
             with self.timed("logs"):
