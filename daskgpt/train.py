@@ -122,15 +122,14 @@ def run_of(values: Namespace) -> tuple[Job, Start]:
     """Return the job of a new run by its flags, and what it starts with: random values or a model."""
     require_one_length(given_flags(RunConfig, values))
     run, numbers = from_flags(RunConfig, values), given_flags(ModelConfig, values)
-    run, connects = replace(run, out=run.out or new_folder()), not values.plan
+    run, options = replace(run, out=run.out or new_folder()), {"asked": values.asked, "connects": not values.plan}
     settings = {"optimizer": from_flags(OptimizerConfig, values), "dataflow": from_flags(DataflowConfig, values)}
     settings |= {"run": run, "data": from_flags(DataConfig, values)}
     if not run.init:
         rule, advice = "adapters must have a model to adapt", "Add --init with a folder or file of one."
         require(not numbers.get("lora"), "train", rule, {"lora": numbers.get("lora")}, advice)
         of_vocabulary = partial(config_of, values, settings["data"])
-        most = numbers.get("vocabulary", 0)
-        return new_run(settings, of_vocabulary, most=most, asked=values.asked, connects=connects)
+        return new_run(settings, of_vocabulary, most=numbers.get("vocabulary", 0), **options)
     origin = WarmStart(run.init)
     if values.preset:
         size = preset(values.preset)
@@ -141,8 +140,7 @@ def run_of(values: Namespace) -> tuple[Job, Start]:
     if values.shorten:
         data = replace(data, sequence_length=min(data.sequence_length, config.positions))
     settings["data"] = data
-    options = {"most": config.vocabulary, "asked": values.asked, "connects": connects}
-    return new_run(settings, lambda vocabulary: config, origin, **options)
+    return new_run(settings, lambda vocabulary: config, origin, most=config.vocabulary, **options)
 
 
 def config_of(values: Namespace, data: DataConfig, vocabulary: int) -> ModelConfig:

@@ -41,6 +41,7 @@ def sample(parameters=PARAMETERS, prompt=(1,), config=CONFIG, **options):
         (lambda: daskgpt.plan(CONFIG, DATA, latency=[1]), ValueError, r"latency a time .*latency=\[1\]"),
         (lambda: daskgpt.plan(CONFIG, DATA, workers=2.5), ValueError, "workers must be a whole number.*workers=2.5"),
         (lambda: daskgpt.plan(CONFIG, DATA, workers=2, bandwidth="9" * 400), ValueError, "--bandwidth .* between"),
+        (lambda: daskgpt.measure(CONFIG, DATA, turns=None), ValueError, "turns must be .*whole; got turns=None"),
         (lambda: sample(None), TypeError, "by name"),
         (lambda: sample(DOUBLE), TypeError, "float32"),
         (lambda: sample(dict.fromkeys(PARAMETERS, 1.0)), TypeError, "NumPy"),

@@ -378,8 +378,9 @@ def measure(
     >>> list(found), found["sequential"].losses == found["threads"].losses
     (['sequential', 'threads'], True)
     """
-    require(turns >= 1, "measure", "turns must be at least 1", {"turns": turns}, "Give 1 or more.")
-    require(steps >= 1, "measure", "steps must be at least 1", {"steps": steps}, "Give 1 or more.")
+    for name, number in {"turns": turns, "steps": steps}.items():
+        fine = isinstance(number, int | np.integer) and number >= 1
+        require(fine, "measure", f"{name} must be at least 1, and whole", {name: number}, "Give 1 or more.")
     shared = {"data": data, "optimizer": {"schedule": "constant"}, "run": {"seed": seed}}
     jobs = {name: job_from(config, dataflow=dials, **shared) for name, dials in (dataflows or {"default": {}}).items()}
     for job in jobs.values():

@@ -208,8 +208,7 @@ def _require_division(given: Mapping[str, Any], data: DataConfig) -> None:
 
     Errors   ValueError; as of `recognize`
     """
-    names = ("validation_fraction", "held_out")
-    unused = {name: given[name] for name in names if name in given and given[name] != getattr(DataConfig, name)}
+    unused = {name: value for name, value in given.items() if name in PARTS[1:] and value != getattr(DataConfig, name)}
     if unused and (data.validation_data or recognize(data.data).kind == PREPARED):
         rule, got = "data with a validation part must not be divided", unused | {"data": data.data}
         raise refusal(ValueError, "train", rule, got, f"Leave out {' and '.join(unused)}.")
