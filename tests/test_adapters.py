@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import small_runs
 from command_lines import refused, run
-from machines import KillItself, on_workers
+from distributed import Client
 from one_number import LLAMA, ODD
 from small_runs import MODEL, fit_in_parts, same, stopping_at
 
@@ -30,7 +30,12 @@ from daskgpt.model.parameters import (
     tensors,
     trained_tensors,
 )
+from daskgpt.model.precision import values_of
+from daskgpt.model.step import weights_in
+from daskgpt.schedulers.cluster import ClusterScheduler
+from daskgpt.schedulers.links import ranks_of
 from daskgpt.training.checkpoint import open_model_of
+from daskgpt.training.rank_program import Pack
 
 RANK = 3
 ADAPTED = replace(MODEL, lora=RANK)
@@ -101,17 +106,57 @@ def test_two_workers_give_the_bits_of_threads(engine, cluster, small_text, whole
     assert same(fit_in_parts(small_text, tmp_path / "run", cluster.address, **options), whole)
 
 
-def test_worker_death_changes_no_bit(cluster, small_text, whole, tmp_path, capsys):
-    """What no step changes is on one worker, which may be the one that dies."""
-    for _ in range(2):
-        cluster.have(2)
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        (tmp_path / "killed").unlink(missing_ok=True)
-        options = {"config": ADAPTED, "optimizer": OPTIMIZER, "snapshot_every": 3}
-        with on_workers(cluster.address, KillItself("rank.window", 2, tmp_path / "killed")):
-            fit_in_parts(small_text, tmp_path / "run", cluster.address, **options)
-        assert "a recovery point (" in capsys.readouterr().out
-        assert same(tmp_path / "run", whole)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_ranks_compute_with_the_arrays_that_dask_has_received(precision, cluster, small_text):
+    """Their memory is a message's; that of a copy is an array's."""
+    cluster.have(2)
+    seen = {}
+
+    def own(dask_worker):
+        (program,) = ranks_of(dask_worker).programs.values()
+        roots = {name: values_of(held) for name, held in weights_in(program._held()).items()}
+        for name in roots:
+            while getattr(roots[name], "base", None) is not None:
+                roots[name] = roots[name].base
+        return {name: isinstance(root, np.ndarray) for name, root in roots.items()}
+
+    def look(step, metrics):
+        with Client(cluster.address) as client:
+            seen.update(client.run(own))
+
+    options = {"config": ADAPTED, "optimizer": OPTIMIZER, "precision": precision}
+    fit_in_parts(small_text, "", cluster.address, look, steps=1, **options)
+    assert list(seen.values()) == [{name: tensor.trained for name, tensor in tensors(ADAPTED).items()}] * 2
+
+
+@pytest.mark.parametrize("killed", ["holder", "other"])
+def test_base_is_sent_again_if_the_only_worker_with_it_dies(
+    killed, cluster, small_text, whole, tmp_path, capsys, monkeypatch
+):
+    cluster.have(2)
+    sent, held = [], ClusterScheduler.held
+
+    def sending(scheduler, value):
+        future = held(scheduler, value)
+        sent.extend([future] if isinstance(value, Pack) else [])
+        return future
+
+    monkeypatch.setattr(ClusterScheduler, "held", sending)
+
+    def kill(step, metrics):
+        if step == 7:  # a recovery point is there since step 3
+            (base,) = sent
+            base.client.replicate(base, n=1)  # not more
+            ((holder,),) = base.client.who_has(base).values()
+            workers = base.client.scheduler_info(n_workers=-1)["workers"]
+            (name,) = (worker["name"] for at, worker in workers.items() if (at == holder) == (killed == "holder"))
+            cluster.kill(name)
+
+    options = {"config": ADAPTED, "optimizer": OPTIMIZER, "snapshot_every": 3}
+    fit_in_parts(small_text, tmp_path / "run", cluster.address, kill, **options)
+    assert "a recovery point (" in capsys.readouterr().out
+    assert len(sent) == (2 if killed == "holder" else 1)
+    assert same(tmp_path / "run", whole)
 
 
 def test_resumed_run_has_the_bits_of_an_uninterrupted_one(small_text, whole, tmp_path, capsys):

@@ -125,7 +125,7 @@ class RankEngine(Engine):
         for names, pack in self.constants.items():
             if pack is None or not all(self.scheduler.present([pack])):
                 arrays = (self.parameters[name.removeprefix("weight.")] for name in names)
-                self.constants[names] = self.scheduler.held(tuple(arrays))
+                self.constants[names] = self.scheduler.held(rank_program.Pack(arrays))
         layout = Layout((*state.layout.packs, *self.constants))
         return replace(state, layout=layout, packs=[*state.packs, *self.constants.values()])
 

@@ -47,6 +47,23 @@ class Window(NamedTuple):
     grain: str
 
 
+class Pack(tuple[np.ndarray, ...]):
+    """Arrays that kernels can read where Dask receives them.
+
+    Dask reads the first buffer of a message into one with the header before it, often not aligned to numbers: another
+    one is sent first.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (np.zeros(1), *self)
+
+
+def _received(first: np.ndarray, *arrays: np.ndarray) -> Pack:
+    return Pack(arrays)
+
+
 class RankProgram:
     """One rank of a job: its engine, whose state has all weights, and the moments of the rows that the rank owns.
 
@@ -84,7 +101,13 @@ class RankProgram:
             values = as_weights(RandomParameters(self.job.config, names))
         else:
             values = {name: value for members, pack in zip(names, packs) for name, value in zip(members, pack)}
-        self.engine.start({name: np.array(value) for name, value in weights_in(values).items()}, step=step)
+        table = tensors(self.job.config)
+        given = {
+            # Steps only read constants, which may be Dask's own arrays: they stay as long as they are held here.
+            name: np.array(value) if table[name].trained else np.require(value, requirements="CA")
+            for name, value in weights_in(values).items()
+        }
+        self.engine.start(given, step=step)
         held = self._held()
         for name, tensor in self.job.moments.items():
             for rows in self.engine.step.owned_rows(tensor.name) if name in values else ():
