@@ -340,7 +340,9 @@ def check_parameters(
     for name in [*shapes, *parameters]:
         if name not in parameters or name not in shapes:
             got = f"{name}, which is {'missing' if name not in parameters else 'unknown'}"
-            raise refusal(ValueError, where, "names must be the table's", got, "Compare PARAMETERS.")
+            adapter = name in parameters and str(name).endswith((LORA_A, LORA_B))
+            advice = "Leave adapters out: daskgpt.fit begins them at random." if adapter else "Compare PARAMETERS."
+            raise refusal(ValueError, where, "names must be the table's", got, advice)
         value = parameters[name]  # once: each lookup may read a file or fetch
         require(isinstance(value, kinds), where, rule, {name: type(value).__name__}, advice, TypeError)
         shaped, shape = f"{name} must have shape {shapes[name]}", tuple(value.shape)
