@@ -17,6 +17,9 @@ from small_runs import MODEL, fit_in_parts, same, stopping_at
 
 import daskgpt
 from daskgpt import audit, bisect, convert, train
+from daskgpt.config.files import digest_of_file
+from daskgpt.formats import huggingface
+from daskgpt.formats.huggingface import open_run_model, write_run_model
 from daskgpt.formats.peft import write_peft
 from daskgpt.formats.safetensors import TensorFiles
 from daskgpt.generation.sampler import sample
@@ -34,6 +37,7 @@ from daskgpt.model.precision import values_of
 from daskgpt.model.step import weights_in
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.links import ranks_of
+from daskgpt.training import run_folder
 from daskgpt.training.checkpoint import open_model_of
 from daskgpt.training.rank_program import Pack
 
@@ -45,6 +49,15 @@ OPTIMIZER = daskgpt.OptimizerConfig(learning_rate=0.01, warmup=3)
 
 def random_values(config, random, dtype="float32"):
     return {name: (random.normal(size=tensor.shape) * 0.1).astype(dtype) for name, tensor in tensors(config).items()}
+
+
+def with_other_base(run, copy):
+    """Return a copy of a run whose base has the same size and other numbers."""
+    shutil.copytree(run, copy, symlinks=True)
+    content = bytearray((copy / "base.safetensors").read_bytes())
+    content[-1] ^= 1
+    (copy / "base.safetensors").write_bytes(content)
+    return copy
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +184,63 @@ def test_resumed_run_has_the_bits_of_an_uninterrupted_one(small_text, whole, tmp
 
 def test_run_without_its_base_or_with_another_one_is_refused(whole, tmp_path):
     shutil.copytree(whole / "latest", tmp_path / "alone")
-    with pytest.raises((FileNotFoundError, ValueError), match=r"base\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"must have the model.*base\.safetensors \(missing\)"):
         daskgpt.load(tmp_path / "alone")
-    other = shutil.copytree(whole, tmp_path / "other", symlinks=True)
-    content = bytearray((other / "base.safetensors").read_bytes())
-    content[-1] ^= 1
-    (other / "base.safetensors").write_bytes(content)
-    with pytest.raises(FileNotFoundError, match="must have a good checkpoint"):
+    other = with_other_base(whole, tmp_path / "other")
+    with pytest.raises(FileNotFoundError, match=r"must have the model.*base\.safetensors \(another one"):
         daskgpt.load(other)
+
+
+def test_file_of_adapters_is_refused_beside_a_base_of_the_same_size(whole, tmp_path):
+    other = with_other_base(whole, tmp_path / "other")
+    (other / "latest" / "state.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"must have the model.*base\.safetensors \(another one"):
+        daskgpt.load(other / "latest" / "model.safetensors")
+    assert daskgpt.load(other / "base.safetensors")[0] == MODEL
+
+
+@pytest.mark.parametrize("base", ["missing", "another one"])
+def test_base_that_is_not_there_is_reported_once(base, whole, tmp_path, capsys):
+    run = with_other_base(whole, tmp_path / "run")
+    if base == "missing":
+        (run / "base.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=rf"^[^\n]*must have the model[^\n]*\({base}[^\n]*$") as error:
+        train.main(["--resume", str(run)])
+    assert str(error.value).count("base.safetensors") == 1
+    assert audit.main([str(run)]) == 1
+    printed = capsys.readouterr()
+    (fault,) = [line for line in printed.out.splitlines() if line.startswith("FAULT")]
+    assert f"base.safetensors ({base}" in fault
+    assert "NOT AS WRITTEN" in printed.out
+    assert "base.safetensors" not in printed.err
+
+
+def test_run_whose_files_do_not_name_their_base_is_resumed(small_text, whole, tmp_path, monkeypatch):
+    """As early versions wrote them; its next checkpoints do."""
+    out, file = tmp_path / "run", "latest/model.safetensors"
+    options = {"config": ADAPTED, "optimizer": OPTIMIZER, "save_every": 5, "keep": 5}
+    with monkeypatch.context() as early:
+        early.setattr(run_folder, "write_run_model", lambda *given: write_run_model(*given) and "")
+        fit_in_parts(small_text, out, "threads", stopping_at(7), **options)
+    assert open_run_model(out / file).base == ""
+    assert train.main(["--resume", str(out), "--scheduler", "sync"]) == 0
+    assert open_run_model(out / file).base == digest_of_file(out / "base.safetensors")
+    assert same(out, whole)
+
+
+def test_audit_reads_the_base_of_all_checkpoints_once(whole, tmp_path, monkeypatch):
+    run, read = shutil.copytree(whole, tmp_path / "run", symlinks=True), []
+    monkeypatch.setattr(huggingface, "digest_of_file", lambda path: read.append(path) or digest_of_file(path))
+    assert audit.main([str(run)]) == 0
+    assert len(list(run.glob("step-*"))) > 1
+    assert read.count(run / "base.safetensors") == 1
+
+
+def test_parameters_with_adapters_are_refused(small_text):
+    parameters = daskgpt.initial_parameters(ADAPTED, 0)
+    for config in (MODEL, ADAPTED):
+        with pytest.raises(ValueError, match=r"lora_a.*unknown.*Leave adapters out: daskgpt\.fit"):
+            small_runs.fit(small_text, config=config, parameters=parameters)
 
 
 @pytest.mark.parametrize("link", [True, False])

@@ -12,6 +12,7 @@ import zlib
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from daskgpt import __version__
 from daskgpt.config.errors import refusing, require, short
-from daskgpt.config.files import appearing, write_file
+from daskgpt.config.files import appearing, digest_of_file, write_file
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import require_allowed
 from daskgpt.formats import safetensors
@@ -113,6 +114,7 @@ CHECK = "check"  # a part of the entry: a checksum of the others, since nothing 
 LEARNED = "vocabulary"  # a part of the entry, if the vocabulary was learned: the content of its file
 VERSION = 1
 BASE = f"base{ENDING}"  # the model that a run's adapters adapt
+ADAPTED = "base"  # a part of the entry, if the model has adapters: the SHA-256 of BASE
 READ_OWN, WRITE_OWN = "read_run_model", "write_run_model"
 ALONE = "Another program wrote it: a model of Hugging Face is read as a folder with config.json."
 
@@ -143,7 +145,7 @@ def open_huggingface(path: FilePath) -> StoredModel:
     require(file.is_file(), READ, rule, {"path": folder}, ADVICE, FileNotFoundError)
     files, encoding, length = TensorFiles(file, READ), "", 0
     if ENTRY in files.metadata:  # this program has written the file
-        stored_config, encoding, length = read_metadata(file, files.metadata)
+        stored_config, encoding, length, _ = read_metadata(file, files.metadata)
         stored_config = replace(stored_config.shortest(), padded_vocabulary=0)  # config.json has none
         rule = f"{CONFIG} and the file's own metadata must describe one model"
         require(stored_config == config, READ, rule, {"path": file, "metadata": stored_config, CONFIG: config}, DAMAGED)
@@ -296,7 +298,7 @@ def write_run_model(path: FilePath, model: StoredModel, family: str = GPT2) -> s
     family   whose names and layout of tensors the file has; GPT-2's can hold every model
 
     Layout   Hugging Face's, in the table's order; metadata "daskgpt": configuration, encoding with the content of a
-             learned one, sequence length
+             learned one, sequence length, and of adapters the SHA-256 of BASE
     Dtype    float32
     Cost     16 MiB, and a tensor if tensors are read later
     Returns  the SHA-256 of the file
@@ -323,6 +325,8 @@ def write_run_model(path: FilePath, model: StoredModel, family: str = GPT2) -> s
     entry |= {"encoding": model.encoding, "sequence_length": model.sequence_length}
     if is_learned(model.encoding):  # no other place has it
         entry[LEARNED] = known_encoding(model.encoding).content
+    if config.lora:
+        entry[ADAPTED] = model.base
     # transformers reads a file only if its metadata names a library; the layout is the same for all.
     metadata = {"format": "pt", ENTRY: json.dumps(entry | {CHECK: _checksum(entry)})}
     return safetensors.write_tensor_file(path, shapes, view, metadata, where=WRITE_OWN)
@@ -339,35 +343,45 @@ def open_run_model(path: FilePath) -> StoredModel:
 
     Shapes   those of parameter_shapes; rows of padding that the file leaves out are 0
     Dtype    float32
-    Errors   FileNotFoundError; ValueError for a file that is no safetensors, truncated, or longer than its header says,
-             for metadata without a configuration, and for tensors that are missing, unknown, or of another shape or
-             dtype
+    Cost     of adapters: reads BASE once in a process
+    Errors   FileNotFoundError, also for adapters beside another BASE than theirs; ValueError for a file that is no
+             safetensors, truncated, or longer than its header says, for metadata without a configuration, and for
+             tensors that are missing, unknown, or of another shape or dtype
     """
     path = Path(path)
     files = TensorFiles(path, READ_OWN)
-    config, encoding, length = read_metadata(path, files.metadata)
+    config, encoding, length, sha256 = read_metadata(path, files.metadata)
     parameters: Mapping[str, np.ndarray] = open_tensors(
         path, files, config, READ_OWN, lambda tensor: parts_of(config, tensor)
     )
     paths: tuple[Path, ...] = (path,)
     if config.lora:
-        rule, file = "adapters must have the model that they were trained with beside their folder", base_of(path)
-        got, advice = {"path": path, "model": file}, "Copy the whole run folder."
-        require(file.is_file() and file.resolve() != path.resolve(), READ_OWN, rule, got, advice, FileNotFoundError)
+        places = [folder.parent.parent / BASE for folder in (path.resolve(), path.absolute())]
+        file = next(filter(Path.is_file, places), places[0])
+        is_there = file.is_file() and file.resolve() != path.resolve()
+        rule = "adapters must have the model that they were trained with beside their folder"
+        got = {"path": path, "model": f"{file} ({'another one, or damaged' if is_there else 'missing'})"}
+        refused = READ_OWN, rule, got, "Copy the whole run folder.", FileNotFoundError
+        require(is_there and sha256 in ("", digest_of_base(file)), *refused)  # early files do not name theirs
         base = open_run_model(file)
-        require(base.config == replace(config, lora=0), READ_OWN, rule, got, advice)
+        require(base.config == replace(config, lora=0), *refused)
         parameters, paths = ChainMap(parameters, base.parameters), (path, *base.files)  # type: ignore[arg-type]
-    return StoredModel(config, parameters, encoding, length, "daskgpt", "float32", paths)
+    return StoredModel(config, parameters, encoding, length, "daskgpt", "float32", paths, base=sha256)
 
 
-def base_of(path: Path) -> Path:
-    """Return the path of the model that the adapters in a file adapt."""
-    places = [folder.parent.parent / BASE for folder in (path.resolve(), path.absolute())]
-    return next(filter(Path.is_file, places), places[0])
+def digest_of_base(path: Path) -> str:
+    """Return the SHA-256 of a file, which is read again only if it has changed. Errors   OSError"""
+    status = path.stat()
+    return _digest(path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig, str, int]:
-    """Return configuration, encoding and sequence length in the metadata of a file.
+@lru_cache
+def _digest(path: Path, *version: int) -> str:
+    return digest_of_file(path)
+
+
+def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig, str, int, str]:
+    """Return configuration, encoding, sequence length and, of adapters, the SHA-256 of BASE in the metadata of a file.
 
     Errors   ValueError if they are missing or changed
     """
@@ -388,4 +402,4 @@ def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig,
     with refusing((ValueError, TypeError), READ_OWN, rule, {"path": path}, advice):
         config = ModelConfig(**entry["model"])  # a setting that is newer than the file has its default
         require_allowed(map(str, asdict(config).values()), READ_OWN)
-    return config, entry["encoding"], entry["sequence_length"]
+    return config, entry["encoding"], entry["sequence_length"], entry.get(ADAPTED, "")

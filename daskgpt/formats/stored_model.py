@@ -63,6 +63,7 @@ class StoredModel:
     kind, dtype       names of the format and of the dtype in the files
     files             paths of the files
     adapters          adapters that were merged, by name
+    base              SHA-256 of the file that has the tensors which adapters adapt, "" without adapters
     """
 
     config: ModelConfig
@@ -73,6 +74,7 @@ class StoredModel:
     dtype: str = ""
     files: tuple[Path, ...] = ()
     adapters: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
+    base: str = ""
 
     def merged(self) -> StoredModel:
         """Return the model with its adapters merged when they are read; itself if it has none."""

@@ -45,7 +45,7 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.data.tokenizer import encoding_named, encoding_of_model
 from daskgpt.formats.encoding import KNOWN, NAMED
 from daskgpt.formats.huggingface import MODEL as MODEL_FILE
-from daskgpt.formats.huggingface import base_of, open_run_model, write_run_model
+from daskgpt.formats.huggingface import open_run_model, write_run_model
 from daskgpt.formats.models import model_path, open_model_file
 from daskgpt.formats.safetensors import ENDING, TensorFiles, tensor_path, write_tensor_file
 from daskgpt.formats.stored_model import StoredModel, in_memory, read_json
@@ -227,8 +227,6 @@ def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
     for name, facts in state["files"].items():
         if name.startswith(MODEL) or not model_only:
             _check_file(folder / name, facts["bytes"], facts["sha256"])
-    if base := state.get("base"):
-        _check_file(base_of(folder / MODEL_FILE), base["bytes"], base["sha256"])
     return state
 
 

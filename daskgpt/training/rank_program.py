@@ -16,7 +16,7 @@ from daskgpt.config.errors import require
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.distribute import Rank
 from daskgpt.graph.program import Span, Spans
-from daskgpt.model.parameters import RandomParameters, tensors
+from daskgpt.model.parameters import RandomParameters, tensors, trained_tensors
 from daskgpt.model.precision import values_of
 from daskgpt.model.step import Outcome, as_weights, weights_in
 from daskgpt.schedulers.dask_internals import thread_count
@@ -101,13 +101,10 @@ class RankProgram:
             values = as_weights(RandomParameters(self.job.config, names))
         else:
             values = {name: value for members, pack in zip(names, packs) for name, value in zip(members, pack)}
-        table = tensors(self.job.config)
-        given = {
-            # Steps only read constants, which may be Dask's own arrays: they stay as long as they are held here.
-            name: np.array(value) if table[name].trained else np.require(value, requirements="CA")
-            for name, value in weights_in(values).items()
-        }
-        self.engine.start(given, step=step)
+        weights = {name: np.require(value, requirements="A") for name, value in weights_in(values).items()}
+        # Dask's own arrays serve as constants: they stay as long as they are held here.
+        weights |= {name: np.array(weights[name]) for name in trained_tensors(self.job.config)}
+        self.engine.start(weights, step=step)
         held = self._held()
         for name, tensor in self.job.moments.items():
             for rows in self.engine.step.owned_rows(tensor.name) if name in values else ():

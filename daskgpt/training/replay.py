@@ -123,8 +123,12 @@ class Replay:
         self.data = data or settings.get("data", {}).get("data", "")
         self.init = init or settings.get("run", {}).get("init", "")
         self.folders = dict(self._checkpoints())
-        for folder in list(self.folders.values())[:1]:
-            open_model_file(folder)  # makes a learned vocabulary known
+        try:
+            for folder in list(self.folders.values())[:1]:
+                open_model_file(folder)  # makes a learned vocabulary known
+        except FileNotFoundError as error:  # the model that the adapters of all checkpoints adapt
+            self.faults.append(str(error))
+            self.folders = {}
         records = metrics_lines(run / METRICS, sys.maxsize)
         self.losses = {record["step"]: record.get("loss") for record, _ in records}
 

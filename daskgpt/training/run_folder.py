@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import advice_on, locked, write_file, written
-from daskgpt.formats.huggingface import BASE, write_run_model
+from daskgpt.formats.huggingface import BASE, digest_of_base, write_run_model
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.model.parameters import ReadLater, trained_tensors
 from daskgpt.model.precision import values_of
@@ -67,7 +67,7 @@ class RunFolder:
         self.path, self.resumed = Path(path), resumed
         self.metrics: RecordFile | None = None
         self.chain: Chain | None = None
-        self.base: dict[str, Any] = {}  # entry of a checkpoint's state.json for the model that adapters adapt
+        self.base = ""  # SHA-256 of the model that adapters adapt
         self.lock: BinaryIO | None = None
         with written(path, "RunFolder"):  # its name may be too long
             present = [(self.path / name).exists() for name in (CONFIG, METRICS)]
@@ -111,8 +111,7 @@ class RunFolder:
             self.configure(sections)
             if base:
                 path = self.path / BASE
-                digest = entry["base"]["sha256"] if self.resumed else write_run_model(path, base)
-                self.base = {"base": {"bytes": path.stat().st_size, "sha256": digest}}
+                self.base = digest_of_base(path) if self.resumed else write_run_model(path, base)
             self.metrics = self.metrics or open_metrics(self.path, entry["step"])
             self.chain = Chain(self.path / CHAIN, entry)
         except BaseException:
@@ -297,11 +296,11 @@ class Saver:
     def _write(self, state: State, facts: Mapping[str, Any]) -> None:
         job, arrays = self.job, fetched_arrays(self.scheduler, state)
         weights = ReadLater(trained_tensors(job.config), lambda name: arrays[f"weight.{name}"])
-        model = StoredModel(job.config, weights, job.tokens.encoding_name, job.data.sequence_length)
+        text = job.tokens.encoding_name, job.data.sequence_length
+        model = StoredModel(job.config, weights, *text, base=self.folder.base)
         shapes = {name: tensor.shape for name, tensor in job.moments.items()}
         self.folder.require_held()
         self.folder.sync()  # first: a run continues behind the metrics of its checkpoint
-        facts = {**facts, **self.folder.base}
         write_checkpoint(self.folder.path, state.step, model, arrays, shapes, facts, self.chain.add)
 
     def _failed(self, step: int, error: Exception, *, last: bool) -> None:
