@@ -46,7 +46,14 @@ CHUNKS = [
 
 @pytest.mark.parametrize(("name", "shape", "threads", "given", "work", "chunk"), CHUNKS, ids=str)
 def test_chunks_follow_threads_and_work(name, shape, threads, given, work, chunk):
-    assert candidates(preset(name), shape, DataflowConfig(**given), threads, work)[0].chunk == chunk
+    assert candidates(preset(name), shape, DataflowConfig(**given), threads, work=work)[0].chunk == chunk
+
+
+def test_attention_that_heads_do_not_divide_gets_chunks_of_whole_sequences():
+    shape, dataflow, threads, work = (3, 64), DataflowConfig(), 2, Work(tokens=0.5, attention=1.0)
+    own = replace(preset("tiny"), attention="custom_layers:SAME_ATTENTION")
+    assert candidates(own, shape, dataflow, threads, work=work)[0].chunk == (1, 64)
+    assert candidates(preset("tiny"), shape, dataflow, threads, 0.1, work)[0].chunk == (1, 64)
 
 
 def job(shape=(3, 12), config=SMALL, **dataflow):
@@ -61,15 +68,24 @@ def spans_of(step, seconds):
 
 
 @pytest.mark.parametrize(
-    ("shape", "threads", "parts"), [((1, 8), 2, 2), ((1, 8), 4, 6), ((2, 8), 4, 2), ((2, 8), 2, 0)]
+    ("shape", "threads", "accumulate", "parts"),
+    [((1, 8), 2, 1, 2), ((1, 8), 4, 1, 6), ((2, 8), 4, 1, 2), ((2, 8), 2, 1, 0), ((2, 8), 2, 2, 2)],
 )
-def test_threads_without_sequences_of_their_own_share_heads(shape, threads, parts):
-    """Attention of whole sequences has no part in its tasks' keys."""
-    dials = Dials((1, 4), "segment", in_place=True, threads=threads)
+def test_threads_without_sequences_of_their_own_share_heads(shape, threads, accumulate, parts):
+    """Attention of whole sequences has no part in its tasks' keys. Micro-batches follow each other."""
+    dials = Dials((1, 4), "segment", in_place=True, accumulate=accumulate, threads=threads)
     step = compile_step(replace(SMALL, heads=6, channels=24), shape, OptimizerConfig(), dials)
     graph = step.kernels.graph
     places = {chunk_of(graph, key, whole=False) for key in graph if key[0].startswith("attention.forward")}
     assert places == {(b, None, *([part] if parts else [])) for b in range(shape[0]) for part in range(parts or 1)}
+
+
+def test_attention_from_outside_is_not_divided_by_heads():
+    """Its kernels, which may know of all heads, are not replaced."""
+    config, dials = replace(SMALL, attention="custom_layers:SAME_ATTENTION"), Dials((1, 4), in_place=True, threads=4)
+    graph = compile_step(config, (1, 8), OptimizerConfig(), dials).kernels.graph
+    keys = [key for key in graph if key[0].startswith("same_attention.forward")]
+    assert {chunk_of(graph, key, whole=False) for key in keys} == {(0, None)}
 
 
 def test_measured_times_change_the_chunks_once():

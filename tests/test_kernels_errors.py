@@ -101,6 +101,7 @@ for module, name in ((attention, "attention"), (bf16_attention, "bfloat16 attent
     FITTING[f"{name} backward"] = (partial(module.backward, heads=2), Y, QKV, Y, LOGSUMEXP)
     FITTING[f"{name} dropped"] = (partial(module.forward, heads=2, place=1, rate=0.1), QKV, streams(0, 0, 2))
 
+HALVES = {"divided": (4,), "parts": 2}
 REFUSED = [
     (lambda: crossentropy.forward(X, TABLE, TOKENS, 0), "vocabulary must be from 1 to the 9 rows"),
     (lambda: crossentropy.forward(X, TABLE, TOKENS, 10), "vocabulary must be from 1 to the 9 rows"),
@@ -114,7 +115,16 @@ REFUSED = [
     (lambda: attention.forward(QKV, heads=3, key_heads=-1), "qkv must have a column per channel"),
     (lambda: attention.forward(QKV, np.zeros(2, int), heads=2, rate=1.0), "rate must be at least 0 and below 1"),
     (lambda: attention.gather([X, X[:1]], None), "a chunk must have shape (2, 5, 8)"),
+    (lambda: attention.gather([X], None, np.array([2], "i4"), **HALVES), "part must be from 0 to 1; got part=2"),
+    (lambda: attention.gather([X], None, np.array([-1], "i4"), **HALVES), "part must be from 0 to 1; got part=-1"),
+    (lambda: attention.gather([X], None, np.zeros(0, "i4"), **HALVES), "part must have shape (1,)"),
+    (lambda: attention.gather([X], None, divided=(4,), parts=3), "parts must divide each number of heads"),
+    (lambda: attention.gather([X], None, divided=(3,)), "which must have equal numbers of channels"),
+    (lambda: attention.gather([X], None, parts=2), "parts must divide each number of heads"),
+    (lambda: attention.split([X, X[:1]], POSITIONS, **HALVES), "a part must have shape (2, 5, 8)"),
+    (lambda: attention.split(X, POSITIONS, **HALVES), "there must be an array for each part; got arrays=1, parts=2"),
     (lambda: attention.split(X, np.array([2, 0], "i4")), "positions must be consecutive"),
+    (lambda: attention.forward(np.stack([QKV, QKV], 1), np.zeros(2, int), heads=2), "streams must have shape (4,)"),
     (lambda: qk_norm.forward(X, WEIGHT, WEIGHT, heads=6, key_heads=-1, norm_eps=1e-5), "there must be a head"),
     (lambda: rotary.forward(X, POSITIONS, heads=4, key_heads=-1, rope=(1e4,) * 5), "there must be a head"),
     (lambda: rotary.forward(X, POSITIONS, heads=2, key_heads=1, rope=(1e4,)), "rope must have five numbers"),

@@ -59,7 +59,7 @@ def _cells(step: CompiledStep) -> dict[Key, Cell]:
         origin: Origin | None = step.kernels.origin(key)
         if origin is None or origin.phase != "forward" or origin.block is None or is_pick(graph[key]):
             continue
-        b, t = chunk_of(graph, key, whole=False) or (0, 0)
+        b, t, *_ = chunk_of(graph, key, whole=False) or (0, 0)
         columns = range(tokens) if t is None else [t]
         found[key] = Cell(origin.stage, origin, tuple(b * tokens + column for column in columns))
     return found

@@ -91,7 +91,7 @@ def checked_indices(where: str, name: str, indices: np.ndarray, count: int) -> n
     position = _first_outside(row, count)
     if position >= 0:
         rule = f"{name} must be from 0 to {count - 1}"
-        raise refusal(ValueError, where, rule, {name: row[position]}, "Check the vocabulary and the sequence length.")
+        raise refusal(ValueError, where, rule, {name: row[position]}, "Check what they count.")
     return row
 
 

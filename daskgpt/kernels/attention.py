@@ -8,7 +8,8 @@ them were dropped.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -173,7 +174,7 @@ def check_forward(
     channels = columns // (queries + 2 * keys) * queries
     if streams is None:
         return channels, (queries, keys), _NO_DROPOUT
-    check_shape(where, "streams", streams, qkv.shape[:1])
+    check_shape(where, "streams", streams, (math.prod(qkv.shape[:-2]),))
     return channels, (queries, keys), (contiguous(streams), (place, threshold_of(rate)), 1 / (1 - rate))
 
 
@@ -308,16 +309,19 @@ def gather(
     parts       their number; 1 = all channels
 
     Shapes   chunks: list of (b, t, C); part (1,) -> (b, T, C), or (b, 1, T, C / parts) of a part
-    Errors   ValueError when chunks differ in sequences or channels
+    Errors   ValueError when chunks differ in sequences or channels, or heads cannot be divided by parts, or there is no
+             such part
     """
-    sequences, _, channels = chunks[0].shape
+    where, (sequences, _, channels) = "attention.gather", chunks[0].shape
+    check_shape(where, "part", part, (1,))
+    part, columns = checked_indices(where, "part", part, parts), _columns(where, channels, divided, parts)
     for chunk in chunks:
-        check_shape("attention.gather", "a chunk", chunk, (sequences, chunk.shape[1], channels))
+        check_shape(where, "a chunk", chunk, (sequences, chunk.shape[1], channels))
     tokens = sum(chunk.shape[1] for chunk in chunks)
     y = np.empty((sequences, tokens, channels // parts), chunks[0].dtype, like=chunks[0])
     first = 0
     for chunk in chunks:
-        for start, column, width in _columns(channels, divided, parts):
+        for start, column, width in columns:
             _gather(contiguous(chunk), part, y, first, start, column, width)
         first += chunk.shape[1]
     return y.reshape(sequences, 1, tokens, y.shape[2]) if divided else y
@@ -336,25 +340,33 @@ def split(
     part    not used; divided and parts are those of `gather`
 
     Shapes   x (b, T, C), or a list of (b, 1, T, C / parts); positions (t,), at least one -> (b, t, C), contiguous
-    Errors   ValueError for positions outside of the sequences, or that are not consecutive
+    Errors   ValueError for positions outside of the sequences, or that are not consecutive, or when heads cannot be
+             divided by parts, or there is another number or shape of them
     """
     wholes = [matrices(one) for one in x] if isinstance(x, list) else [contiguous(x)]
     (sequences, tokens, channels), where = wholes[0].shape, "attention.split"
+    columns, given = _columns(where, channels * parts, divided, parts), {"arrays": len(wholes), "parts": parts}
+    require(len(wholes) == parts, where, "there must be an array for each part", given, "Pass all parts in a list.")
+    for whole in wholes:
+        check_shape(where, "a part", whole, wholes[0].shape)
     y = np.empty((sequences, len(positions), channels * parts), wholes[0].dtype, like=wholes[0])
     row = checked_indices(where, "positions", positions, tokens)
     if isinstance(row, np.ndarray):  # a step's own positions are consecutive
         consecutive, got = bool(np.all(np.diff(row) == 1)), {"first": row[:1], "last": row[-1:]}
         require(consecutive, where, "positions must be consecutive", got, "Take a part of np.arange(T).")
     for number, whole in enumerate(wholes):
-        for start, column, width in _columns(channels * parts, divided, parts):
+        for start, column, width in columns:
             _split(whole, row, y, column, start + number * width, width)
     return y
 
 
-def _columns(channels: int, divided: Sequence[int], parts: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the first channel of each kind of heads, among all and in a part, and how many of them a part has."""
-    start = 0
-    for heads in divided or (1,):
-        width = channels // sum(divided or (1,)) * heads
-        yield start, start // parts, width // parts
-        start += width
+def _columns(where: str, channels: int, divided: Sequence[int], parts: int) -> list[tuple[int, int, int]]:
+    """Return the first channel of each kind of heads, among all and in a part, and how many of them a part has."""
+    kinds = divided or (1,)
+    got, advice = {"channels": channels, "divided": kinds, "parts": parts}, "Check the model's numbers of heads."
+    require(
+        min(*kinds, parts) >= 1 and not any(heads % parts for heads in kinds) and channels % sum(kinds) == 0, where,
+        "parts must divide each number of heads, which must have equal numbers of channels", got, advice,
+    )  # fmt: skip
+    size, starts = channels // sum(kinds), accumulate(kinds, initial=0)
+    return [(size * start, size * start // parts, size * heads // parts) for start, heads in zip(starts, kinds)]

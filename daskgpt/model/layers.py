@@ -10,7 +10,7 @@ b t h (sequences, tokens, parts of the heads), T C X D O V P H (DESIGN.md, "Glos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,6 @@ class Layer:
     new_axes   sizes of axes that occur in an output but in no argument
     cheap      whether the output is computed again in backward instead of being kept
     dropped    the layer that replaces this one in training with dropout, if that is another one
-    by_heads   gather, layer and split that replace this one with those around it, for some of the heads each
     widens     for an activation: channels of its input per channel of its output
     """
 
@@ -66,7 +65,6 @@ class Layer:
     new_axes: Callable[[Sizes, Options], Sizes] = field(default=lambda sizes, options: {})
     cheap: bool = False
     dropped: Layer | None = None
-    by_heads: Sequence[Layer] = ()
     widens: int = 1
 
 
@@ -199,8 +197,29 @@ DROPPED_ATTENTION = Layer(
     },
 )
 
-# Gathering, attention and cutting of parts of the heads, each of which has its own queries, keys and values.
-_BY_HEADS = (
+ATTENTION = Layer(
+    name="attention",
+    forward=Row(attention.forward, "bTX -> bTC, bHT", "qkv", "heads key_heads"),
+    outputs="y logsumexp",
+    backward={"qkv": Row(attention.backward, "bTC, bTX, bTC, bHT -> bTX", "dy qkv y logsumexp", "heads key_heads")},
+    new_axes=DROPPED_ATTENTION.new_axes,
+    dropped=DROPPED_ATTENTION,
+)
+
+GATHER = Layer(
+    name="gather",
+    forward=Row(attention.gather, "btX, t -> bTX", "x positions"),
+    backward={"x": Row(attention.split, "bTX, t -> btX", "dy positions")},
+)
+
+SPLIT = Layer(
+    name="split",
+    forward=Row(attention.split, "bTC, t -> btC", "x positions"),
+    backward={"x": Row(attention.gather, "btC, t -> bTC", "dy positions")},
+)
+
+# What replaces GATHER, ATTENTION and SPLIT for parts of the heads, each with queries, keys and values of its own.
+BY_HEADS = (
     Layer(
         name="gather",
         forward=Row(attention.gather, "btX, t, h -> bhTC", "x positions part", "divided parts"),
@@ -222,28 +241,6 @@ _BY_HEADS = (
         backward={"x": Row(attention.gather, "btX, t, h -> bhTC", "dy positions part", "divided parts")},
         new_axes=lambda sizes, options: {"X": sizes["C"] * sizes["h"]},
     ),
-)
-
-ATTENTION = Layer(
-    name="attention",
-    forward=Row(attention.forward, "bTX -> bTC, bHT", "qkv", "heads key_heads"),
-    outputs="y logsumexp",
-    backward={"qkv": Row(attention.backward, "bTC, bTX, bTC, bHT -> bTX", "dy qkv y logsumexp", "heads key_heads")},
-    new_axes=DROPPED_ATTENTION.new_axes,
-    dropped=DROPPED_ATTENTION,
-    by_heads=_BY_HEADS,
-)
-
-GATHER = Layer(
-    name="gather",
-    forward=Row(attention.gather, "btX, t -> bTX", "x positions"),
-    backward={"x": Row(attention.split, "bTX, t -> btX", "dy positions")},
-)
-
-SPLIT = Layer(
-    name="split",
-    forward=Row(attention.split, "bTC, t -> btC", "x positions"),
-    backward={"x": Row(attention.gather, "btC, t -> bTC", "dy positions")},
 )
 
 

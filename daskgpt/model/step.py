@@ -186,7 +186,8 @@ def compile_step(
     """
     first, last = rank.sequences_of(rank.number) if rank else (0, batch_shape[0])
     shape, precision, row = (last - first, batch_shape[1]), dials.precision, optimizer_of(optimizer.optimizer)
-    tape = Tape(precision, rank.groups_of(rank.number) if rank else Groups(dials.groups), dials.threads)
+    groups = rank.groups_of(rank.number) if rank else Groups(dials.groups)
+    tape = Tape(precision, groups, dials.threads * dials.accumulate)  # micro-batches follow each other
     inputs = input_leaves(tape, shape, dials.chunk, row.hyper_size)
     table = trained_tensors(config)
     state, weights = state_leaves(tape, config, precision, row.state(table))

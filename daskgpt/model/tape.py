@@ -73,13 +73,14 @@ class Tape:
             return self(where, layer, x, *others, **options)
         gather, split, given = layers.GATHER, layers.SPLIT, [positions]
         of_x, of_y = dict[str, Any](), dict[str, Any]()
-        heads, key_heads = options.get("heads", 1), options.get("key_heads", 1)
-        if layer.by_heads and (parts := parts_of_heads(key_heads, x.numblocks[0], self.threads)) > 1:
+        # Only what is known to compute each head from its own queries, keys and values.
+        heads, key_heads = (options["heads"], options["key_heads"]) if layer is layers.ATTENTION else (1, 1)
+        if (parts := parts_of_heads(key_heads, x.numblocks[0], self.threads)) > 1:
             of_x, of_y = ({"divided": d, "parts": parts} for d in ((heads, key_heads, key_heads), (heads,)))
             options |= {"heads": heads // parts, "key_heads": key_heads // parts}
             numbers = np.arange(parts, dtype=np.int32)
             given.append(from_numpy(f"parts-{self.token}-{parts}", numbers, ((1,) * parts,)))
-            gather, layer, split = layer.by_heads
+            gather, layer, split = layers.BY_HEADS
         whole = self(f"{where}.{layer.forward.arguments.split()[0]}", gather, x, *given, **of_x)
         y = self(where, layer, whole, *others, **options)
         return self(f"{where}.{layer.outputs.split()[0]}", split, y, *given, **of_y)

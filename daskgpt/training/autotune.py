@@ -23,6 +23,7 @@ from daskgpt.graph.compiled import Submission
 from daskgpt.graph.fuse import FEW_THREADS, GRAINS
 from daskgpt.graph.nodes import Key, is_leaf, task
 from daskgpt.graph.program import Call, Program, Span, Values
+from daskgpt.model.layers import ATTENTION, chosen
 from daskgpt.model.optimizer import optimizer_of
 from daskgpt.model.parameters import tensors
 from daskgpt.model.step import CompiledStep
@@ -50,13 +51,20 @@ class Candidate:
 
 
 def candidates(
-    config: ModelConfig, batch_shape: Chunk, dataflow: DataflowConfig, threads: int, work: Work | None = None
+    config: ModelConfig,
+    batch_shape: Chunk,
+    dataflow: DataflowConfig,
+    threads: int,
+    dropout: float = 0.0,
+    work: Work | None = None,
 ) -> list[Candidate]:
     """Return all sizes of chunks that the given settings leave open, the best one first.
 
-    work   as measured; None for the expected work
+    dropout  with it, attention is not divided by heads
+    work     as measured; None for the expected work
     """
     work = work or Work.expected(config, batch_shape)
+    heads = 1 if dropout or chosen(config, "attention") is not ATTENTION else config.key_heads
     sizes = [
         [given] if given else [part for part in range(1, whole + 1) if whole % part == 0]
         for whole, given in zip(batch_shape, (dataflow.batch_chunk, dataflow.sequence_chunk))
@@ -64,10 +72,9 @@ def candidates(
     threads = max(threads, LEAST_CHUNKS if math.prod(batch_shape) > FEW else 1)
     sizes_of_chunks = []
     for chunk in product(*sizes):
-        sequences, tokens = (whole // part for whole, part in zip(batch_shape, chunk))
-        size = chunk[0], chunk[1]
-        seconds = work.seconds(config, size, sequences, tokens, threads)
-        sizes_of_chunks.append(Candidate(seconds, sequences * tokens, size))
+        sequences, tokens = cut = tuple(whole // part for whole, part in zip(batch_shape, chunk))
+        seconds = work.seconds(heads, config.blocks, chunk, cut, threads)
+        sizes_of_chunks.append(Candidate(seconds, sequences * tokens, (chunk[0], chunk[1])))
     return sorted(sizes_of_chunks)
 
 
@@ -85,10 +92,13 @@ class ChunkChoice:
     undecided  whether kernel times of the first step may change it; no step overlaps with that one
     """
 
-    def __init__(self, config: ModelConfig, batch_shape: Chunk, dataflow: DataflowConfig, threads: int) -> None:
+    def __init__(
+        self, config: ModelConfig, batch_shape: Chunk, dataflow: DataflowConfig, threads: int, dropout: float = 0.0
+    ) -> None:
         """threads   how many tasks can run at once"""
-        self.config, self.batch_shape, self.dataflow, self.threads = config, batch_shape, dataflow, threads
-        self.candidates = candidates(config, batch_shape, dataflow, threads)
+        self.batch_shape = batch_shape
+        self.candidates_by = partial(candidates, config, batch_shape, dataflow, threads, dropout)
+        self.candidates = self.candidates_by(None)
         self.first = self.candidates[0].chunk
         self.undecided = len(self.candidates) > 1
         self.reason = ""
@@ -130,7 +140,7 @@ class ChunkChoice:
         """
         self.undecided = False
         work = Work.measured(step.kernels, spans)
-        sizes = candidates(self.config, self.batch_shape, self.dataflow, self.threads, work)
+        sizes = self.candidates_by(work)
         best, now = sizes[0], next((one for one in sizes if one.chunk == step.dials.chunk), sizes[0])
         saved = now.seconds - best.seconds
         if saved < WORTH_SHARE * now.seconds or saved * steps < WORTH_SECONDS:

@@ -134,19 +134,20 @@ class Work:
         attention = seconds.pop(ATTENTION.name, 0.0)
         return cls(sum(seconds.values()), attention)
 
-    def seconds(self, config: ModelConfig, chunk: tuple[int, int], sequences: int, parts: int, threads: int) -> float:
+    def seconds(self, heads: int, blocks: int, chunk: tuple[int, ...], cut: tuple[int, ...], threads: int) -> float:
         """Return the seconds of a step in chunks, except for work that chunks do not divide.
 
+        heads      by how many attention can be divided
         chunk      sequences and tokens of a chunk
-        sequences  how many chunks the sequences of the batch are cut into
-        parts      how many the tokens of a sequence are cut into
+        cut        how many chunks the sequences of the batch are cut into, and the tokens of a sequence
         """
+        sequences, parts = cut
         count, of_attention = sequences * parts, sequences
         if parts > 1:
-            of_attention *= parts_of_heads(config.key_heads, sequences, threads)
+            of_attention *= parts_of_heads(heads, sequences, threads)
         slower = 1 + FEW_ROWS / math.prod(chunk) + (FEW_TOKENS / chunk[1] if parts > 1 else 0)
         # Chunks of whole sequences can be a task each; others meet in every block, forward and backward.
-        tasks = count if parts == 1 else (count + of_attention) * 2 * config.blocks
+        tasks = count if parts == 1 else (count + of_attention) * 2 * blocks
         kernels = self.tokens * slower * _longest(count, threads) + self.attention * _longest(of_attention, threads)
         return kernels + tasks * TASK / threads
 

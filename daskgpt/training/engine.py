@@ -193,7 +193,7 @@ class _OneStep(Engine):
             shape = sequences // parts, shape[1]
             # The given number is of the whole batch.
             dataflow = replace(dataflow, batch_chunk=gcd(dataflow.batch_chunk, shape[0]) if dataflow.batch_chunk else 0)
-        self.chunks = ChunkChoice(job.config, shape, dataflow, scheduler.threads)
+        self.chunks = ChunkChoice(job.config, shape, dataflow, scheduler.threads, job.optimizer.dropout)
         self.choice = GrainChoice(dataflow.grain, dataflow.barrier, scheduler.in_place)
         given = dataflow.barrier, scheduler.in_place, parts, scheduler.threads, job.groups, job.precision
         dials = Dials(self.chunks.first, self.choice.first, *given)

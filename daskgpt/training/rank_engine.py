@@ -62,7 +62,8 @@ class RankEngine(Engine):
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)
         self.run_name, self.epoch = f"{scheduler.name} {uuid4().hex[:8]}", ""
         self.parts, self.grain = job.groups, job.dataflow.grain
-        self.chunk = ChunkChoice(job.config, job.micro_shape, job.dataflow, scheduler.threads).first
+        dropout = job.optimizer.dropout
+        self.chunk = ChunkChoice(job.config, job.micro_shape, job.dataflow, scheduler.threads, dropout).first
         self.layout = Layout(tuple(_packs(job, job.state)))
         frozen = {name: tensor for name, tensor in tensors(job.config).items() if not tensor.trained}
         self.constants = dict[tuple[str, ...], Any].fromkeys(_packs(job, as_weights(frozen)))

@@ -382,7 +382,7 @@ class StepTensors:
         self.inputs = input_values(*data, streams=random)
         self.held: dict[str, np.ndarray] = {"tokens": data[0], "targets": data[1]}
         threads, micro_shape = scheduler.threads, job.micro_shape
-        chunk = ChunkChoice(job.config, micro_shape, job.dataflow, threads).first
+        chunk = ChunkChoice(job.config, micro_shape, job.dataflow, threads, job.optimizer.dropout).first
         self.tape = tape = NamedTape(job.precision, Groups(job.groups))
         self.leaves = input_leaves(tape, job.batch_shape, chunk)
         self.weights, weights = state_leaves(tape, job.config, job.precision)

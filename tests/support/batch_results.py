@@ -32,7 +32,7 @@ def results_of(
     chunk    sequences and tokens of a chunk
     groups   number of groups of sequences by which sums over the batch are made
     """
-    tape = Tape(precision, Groups(groups))
+    tape = Tape(precision, Groups(groups), scheduler.threads)
     inputs = input_leaves(tape, batch[0].shape, chunk)
     leaves, weights = state_leaves(tape, config, precision)
     outputs = {"logits": logits(Tape(precision), config, weights, inputs)}

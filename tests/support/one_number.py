@@ -154,7 +154,7 @@ def random_dials(random: np.random.Generator, model: Model) -> Dials:
 
     chunk, barrier = tuple(one_of(divisors(size)) for size in model.batch), one_of(["layer", "phase", "step", "none"])
     grain, scheduler = one_of(["kernel", "segment", "block", "chunk"]), one_of(["sync", "threads"])
-    threads, in_place = one_of([1, 2, 5]), None if barrier == "none" else one_of([True, False])
+    threads, in_place = one_of([1, 2, 3, 5, 8]), None if barrier == "none" else one_of([True, False])
     window, accumulate = one_of([1, 2, STEPS]), one_of([1, 1, 2, 3])
     return Dials(chunk, barrier, grain, scheduler, threads, in_place, window, accumulate)
 
