@@ -18,7 +18,7 @@ from daskgpt.model.parameters import initial_parameters
 from daskgpt.model.step import Dials, compile_step
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.autotune import ChunkChoice, Trial, candidates, most_bytes
-from daskgpt.training.cost import Work
+from daskgpt.training.cost import Work, work_of
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job
 
@@ -86,6 +86,25 @@ def test_attention_from_outside_is_not_divided_by_heads():
     graph = compile_step(config, (1, 8), OptimizerConfig(), dials).kernels.graph
     keys = [key for key in graph if key[0].startswith("same_attention.forward")]
     assert {chunk_of(graph, key, whole=False) for key in keys} == {(0, None)}
+
+
+def test_predictions_take_parts_of_the_heads_for_calls_with_fewer_heads():
+    """Otherwise their kinds were never measured, and attention would be predicted to take the time of a copy."""
+    kinds = []
+    for threads in (1, 4):
+        graph = compile_step(
+            SMALL, (1, 8), OptimizerConfig(), Dials((1, 4), in_place=True, threads=threads)
+        ).kernels.graph
+        works = [
+            work
+            for key in graph
+            if (work := work_of(graph, key)) and work[0].startswith(("attention", "gather", "split"))
+        ]
+        kinds.append({(kind, *sorted(set(sizes) - {"n"})) for kind, sizes in works})
+        channels = [sizes["b"] * sizes["X"] for kind, sizes in works if kind.startswith("attention.forward")]
+        assert sum(channels) == SMALL.blocks * 3 * SMALL.channels
+    assert len(kinds[0]) == 6
+    assert kinds[0] == kinds[1]
 
 
 def test_measured_times_change_the_chunks_once():

@@ -55,7 +55,14 @@ def work_of(graph: Graph, key: Key) -> tuple[str, Sizes] | None:
     index = dict(zip(call.axes, key[1:]))
     sizes = {axis: chunks[index[axis]] if axis in index else sum(chunks) for axis, chunks in call.chunks.items()}
     inputs = ",".join(filter(None, call.inputs))  # without numbers, of which some calls have one for each tensor
-    return f"{name} {inputs}->{','.join(call.outputs)}", sizes | {"n": 1}
+    kind = f"{inputs}->{','.join(call.outputs)}"
+    if sizes.pop("h", None):  # kernels take the same time for some heads as for all heads of a smaller model
+        kind = kind.replace(",h", "").replace("h", "")
+        if not name.startswith(ATTENTION.name):  # gather and split have as many channels in inputs and outputs
+            letter = "X" if name.startswith("gather") else "C"
+            channels = (sizes.pop("X"), sizes.pop("C"))["h" in call.outputs[0]]
+            kind, sizes[letter] = kind.replace("X", letter).replace("C", letter), channels
+    return f"{name} {kind}", sizes | {"n": 1}
 
 
 def _summed(name: str, sums: Sequence[ChunkSum], bands: Sequence[tuple[int, int]], pieces: range) -> tuple[str, Sizes]:
