@@ -69,7 +69,15 @@ def spans_of(step, seconds):
 
 @pytest.mark.parametrize(
     ("shape", "threads", "accumulate", "parts"),
-    [((1, 8), 2, 1, 2), ((1, 8), 4, 1, 6), ((2, 8), 4, 1, 2), ((2, 8), 2, 1, 0), ((2, 8), 2, 2, 2)],
+    [
+        ((1, 8), 2, 1, 2),
+        ((1, 8), 4, 1, 3),
+        ((1, 8), 6, 1, 6),
+        ((3, 8), 2, 1, 2),
+        ((2, 8), 4, 1, 2),
+        ((2, 8), 2, 1, 0),
+        ((2, 8), 2, 2, 2),
+    ],
 )
 def test_threads_without_sequences_of_their_own_share_heads(shape, threads, accumulate, parts):
     """Attention of whole sequences has no part in its tasks' keys. Micro-batches follow each other."""

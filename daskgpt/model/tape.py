@@ -66,8 +66,8 @@ class Tape:
     ) -> da.Array:
         """Call a layer that mixes the tokens of a sequence, and return its first output.
 
-        The chunks of its first argument are gathered before it, and its output is cut into the same chunks. With fewer
-        chunks of sequences than threads, it is divided by heads.
+        The chunks of its first argument are gathered before it, and its output is cut into the same chunks. Where
+        threads would wait for others with more chunks of sequences, it is divided by heads.
         """
         if x.numblocks[1] == 1:
             return self(where, layer, x, *others, **options)
@@ -156,12 +156,12 @@ class Tape:
 
 
 def parts_of_heads(key_heads: int, sequences: int, threads: int) -> int:
-    """Return into how many equal parts heads are divided, so that each thread has one where there are enough heads.
+    """Return into how many equal parts heads are divided, for the threads to end soonest: the fewest such parts.
 
     sequences   number of chunks of sequences, each of which is divided
     """
-    wanted = math.ceil(threads / sequences)
-    return next((parts for parts in range(wanted, key_heads) if key_heads % parts == 0), key_heads)
+    possible = (parts for parts in range(1, key_heads + 1) if key_heads % parts == 0)
+    return min(possible, key=lambda parts: math.ceil(sequences * parts / threads) / parts)
 
 
 def _new_axes(layer: Layer, arguments: Sequence[da.Array], options: dict[str, Any]) -> Mapping[str, int]:
