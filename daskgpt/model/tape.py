@@ -66,8 +66,8 @@ class Tape:
     ) -> da.Array:
         """Call a layer that mixes the tokens of a sequence, and return its first output.
 
-        The chunks of its first argument are gathered before it, and its output is cut into the same chunks. Where
-        threads would wait for others with more chunks of sequences, it is divided by heads.
+        The chunks of its first argument are gathered before it, and its output is cut into the same chunks. Attention
+        is divided by heads where its chunks of sequences alone would leave threads idle.
         """
         if x.numblocks[1] == 1:
             return self(where, layer, x, *others, **options)
