@@ -6,7 +6,8 @@ tiles pack that share, or read it where it lies.
 
     b transposed   y = x Wᵀ    few rows: W's rows stream past the packed columns of xᵀ, and the sums are turned to y
                                many rows: the rows of x stream past the packed columns of Wᵀ
-    none           dx = dy W   the rows of dy stay in the cache, columns of W are packed while earlier ones are used
+    none           dx = dy W   few rows: dy's rows stay in the cache, columns of W are packed while earlier ones are used
+                               many rows: the rows of dy stream past the packed columns of W
     a transposed   dW = dyᵀ x  strips of dy's columns stream past packed columns of x
 
 A sum starts at beta times the number in c and runs over all steps in order, with one rounding per step. Its bits depend
@@ -26,7 +27,7 @@ from daskgpt.kernels.simd.memory import PAGE, give_back, slots, take
 
 # Steps of the summed axis that are packed at once.
 DEPTH = 384
-# Columns of the right operand that are packed at once, and rows of the left one that stay in the second cache.
+# Columns of the right operand that are packed at once, and most rows of a left one that stays in the second cache.
 COLUMNS, BAND = 768, 384
 # Rows of a transposed result that are transposed at once, and the bytes from row to row.
 GROUP, GROUP_STEP = 32, (COLUMNS + LANES) * 4
@@ -383,14 +384,11 @@ def _in_place(work, by_columns, m, n, k, left, right, c, beta):
 
 @helper
 def _by_panels(work, m, n, k, left, right, c, beta):
-    (a, a_step), (b, b_step), (at, step) = left, right, c
-    for band in range(0, m, BAND):
-        count = min(BAND, m - band)
-        for start in range(0, max(k, 1), DEPTH):
-            steps = min(DEPTH, k - start)
-            scale = beta if start == 0 else np.float32(1)
-            rows, sums = (a + band * a_step + start * 4, a_step), (at + band * step, step)
-            _sum_panels(work, count, n, steps, rows, (b + start * b_step, b_step), sums, scale)
+    (a, a_step), (b, b_step) = left, right
+    for start in range(0, max(k, 1), DEPTH):
+        steps = min(DEPTH, k - start)
+        scale = beta if start == 0 else np.float32(1)
+        _sum_panels(work, m, n, steps, (a + start * 4, a_step), (b + start * b_step, b_step), c, scale)
 
 
 @kernel("n n n n n n n n n s n n", cost=28)
@@ -413,7 +411,7 @@ def sgemm(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
         _by_turned_columns(work, n, m, k, b_part, a_part, c_part, beta)
     elif not b_transposed and k <= _SHORT and m * k <= _SMALL and n % LANES == 0:
         _in_place(work, a_transposed, m, n, k, a_part, b_part, c_part, beta)
-    elif a_transposed or b_transposed:
+    elif a_transposed or b_transposed or m > BAND:
         _by_packed_columns(work, a_transposed, b_transposed, m, n, k, a_part, b_part, c_part, beta)
     else:
         _by_panels(work, m, n, k, a_part, b_part, c_part, beta)
