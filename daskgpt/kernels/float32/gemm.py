@@ -6,7 +6,7 @@ tiles pack that share, or read it where it lies.
 
     b transposed   y = x Wᵀ    few rows: W's rows stream past the packed columns of xᵀ, and the sums are turned to y
                                many rows: the rows of x stream past the packed columns of Wᵀ
-    none           dx = dy W   few rows: dy's rows stay in the cache, columns of W are packed while earlier ones are used
+    none           dx = dy W   few rows: dy stays in the cache, columns of W are packed while earlier ones are used
                                many rows: the rows of dy stream past the packed columns of W
     a transposed   dW = dyᵀ x  strips of dy's columns stream past packed columns of x
 
