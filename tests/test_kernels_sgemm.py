@@ -10,7 +10,16 @@ from product_cases import call
 ODD = [1, 7, 17, 33, 65, 100, 129]
 TRANSPOSES = list(itertools.product((False, True), repeat=2))
 # More than one round over every block: rows, packed columns, steps, panels of the same width.
-LARGE = [(400, 70, 50), (40, 800, 60), (24, 33, 1700), (393, 401, 33), (64, 128, 64), (72, 64, 32), (9, 96, 64)]
+LARGE = [
+    (400, 70, 50),
+    (400, 800, 400),
+    (40, 800, 60),
+    (24, 33, 1700),
+    (393, 401, 33),
+    (64, 128, 64),
+    (72, 64, 32),
+    (9, 96, 64),
+]
 
 
 def as_stored(matrix: np.ndarray, transposed: bool, gap: int) -> np.ndarray:
