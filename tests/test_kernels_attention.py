@@ -18,7 +18,7 @@ from daskgpt.kernels.dropout import streams
 # Tokens, heads, heads of keys, and their size: around bands of 32 and 64 queries, and with heads that share keys.
 SHAPES = [(tokens, *heads) for tokens in (1, 5, 31, 32, 33, 64, 130) for heads in ((1, 1, 6), (3, 3, 16))]
 SHAPES += [(33, 2, 2, 80), (130, 2, 2, 80), (64, 12, 12, 3), (64, 8, 8, 8), (300, 2, 2, 20)]
-SHAPES += [(33, 6, 2, 16), (130, 4, 1, 24), (5, 6, 3, 3)]
+SHAPES += [(33, 6, 2, 16), (130, 4, 1, 24), (5, 6, 3, 3), (300, 4, 2, 16)]
 
 
 @dataclass(frozen=True)

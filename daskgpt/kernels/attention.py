@@ -18,6 +18,7 @@ from daskgpt.kernels.arguments import check_shape, checked_indices, contiguous, 
 from daskgpt.kernels.compilation import for_float32, helper, kernel, wide_vectors
 from daskgpt.kernels.dropout import factors_of_row, threshold_of
 from daskgpt.kernels.float32.blas import gemm, gemm_address
+from daskgpt.kernels.float32.gemm import LEFT, RESULT
 from daskgpt.kernels.simd.lanes import LANES, address_of, transpose_square
 from daskgpt.kernels.simd.math import log
 from daskgpt.kernels.simd.reductions import maximum
@@ -27,9 +28,9 @@ from daskgpt.kernels.simd.softmax import PADDING, exponentials, score_gradients
 # two would compete for a few cache lines.
 _GAP = PADDING + 1
 
-# In short sequences, narrow bands save more of the products that the mask makes vain than they cost; the backward pass,
-# whose sums are in the order of bands, keeps wider ones.
-_FEW_TOKENS, _FEW_QUERIES = 128, 16
+# In long sequences, bands are wider, and heads of keys and values are copied: in the arrays, their rows lie so far
+# apart that they would compete for a few lines of the second cache.
+_MANY_TOKENS = 256
 
 # Dropout as kernels take it: the streams of the sequences; the number of the place in the model and the word below
 # which a probability is dropped; what the others are multiplied by.
@@ -58,8 +59,19 @@ def _transpose(x, sequence, column, out):
             out[c, j] = x[sequence, j, column + c]
 
 
-@kernel("n r3 n2 w3 w3 w2 w2 w1 w1 l1 n2 f w1", cost=6)
-def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, tops, totals, streams, dropout, kept, factors):
+@helper
+def _copy(x, column, out, out_column, count):
+    """Copy some columns of all rows."""
+    for i in range(len(x)):
+        source, target = x[i, column : column + count], out[i, out_column : out_column + count]
+        for c in range(count):
+            target[c] = source[c]
+
+
+@kernel("n r3 n2 w3 w3 w2 w2 w2 w1 w1 l1 n2 f w1", cost=6)
+def _forward(
+    blas, qkv, heads, y, logsumexp, scores, k_transposed, values, tops, totals, streams, dropout, kept, factors
+):  # fmt: skip
     """Compute attention. Dropout comes after the softmax, so dropped probabilities count in a row's sum."""
     wide_vectors()
     real = y.dtype.type
@@ -73,13 +85,18 @@ def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, tops, totals,
         start = address_of(qkv) + sequence * tokens * ld * size
         for head in range(heads):
             column, key = head * hs, channels + head // group * hs
-            q, v = start + column * size, start + (key + key_heads * hs) * size
+            value = key + key_heads * hs
+            q, v, ldv = start + column * size, start + value * size, ld
             if head % group == 0:
                 _transpose(qkv, sequence, key, k_transposed)
+                if len(values) > 0:
+                    _copy(qkv[sequence], value, values, 0, hs)
+            if len(values) > 0:
+                v, ldv = address_of(values), hs
             for first in range(0, tokens, band):
                 last = min(first + band, tokens)
                 n = last - first
-                gemm(blas, 0, 0, n, last, hs, q + first * ld * size, ld, kt, lds, zero, s, lds)
+                gemm(blas, RESULT, 0, 0, n, last, hs, q + first * ld * size, ld, kt, lds, zero, s, lds)
                 for i in range(n):
                     limit = first + i + 1
                     tops[i] = scale * maximum(scores[i, :limit])
@@ -89,20 +106,21 @@ def _forward(blas, qkv, heads, y, logsumexp, scores, k_transposed, tops, totals,
                         factors_of_row(streams[sequence], place, head, row, threshold, kept, factors, row + 1)
                         for j in range(row + 1):
                             scores[i, j] *= factors[j]
+                row_of_sums = logsumexp[sequence, head, first:last]
                 for i in range(n):
-                    logsumexp[sequence, head, first + i] = tops[i] + log(totals[i])
+                    row_of_sums[i] = tops[i] + log(totals[i])
                 out = address_of(y) + ((sequence * tokens + first) * channels + column) * size
-                gemm(blas, 0, 0, n, hs, last, s, lds, v, ld, zero, out, channels)
+                gemm(blas, LEFT, 0, 0, n, hs, last, s, lds, v, ldv, zero, out, channels)
                 for i in range(n):
-                    inverse = one / totals[i]
-                    for c in range(column, column + hs):
-                        y[sequence, first + i, c] *= inverse
+                    inverse, row_of_y = one / totals[i], y[sequence, first + i, column : column + hs]
+                    for c in range(hs):
+                        row_of_y[c] *= inverse
 
 
-@kernel("n r3 r3 r3 n2 w3 w2 w2 w2 w2 l1 n2 f w1", cost=4)
+@kernel("n r3 r3 r3 n2 w3 w2 w2 w2 w2 w2 w2 w2 l1 n2 f w1", cost=4)
 def _backward(
-    blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed, streams, dropout, kept,
-    factors,
+    blas, dy, qkv, logsumexp, heads, dqkv, scores, gradients, k_transposed, v_transposed, keys, dkeys, dvalues, streams,
+    dropout, kept, factors,
 ):  # fmt: skip
     """Process the last band of queries first: it reads every key, so its products start the sums of dk and dv.
 
@@ -124,17 +142,21 @@ def _backward(
             value = key + key_heads * hs
             q, k = address_of(qkv) + start + column * size, address_of(qkv) + start + key * size
             dq, dk = address_of(dqkv) + start + column * size, address_of(dqkv) + start + key * size
-            dv = dk + key_heads * hs * size
+            dv, ldk = dk + key_heads * hs * size, ld
             if head % group == 0:
                 _transpose(qkv, sequence, key, k_transposed)
                 _transpose(qkv, sequence, value, v_transposed)
+                if len(keys) > 0:
+                    _copy(qkv[sequence], key, keys, 0, hs)
+            if len(keys) > 0:
+                k, dk, dv, ldk = address_of(keys), address_of(dkeys), address_of(dvalues), hs
             for first in range((tokens - 1) // band * band, -1, -band):
                 last = min(first + band, tokens)
                 n = last - first
                 down = first * ld * size
                 d_out = address_of(dy) + ((sequence * tokens + first) * channels + column) * size
-                gemm(blas, 0, 0, n, last, hs, q + down, ld, kt, lds, zero, s, lds)
-                gemm(blas, 0, 0, n, last, hs, d_out, channels, vt, lds, zero, ds, lds)
+                gemm(blas, RESULT, 0, 0, n, last, hs, q + down, ld, kt, lds, zero, s, lds)
+                gemm(blas, RESULT, 0, 0, n, last, hs, d_out, channels, vt, lds, zero, ds, lds)
                 for i in range(n):
                     row = first + i
                     if threshold > 0:
@@ -151,9 +173,12 @@ def _backward(
                         for j in range(row + 1):
                             scores[i, j] *= factors[j]
                 beta = zero if last == tokens and head % group == 0 else one
-                gemm(blas, 1, 0, last, hs, n, s, lds, d_out, channels, beta, dv, ld)
-                gemm(blas, 1, 0, last, hs, n, ds, lds, q + down, ld, beta, dk, ld)
-                gemm(blas, 0, 0, n, hs, last, ds, lds, k, ld, zero, dq + down, ld)
+                gemm(blas, LEFT, 1, 0, last, hs, n, s, lds, d_out, channels, beta, dv, ldk)
+                gemm(blas, LEFT, 1, 0, last, hs, n, ds, lds, q + down, ld, beta, dk, ldk)
+                gemm(blas, LEFT, 0, 0, n, hs, last, ds, lds, k, ldk, zero, dq + down, ld)
+            if len(keys) > 0 and head % group == group - 1:
+                _copy(dkeys, 0, dqkv[sequence], key, hs)
+                _copy(dvalues, 0, dqkv[sequence], value, hs)
 
 
 def check_forward(
@@ -189,11 +214,16 @@ def check_backward(
 
 def _band(tokens: int) -> int:
     """Return the number of query rows in a band: wide bands make fast products, narrow ones compute little in vain."""
-    return max(1, min(32 if tokens <= 256 else 64, tokens))
+    return max(1, min(64 if tokens > _MANY_TOKENS else 32, tokens))
 
 
 def _scratch(tokens: int, like: np.ndarray, *rows: int) -> list[np.ndarray]:
     return [np.empty((count, tokens + _GAP), like.dtype, like=like) for count in rows]
+
+
+def _copies(tokens: int, like: np.ndarray, size: int, count: int) -> list[np.ndarray]:
+    """Return memory for some heads of a long sequence, and none for those of a short one."""
+    return [np.empty((tokens if tokens > _MANY_TOKENS else 0, size), like.dtype, like=like) for _ in range(count)]
 
 
 def forward(
@@ -230,8 +260,8 @@ def forward(
     *sequences, tokens, _ = qkv.shape
     y = np.empty((*sequences, tokens, channels), qkv.dtype, like=qkv)
     logsumexp = np.empty((*sequences, heads, tokens), qkv.dtype, like=qkv)
-    band = min(_band(tokens), _FEW_QUERIES) if tokens <= _FEW_TOKENS else _band(tokens)
-    scratch = _scratch(tokens, qkv, band, channels // heads)
+    band, size = _band(tokens), channels // heads
+    scratch = _scratch(tokens, qkv, band, size) + _copies(tokens, qkv, size, 1)
     tops, totals, factors = (np.empty(count, qkv.dtype, like=qkv) for count in (band, band, tokens + 3))
     results = matrices(y), matrices(logsumexp)
     _forward(gemm_address(qkv.dtype), matrices(qkv), numbers, *results, *scratch, tops, totals, *dropout, factors)
@@ -271,7 +301,8 @@ def backward(
     dqkv = np.empty(qkv.shape, qkv.dtype, like=qkv)
     arguments, result = [matrices(array) for array in (dy, qkv, logsumexp)], matrices(dqkv)
     band, size = _band(tokens), channels // heads
-    scratch, factors = _scratch(tokens, qkv, band, band, size, size), np.empty(tokens + 3, qkv.dtype, like=qkv)
+    scratch = _scratch(tokens, qkv, band, band, size, size) + _copies(tokens, qkv, size, 3)
+    factors = np.empty(tokens + 3, qkv.dtype, like=qkv)
     _backward(gemm_address(qkv.dtype), *arguments, numbers, result, *scratch, *dropout, factors)
     return dqkv
 

@@ -15,6 +15,7 @@ import numpy as np
 from daskgpt.kernels.arguments import check_output, check_shape, flat, into_new_arrays
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.float32.blas import gemm, gemm_address, product
+from daskgpt.kernels.float32.gemm import NOTHING
 from daskgpt.kernels.simd.lanes import address_of
 from daskgpt.kernels.simd.math import fma
 from daskgpt.kernels.simd.reductions import dot
@@ -177,7 +178,7 @@ def _symmetric(blas, x, y):
     for first in range(0, n, _BAND):
         last = min(first + _BAND, n)
         rows, place = source + first * k * size, target + (first * n + first) * size
-        gemm(blas, 0, 1, last - first, n - first, k, rows, k, rows, k, zero, place, n)
+        gemm(blas, NOTHING, 0, 1, last - first, n - first, k, rows, k, rows, k, zero, place, n)
         for j in range(last, n):
             for i in range(first, last):
                 y[j, i] = y[i, j]

@@ -14,6 +14,7 @@ from tolerances import TOLERANCES
 
 from daskgpt.kernels.bfloat16.isa import VARIABLE, Unit, unit, works
 from daskgpt.kernels.float32.blas import gemm_address
+from daskgpt.kernels.float32.gemm import NOTHING
 
 UNITS = [unit.name.lower() for unit in Unit]
 T = TypeVar("T")
@@ -55,13 +56,14 @@ def call(
     k: int,
     transposes: tuple[bool, bool] = (False, False),
     beta: float = 0.0,
+    masked: int = NOTHING,
 ) -> np.ndarray:
     """c = a @ b + beta c of float32 or float64 through the address of the product; the arrays' own row lengths."""
     whole, place, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float if c.dtype == np.float32 else ctypes.c_double
-    kinds = [*[whole] * 5, place, whole, place, whole, real, place, whole]
+    kinds = [*[whole] * 6, place, whole, place, whole, real, place, whole]
     function = ctypes.CFUNCTYPE(None, *kinds)(gemm_address(c.dtype))
     lda, ldb, ldc = (array.strides[0] // array.itemsize for array in (a, b, c))
-    function(*transposes, m, n, k, a.ctypes.data, lda, b.ctypes.data, ldb, beta, c.ctypes.data, ldc)
+    function(masked, *transposes, m, n, k, a.ctypes.data, lda, b.ctypes.data, ldb, beta, c.ctypes.data, ldc)
     return c
 
 

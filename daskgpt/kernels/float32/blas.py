@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import Kernel, helper, kernel
-from daskgpt.kernels.float32.gemm import sgemm
+from daskgpt.kernels.float32.gemm import NOTHING, sgemm
 from daskgpt.kernels.simd.lanes import VOID, address_of, read, write
 
 
@@ -23,7 +23,7 @@ def gemm_address(dtype: np.dtype) -> int:
     return sgemm.address() if dtype.char == "f" else _DGEMM.address(dtype.char)
 
 
-def _dgemm(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+def _dgemm(masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
     """Compute what `gemm` describes; each sum continues from beta * c."""
     a_row, a_column = (1, lda) if a_transposed else (lda, 1)
     zero = beta - beta
@@ -42,15 +42,17 @@ def _dgemm(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
 
 
 # Compiled at its first use: hardly any process needs it.
-_DGEMM = Kernel(_dgemm, "n n n n n n n n n f n n")
+_DGEMM = Kernel(_dgemm, "n n n n n n n n n n f n n")
 
 
 @intrinsic
-def gemm(typing_context, blas, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+def gemm(typing_context, blas, masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
     """Compute c (m, n) = a (m, k) @ b (k, n) + beta * c inside a kernel.
 
     a, b and c are addresses, lda, ldb and ldc their row lengths in elements. A transposed a is stored (k, m), a
-    transposed b (n, k). The dtype is that of beta. With beta = 0, c is not read.
+    transposed b (n, k). The dtype is that of beta. With beta = 0, c is not read. `masked` is NOTHING, RESULT or LEFT of
+    `float32.gemm`: with RESULT, rows of b and c have room for whole vectors, and what they hold beyond the diagonal is
+    of no account; with LEFT, the zeros of a beyond the diagonal may be left out, which changes no bit.
     """
 
     def generate(context, builder, signature, arguments):
@@ -60,7 +62,7 @@ def gemm(typing_context, blas, a_transposed, b_transposed, m, n, k, a, lda, b, l
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(n, n, n, n, n, n, n, n, n, n, beta, n, n), generate
+    return types.void(n, n, n, n, n, n, n, n, n, n, n, beta, n, n), generate
 
 
 @helper
@@ -68,7 +70,7 @@ def product(blas, b_transposed, a, b, beta, c):
     """Compute c = a @ b + beta * c of 2-D arrays inside a kernel; c may have more columns than the product."""
     (m, k), ldb, ldc = a.shape, b.shape[1], c.shape[1]
     n = b.shape[0] if b_transposed else ldb
-    gemm(blas, 0, b_transposed, m, n, k, address_of(a), k, address_of(b), ldb, beta, address_of(c), ldc)
+    gemm(blas, NOTHING, 0, b_transposed, m, n, k, address_of(a), k, address_of(b), ldb, beta, address_of(c), ldc)
 
 
 @kernel("n n r2 r2 n w2")
@@ -82,4 +84,4 @@ def multiply_rows(blas, a, first_row, b, accumulate, c):
     """Write as many rows of aᵀ @ b as c has, from `first_row` on, to c, or add them with `accumulate`."""
     (k, lda), n, (m, ldc) = a.shape, b.shape[1], c.shape
     a_at = address_of(a) + first_row * a.itemsize
-    gemm(blas, 1, 0, m, n, k, a_at, lda, address_of(b), n, a.dtype.type(accumulate), address_of(c), ldc)
+    gemm(blas, NOTHING, 1, 0, m, n, k, a_at, lda, address_of(b), n, a.dtype.type(accumulate), address_of(c), ldc)

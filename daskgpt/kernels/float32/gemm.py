@@ -158,8 +158,11 @@ def pack_share(work, plan, width, right, columns, steps, call, panel):
         tiles.copy_rows(work.functions, width, source, step, min(share, steps - first), columns, target)
 
 
-# Up to this many steps, and numbers of the left operand, as in attention, packing takes more time than it saves.
+# Up to this many steps, and numbers of the left operand, packing takes more time than it saves.
 _SHORT, _SMALL = 64, 8192
+# What a product leaves out beyond the diagonal of a causal mask, which ends in the last row and column: nothing;
+# numbers of the result, which need not be written; or numbers of the left operand as it is stored, which are zeros.
+NOTHING, RESULT, LEFT = 0, 1, 2
 # Numbers of rows and of elements of the result below which it may be written by columns.
 _FEW, _RESIDENT = 192, 2**20
 
@@ -367,19 +370,43 @@ def _by_packed_columns(work, by_columns, transposed, m, n, k, left, right, c, be
 
 
 @helper
-def _in_place(work, by_columns, m, n, k, left, right, c, beta):
-    """Compute a small product of whole vectors, without packing or fetching ahead."""
+def _in_place(work, masked, m, n, k, left, right, c, beta):
+    """Multiply operands of whole vectors where they lie, a few steps at a time, without fetching ahead.
+
+    With a masked result, rows of the right operand and of the result have room for whole vectors.
+    """
     (a, a_step), (b, b_step), (at, step) = left, right, c
-    kind = tiles.BY_COLUMNS if by_columns else tiles.BY_ROWS
-    down = 4 if by_columns else a_step
-    for done in range(0, n, 2 * LANES):
-        width = min(2, (n - done) // LANES)
-        for row in range(0, m, ROWS):
-            sums = at + row * step + done * 4, step
-            rows, columns = (a + row * down, a_step), (b + done * 4, b_step)
-            ahead = a, 0, 1, 0
-            count = min(ROWS, m - row)
-            multiply_rows(work, kind, count, width, k, rows, columns, 0, sums, width * LANES, ahead, beta)
+    for start in range(0, k, _SHORT):
+        scale, done = beta if start == 0 else np.float32(1), 0
+        while done < n:
+            width, place = panel_width(n - done), (b + start * b_step + done * 4, b_step)
+            for row in range(0, m, ROWS):
+                vectors, steps = width, min(_SHORT, k - start)
+                if masked == RESULT:
+                    vectors = min(width, (row + ROWS + n - m - done + LANES - 1) // LANES)
+                elif masked == LEFT:
+                    steps = min(steps, row + ROWS + k - m - start)
+                if min(vectors, steps) > 0:
+                    rows, sums = (a + row * a_step + start * 4, a_step), (at + row * step + done * 4, step)
+                    count, full, ahead = min(ROWS, m - row), vectors * LANES, (a, 0, 1, 0)
+                    multiply_rows(work, tiles.BY_ROWS, count, vectors, steps, rows, place, 0, sums, full, ahead, scale)
+            done += width * LANES
+
+
+@helper
+def _in_place_transposed(work, masked, m, n, k, left, right, c, beta):
+    """Multiply a transposed left operand of few steps, where it lies, by the packed columns of the right one."""
+    (a, a_step), (at, step) = left, c
+    pack(work, work.panels, right, False, k, n)
+    for row in range(0, m, ROWS):
+        first, done = max(0, row + k - m) if masked == LEFT else 0, 0
+        while done < n:
+            width = panel_width(n - done)
+            panel = panel_at(work.panels, k, done) + first * width * VECTOR, width * VECTOR
+            rows, sums = (a + row * 4 + first * a_step, a_step), (at + row * step + done * 4, step)
+            count, ahead, kind = min(ROWS, m - row), (a, 0, 1, 0), tiles.BY_COLUMNS
+            multiply_rows(work, kind, count, width, k - first, rows, panel, 0, sums, n - done, ahead, beta)
+            done += width * LANES
 
 
 @helper
@@ -391,8 +418,8 @@ def _by_panels(work, m, n, k, left, right, c, beta):
         _sum_panels(work, m, n, steps, (a + start * 4, a_step), (b + start * b_step, b_step), c, scale)
 
 
-@kernel("n n n n n n n n n s n n", cost=28)
-def sgemm(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+@kernel("n n n n n n n n n n s n n", cost=28)
+def sgemm(masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
     """Compute c = beta c + a b, row-major, called by its address with the arguments of `blas.gemm`.
 
     Shapes   a (m, k), b (k, n), c (m, n); a transposed a is stored (k, m), a transposed b (n, k)
@@ -407,10 +434,13 @@ def sgemm(a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
     a_part, b_part, c_part = (a, lda * 4), (b, ldb * 4), (c, ldc * 4)
     # Transposing a and c may be cheaper than transposing b. A result larger than the caches is best written by rows.
     turned = (n + k) * m < n * k and (m < _FEW or m * n < _RESIDENT)
+    small = not b_transposed and k > 0 and (masked != NOTHING or m * k <= _SMALL)
     if b_transposed and turned and not a_transposed:
         _by_turned_columns(work, n, m, k, b_part, a_part, c_part, beta)
-    elif not b_transposed and k <= _SHORT and m * k <= _SMALL and n % LANES == 0:
-        _in_place(work, a_transposed, m, n, k, a_part, b_part, c_part, beta)
+    elif a_transposed and small and k <= _SHORT and n <= COLUMNS:
+        _in_place_transposed(work, masked, m, n, k, a_part, b_part, c_part, beta)
+    elif masked == RESULT or (not a_transposed and small and n % LANES == 0 and (masked == LEFT or k <= _SHORT)):
+        _in_place(work, masked, m, n, k, a_part, b_part, c_part, beta)
     elif a_transposed or b_transposed or m > BAND:
         _by_packed_columns(work, a_transposed, b_transposed, m, n, k, a_part, b_part, c_part, beta)
     else:

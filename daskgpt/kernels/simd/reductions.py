@@ -63,7 +63,8 @@ def _largest(builder: ir.IRBuilder, places: list[ir.Value], count: ir.Value, ele
         before = builder.load(top)
         above = builder.and_(builder.fcmp_ordered(">", value, before), mask)
         builder.store(builder.select(above, value, before), top)
-    return call(builder, f"llvm.vector.reduce.fmax.v{_LANES}{NAMES[element]}", element, [builder.load(top)])
+    name = f"llvm.vector.reduce.fmax.v{_LANES}{NAMES[element]}"  # no lane is NaN: comparisons with it are false
+    return call(builder, name, element, [builder.load(top)], fastmath=("nnan",))
 
 
 def _of_rows(write_code: Callable[..., ir.Value]) -> Callable[..., ir.Value]:
