@@ -10,6 +10,8 @@ tiles pack that share, or read it where it lies.
                                many rows: the rows of dy stream past the packed columns of W
     a transposed   dW = dyᵀ x  strips of dy's columns stream past packed columns of x
 
+Small operands, and attention's, are read where they lie; what its causal mask makes vain is left out.
+
 A sum starts at beta times the number in c and runs over all steps in order, with one rounding per step. Its bits depend
 on nothing else: not on the tile, the other rows and columns, the transposes, alignment or thread, nor on how the summed
 axis is divided into products that continue one another (beta 1).
@@ -28,7 +30,7 @@ from daskgpt.kernels.simd.memory import PAGE, give_back, slots, take
 # Steps of the summed axis that are packed at once.
 DEPTH = 384
 # Columns of the right operand that are packed at once, and most rows of a left one that stays in the second cache.
-COLUMNS, BAND = 768, 384
+COLUMNS, BAND = 768, 256
 # Rows of a transposed result that are transposed at once, and the bytes from row to row.
 GROUP, GROUP_STEP = 32, (COLUMNS + LANES) * 4
 
