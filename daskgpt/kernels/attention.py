@@ -3,9 +3,8 @@
 Both kernels iterate over bands of query rows. A band's scores against all keys up to its diagonal are one matrix
 product, which leaves out numbers beyond the diagonal as others leave out their zeros, and loops over a row of scores
 end at the diagonal: this applies the causal mask. Besides the arrays, only scratch memory for one band of scores and
-copies of some heads are held: O(T), never (T, T). The forward kernel keeps one number per row, the
-logarithm of the sum of exponentials. From it the backward kernel computes the probabilities again, and also which of
-them were dropped.
+copies of some heads are held: O(T), never (T, T). The forward kernel keeps one number per row, the logarithm of the sum
+of exponentials. From it the backward kernel computes the probabilities again, and also which of them were dropped.
 """
 
 import math
