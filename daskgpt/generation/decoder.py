@@ -21,6 +21,7 @@ from daskgpt.kernels.bfloat16.rounding import ceiling, to_bfloat16
 from daskgpt.kernels.decoding.decode_step import ACTIVATIONS, OUTSIDE, TENSORS, decode_step, stages
 from daskgpt.kernels.decoding.kv_cache import GROUP
 from daskgpt.kernels.decoding.thread_barrier import APART
+from daskgpt.kernels.rotary import angles_of
 from daskgpt.kernels.simd.lanes import LANES
 from daskgpt.model.layers import Layer
 from daskgpt.model.parameters import merged, tensors
@@ -152,7 +153,8 @@ class Decoder:
         self.counters[:: 2 * APART] = self.threads
         config, kept = self.weights.config, (self.tensors, self.sizes)
         by_thread, by_row = (self.normal, self.gated, self.angles), (self.qkv[:n], self.y[:n], self.hidden[:n])
-        numbers, last = (np.array(config.rope), config.norm_eps), (self.scores, self.row, scores, self.counters)
+        angles = angles_of(config.rope, config.head_channels // 2)
+        numbers, last = (angles, config.norm_eps), (self.scores, self.row, scores, self.counters)
         share: Any = partial(decode_step, *kept, part, scored, *numbers, self.x[:n], *by_thread, *by_row, *last)
         # Threads wait for each other; if one were interrupted before it began, the others would wait forever.
         with delayed_interrupts() if self.threads > 1 else nullcontext():

@@ -311,17 +311,14 @@ def backward(
 def _gather(x, part, y, first, start, column, width):
     start += part[0] * width
     for sequence in range(x.shape[0]):
-        for token in range(x.shape[1]):
-            for j in range(width):
-                y[sequence, first + token, column + j] = x[sequence, token, start + j]
+        _copy(x[sequence], start, y[sequence, first:], column, width)
 
 
 @kernel("r3 i1 w3 n n n")
 def _split(x, positions, y, start, column, width):
+    first, last = positions[0], positions[0] + y.shape[1]
     for sequence in range(y.shape[0]):
-        for token in range(y.shape[1]):
-            for j in range(width):
-                y[sequence, token, column + j] = x[sequence, positions[0] + token, start + j]
+        _copy(x[sequence, first:last], start, y[sequence], column, width)
 
 
 def gather(

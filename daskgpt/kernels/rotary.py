@@ -8,6 +8,7 @@ positions, but not those that make more than `high`, and those between in part. 
 base, factor, low, high, positions. With a factor of 1, no angle is divided.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -19,22 +20,30 @@ from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 Rope = tuple[float, ...]  # base, factor, low, high, positions
 
 
-@helper
-def share_of(rope, turns):
-    """Return what is left of an angle that makes so many turns within the positions of the scaling."""
-    whole = min(max((turns - rope[2]) / (rope[3] - rope[2]), 0.0), 1.0)
-    return whole + (1.0 - whole) / rope[1]
+@functools.cache
+def angles_of(rope: Rope, pairs: int) -> np.ndarray:
+    """Return, for each pair of channels of a head, the number that divides a position, and what is left of the angle.
+
+    Shapes   (2, pairs)
+    Dtype    float64
+    """
+    base, factor, low, high, positions = rope
+    angles = np.ones((2, pairs))
+    for i in range(pairs):
+        angles[0, i] = slowness = math.pow(base, i / pairs)
+        if factor != 1:
+            turns = positions / (2 * math.pi * slowness)
+            whole = min(max((turns - low) / (high - low), 0.0), 1.0)
+            angles[1, i] = whole + (1 - whole) / factor
+    angles.flags.writeable = False
+    return angles
 
 
 @helper
-def set_angles(position, rope, sign, cosines, sines):
+def set_angles(position, angles, sign, cosines, sines):
     """Set the cosines and sines of a token; in double precision, so that, rounded, all processors have the same."""
-    half = cosines.size
-    for i in range(half):
-        slowness = math.pow(rope[0], i / half)
-        angle = position / slowness
-        if rope[1] != 1.0:
-            angle *= share_of(rope, rope[4] / (2.0 * math.pi * slowness))
+    for i in range(cosines.size):
+        angle = position / angles[0, i] * angles[1, i]
         cosines[i], sines[i] = math.cos(angle), sign * math.sin(angle)
 
 
@@ -42,20 +51,22 @@ def set_angles(position, rope, sign, cosines, sines):
 def turn(x, start, cosines, sines, y):
     """Write the turned channels of a head, from `start` on, into the same channels of y."""
     half = cosines.size
+    middle, end = start + half, start + 2 * half
+    ones, twos, turned_ones, turned_twos = x[start:middle], x[middle:end], y[start:middle], y[middle:end]
     for i in range(half):
-        one, two = x[start + i], x[start + half + i]
-        y[start + i] = one * cosines[i] - two * sines[i]
-        y[start + half + i] = one * sines[i] + two * cosines[i]
+        one, two = ones[i], twos[i]
+        turned_ones[i] = one * cosines[i] - two * sines[i]
+        turned_twos[i] = one * sines[i] + two * cosines[i]
 
 
-@kernel("r2 i1 n2 d1 f w1 w1 w2", use="rotary")
-def _turned(x, positions, heads, rope, sign, cosines, sines, y):
+@kernel("r2 i1 n2 d2 f w1 w1 w2", use="rotary")
+def _turned(x, positions, heads, angles, sign, cosines, sines, y):
     wide_vectors()
     turned, kept = heads
     size = x.shape[1] // (turned + kept)
     # A token of all sequences after the other: they have the same angles.
     for token in range(positions.size):
-        set_angles(float(positions[token]), rope, sign, cosines, sines)
+        set_angles(float(positions[token]), angles, sign, cosines, sines)
         for row in range(token, x.shape[0], positions.size):
             for head in range(turned):
                 turn(x[row], head * size, cosines, sines, y[row])
@@ -75,7 +86,7 @@ def _turn(
     y = np.empty(x.shape, x.dtype, like=x)
     cosines, sines = (np.empty(size // 2, x.dtype, like=x) for _ in range(2))
     numbers = heads + key_heads, key_heads
-    _turned(rows(x), flat(positions), numbers, np.array(rope), sign, cosines, sines, rows(y))
+    _turned(rows(x), flat(positions), numbers, angles_of(tuple(rope), size // 2), sign, cosines, sines, rows(y))
     return y
 
 

@@ -211,7 +211,7 @@ def _attention(qkv, y, scores, row, texts, stage, team):
     meet(counters, stage, threads)
 
 
-@kernel("l2 l1 l2 l1 d1 s S2 S3 S3 S3 S2 S2 S2 S2 S2 S2 L1 n n", cost=27, use="decoding")
+@kernel("l2 l1 l2 l1 d2 s S2 S3 S3 S3 S2 S2 S2 S2 S2 S2 L1 n n", cost=27, use="decoding")
 def decode_step(
     tensors, sizes, rows, wanted, rope, epsilon, x, normal, gated, angles, qkv, y, hidden, scores, row, logits,
     counters, thread, threads,
@@ -220,7 +220,7 @@ def decode_step(
 
     sizes     channels, heads, heads of keys, channels of a head, hidden channels, vocabulary, capacity, width; 1 for
               bfloat16, 1 for layernorm, number of the activation in ACTIVATIONS
-    rope      numbers of the angles by which queries and keys are turned, see `kernels.rotary`
+    rope      what the angles follow from by which queries and keys are turned: `rotary.angles_of`
     epsilon   what the normalizations add
     x         scratch memory for the residual stream, and what follows it, for other steps of a block
 
