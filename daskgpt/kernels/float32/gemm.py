@@ -29,8 +29,9 @@ from daskgpt.kernels.simd.memory import PAGE, give_back, slots, take
 
 # Steps of the summed axis that are packed at once.
 DEPTH = 384
-# Columns of the right operand that are packed at once, and most rows of a left one that stays in the second cache.
-COLUMNS, BAND = 768, 256
+# Columns of the right operand that are packed at once: at most, and where rows of a left one stream past them, which
+# with more columns would find no room in the second cache. Most rows of a left operand that stays in that cache.
+COLUMNS, PACKED, BAND = 768, 384, 256
 # Rows of a transposed result that are transposed at once, and the bytes from row to row.
 GROUP, GROUP_STEP = 32, (COLUMNS + LANES) * 4
 
@@ -356,10 +357,10 @@ def _by_turned_columns(work, m, n, k, left, right, c, beta):
 
 @helper
 def _by_packed_columns(work, by_columns, transposed, m, n, k, left, right, c, beta):
-    """Pack the right operand, COLUMNS columns and DEPTH steps at a time, and multiply by it."""
+    """Pack the right operand, PACKED columns and DEPTH steps at a time, and multiply by it."""
     (a, a_step), (b, b_step), (at, step) = left, right, c
-    for first in range(0, n, COLUMNS):
-        count, sums = min(COLUMNS, n - first), (at + first * 4, step)
+    for first in range(0, n, PACKED):
+        count, sums = min(PACKED, n - first), (at + first * 4, step)
         for start in range(0, max(k, 1), DEPTH):
             steps = min(DEPTH, k - start)
             scale = beta if start == 0 else np.float32(1)
