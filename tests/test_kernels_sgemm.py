@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from product_cases import call
 
-from daskgpt.kernels.float32.gemm import LEFT, RESULT
+from daskgpt.kernels.float32.gemm import LEFT, NOTHING, RESULT
 
 ODD = [1, 7, 17, 33, 65, 100, 129]
 TRANSPOSES = list(itertools.product((False, True), repeat=2))
@@ -122,14 +122,14 @@ def test_scratch_memory_is_used_again():
     assert resident[-1] - resident[0] < 5000  # of 4 KB: a third of what 50 products would have added
 
 
-MASKED = [(rows, tokens, size) for rows, tokens in ((1, 1), (5, 5), (32, 64), (64, 64), (20, 84), (64, 448))
-          for size in (8, 16, 48, 80, 130)]  # fmt: skip
+# Rows of queries and tokens up to the last of them, and the channels of a head.
+MASKED = list(itertools.product([(1, 1), (5, 5), (32, 64), (64, 64), (20, 84), (64, 448)], [8, 16, 48, 80, 130]))
 
 
 @pytest.mark.parametrize("shape", MASKED, ids=str)
 def test_what_a_causal_mask_leaves_out_changes_no_bit(shape):
     """Scores q kᵀ of the last queries, whose numbers beyond the diagonal are left out, then scores v and scoresᵀ q."""
-    m, tokens, size = shape
+    (m, tokens), size = shape
     q, k_transposed = random_operands(m, tokens + 32, size)
     zeros = np.triu(np.ones((m, tokens), bool), tokens - m + 1)
     scores = np.full((m, tokens + 32), np.nan, np.float32)
@@ -139,19 +139,8 @@ def test_what_a_causal_mask_leaves_out_changes_no_bit(shape):
     left = as_stored(np.where(zeros, np.float32(0), whole), False, 9)
     v = random_operands(tokens, 1, size)[0]
     for a_transposed, right, (rows, steps) in ((False, v, (m, tokens)), (True, q, (tokens, m))):
+        sizes, transposes = (rows, size, steps), (a_transposed, False)
         for beta in (0.0, 1.0):
-            results = [
-                call(
-                    left,
-                    right,
-                    np.full((rows, size + 3), 2, "f4"),
-                    rows,
-                    size,
-                    steps,
-                    (a_transposed, False),
-                    beta,
-                    masked,
-                )
-                for masked in (0, LEFT)
-            ]
-            np.testing.assert_array_equal(*results)
+            starts = np.full((2, rows, size + 3), 2, np.float32)
+            plain, masked = (call(left, right, c, *sizes, transposes, beta, m) for c, m in zip(starts, (NOTHING, LEFT)))
+            np.testing.assert_array_equal(plain, masked)
