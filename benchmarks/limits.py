@@ -4,7 +4,7 @@ Steps in float32 run on threads while each kernel call is recorded. The table ha
 at least 1 % of the kernels' time: its milliseconds a step, divided by the number of threads, and those that the machine
 allows on as many threads at once, the larger ones of
 
-    operations / the rate of products of large matrices
+    operations / the rate of the tile that float32 products are made of, its operands in the first cache
     bytes read and written / the rate of copies: of as many bytes as all weights and moments for weights, gradients and
     moments, of as many as a call has for activations
 
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from math import log, prod
 from statistics import median
 
+import numba
 import numpy as np
 from records import Figure, add_record_flag, check_record, record
 
@@ -30,7 +31,9 @@ from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags,
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.tables import text_table
-from daskgpt.kernels.float32.blas import gemm_address, multiply
+from daskgpt.kernels.bfloat16.rounding import aligned
+from daskgpt.kernels.float32 import tiles
+from daskgpt.kernels.simd.lanes import address_of
 from daskgpt.model.parameters import value_count
 from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of
 from daskgpt.schedulers import machine
@@ -39,7 +42,7 @@ from daskgpt.training.cost import Sizes, arrays_of, features, work_of
 from daskgpt.training.job import Job, compile_kernels
 
 LEAST = 0.01  # of the kernels' time, for a row
-ROWS, SIDE, PRODUCTS = 512, 1024, 20  # of the matrices whose products are timed
+STEPS, TILES = 128, 1 << 16  # of the axis that a tile sums, and the number of tiles that are timed
 SIZES = [1 << power for power in range(14, 29, 2)]  # bytes that a copy reads and writes, from first caches to memory
 COPIED, ROUNDS = 1 << 28, 5  # bytes of all copies of a size
 
@@ -86,6 +89,15 @@ def bytes_of(kind: str, sizes: Sizes) -> tuple[int, int]:
     return of_tokens, others
 
 
+@numba.njit(nogil=True)
+def multiply_tiles(left: np.ndarray, right: np.ndarray, sums: np.ndarray, count: int) -> None:
+    """Compute the sums of one tile of float32 products `count` times: leftᵀ right over STEPS steps."""
+    code, kind, rows, width = tiles.code(), tiles.BY_COLUMNS, tiles.ROWS, tiles.WIDTH
+    a, b, c, step = address_of(left), address_of(right), address_of(sums), width * tiles.VECTOR
+    for _ in range(count):
+        tiles.multiply(code, kind, rows, width, STEPS, (a, rows * 4, b, step, 0, c, step), a, 0, 1, 0, np.float32(0))
+
+
 @dataclass
 class Row:
     """The calls of a kind in a step: seconds of all threads together, and those that operations and bytes allow."""
@@ -109,22 +121,24 @@ class Limits:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.operations = max(machine.product_rate(threads), self._products()) / threads
+        self.operations = self._products() / threads
         self.copies = [self._copies(size) for size in SIZES]
 
     def _products(self) -> float:
-        """Return the operations a second of daskgpt's product on all threads."""
-        random = np.random.default_rng(0)
-        left, right = (random.standard_normal((rows, SIDE), np.float32) for rows in (ROWS, SIDE))
-        results = [np.empty((ROWS, SIDE), np.float32) for _ in range(self.threads)]
-        address = gemm_address(left.dtype)
+        """Return the operations a second of tiles on all threads."""
+        random, columns = np.random.default_rng(0), tiles.WIDTH * tiles.LANES
+        sizes = STEPS * tiles.ROWS, STEPS * columns, tiles.ROWS * columns
+        arrays = [[aligned(2 * size).view(np.float32) for size in sizes] for _ in range(self.threads)]
+        for left, right, _sums in arrays:
+            random.standard_normal(out=left, dtype=np.float32)
+            random.standard_normal(out=right, dtype=np.float32)
 
         def work(number: int, count: int) -> None:
-            for _ in range(count):
-                multiply(address, 1, left, right, 0, results[number])
+            multiply_tiles(*arrays[number], count)
 
-        seconds = min(machine.seconds_of_all(work, self.threads, PRODUCTS) for _ in range(ROUNDS))
-        return self.threads * PRODUCTS * 2 * ROWS * SIDE**2 / seconds
+        machine.seconds_of_all(work, self.threads, 1)  # compiles
+        seconds = min(machine.seconds_of_all(work, self.threads, TILES) for _ in range(ROUNDS))
+        return self.threads * TILES * 2 * tiles.ROWS * columns * STEPS / seconds
 
     def _copies(self, size: int) -> float:
         """Return the bytes a second of a thread that copies arrays of a size."""
