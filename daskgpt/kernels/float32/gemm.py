@@ -220,6 +220,9 @@ def _sum_columns(work, rows, columns, k, left, c, beta):
             scale = beta if start == 0 else np.float32(1)
             following = source + (start + DEPTH) * 4 if start + DEPTH < k else source + count * a_step
             rows_of_a = source + start * 4, a_step
+            if start + DEPTH >= k:
+                for row in range(0, count, LINE):
+                    tiles.fetch_lines(at + (group + row) * 4, step, columns)
             _sum_group(work, count, columns, steps, rows_of_a, panels, following, scale)
         _turn(work, count, columns, sums, True)
 
@@ -316,6 +319,8 @@ def _sum_panel(work, rows, width, steps, left, right, packed, panel, columns, c,
         if fuses and call == 0:
             kind, source = tiles.BY_ROWS_PACKING, right
         count, rows_of_a, sums = min(ROWS, rows - row), (a + row * a_step, a_step), (at + row * step, step)
+        for part in range(0, width * LANES, LINE):
+            tiles.fetch_lines(at + (row + ROWS) * step + part * 4, step, ROWS)
         multiply_rows(work, kind, count, width, steps, rows_of_a, source, panel, sums, columns, ahead, beta)
         if more > 0 and call > 0:
             pack_share(work, plan, next_width, following, more, steps, call - 1, other)

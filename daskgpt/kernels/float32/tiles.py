@@ -258,6 +258,14 @@ def multiply(builder, code, kind, rows, width, steps, operands, ahead, ahead_cou
     _call(builder, code, number, values)
 
 
+@instruction("n n n")
+def fetch_lines(builder, start, step, count):
+    """Fetch `count` cache lines, which begin `step` bytes from each other, into the second cache."""
+    start = builder.inttoptr(start, lanes.POINTER)
+    with cgutils.for_range(builder, count) as loop:
+        lanes.prefetch(builder, start, builder.mul(loop.index, step))
+
+
 @instruction("n n4 n n n n s")
 def transpose(builder, code, operands, target, target_step, target_rows, target_columns, beta):
     """Compute LANES x LANES numbers: target = the transpose of source + beta * target.
