@@ -111,6 +111,17 @@ def test_cut_sum_continues(shape):
         np.testing.assert_array_equal(c, whole, err_msg=f"{transposes} {ends}")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(5, 7, 3), (40, 900, 800), (130, 401, 385), (413, 1600, 385)], ids=str)
+def test_rows_that_start_at_a_bias_have_the_bits_of_a_result_that_holds_it(shape, dtype):
+    m, n, k = shape
+    a, b = (operand.astype(dtype) for operand in random_operands(m, n, k))
+    bias = np.random.default_rng(4).normal(size=n).astype(dtype)
+    expected = call(a, b.T.copy(), np.tile(bias, (m, 1)), m, n, k, (False, True), beta=1.0)
+    c = call(a, b.T.copy(), np.full((m, n), np.nan, dtype), m, n, k, (False, True), beta=1.0, bias=bias)
+    np.testing.assert_array_equal(c, expected)
+
+
 def test_scratch_memory_is_used_again():
     """Without it every product would add 1.2 MB of its own, as long as there are places to keep them."""
     a, b, c = np.ones((768, 8), "f4"), np.ones((768, 384), "f4"), np.empty((8, 384), "f4")

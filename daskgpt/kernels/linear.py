@@ -4,14 +4,16 @@ import numpy as np
 
 from daskgpt.kernels.arguments import check_output, check_rows, check_shape, contiguous, rows
 from daskgpt.kernels.compilation import kernel
-from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
+from daskgpt.kernels.float32.blas import biased_gemm, gemm_address, multiply, multiply_rows
+from daskgpt.kernels.float32.gemm import NOTHING
+from daskgpt.kernels.simd.lanes import address_of
 
 
-@kernel("r1 w2")
-def _fill(bias, y):
-    for i in range(y.shape[0]):
-        for j in range(y.shape[1]):
-            y[i, j] = bias[j]
+@kernel("n r2 r2 r1 w2")
+def _forward(blas, x, weight, bias, y):
+    (m, k), n, one = x.shape, len(weight), x.dtype.type(1)
+    x_at, weight_at, y_at = address_of(x), address_of(weight), address_of(y)
+    biased_gemm(blas, NOTHING, 0, 1, m, n, k, x_at, k, weight_at, k, one, y_at, n, address_of(bias))
 
 
 @kernel("r2 w1 n")
@@ -36,10 +38,11 @@ def forward(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -
     outputs = len(weight)
     check_shape("linear.forward", "weight", weight, (outputs, x.shape[-1]))
     y = np.empty((*x.shape[:-1], outputs), x.dtype, like=x)
-    if bias is not None:  # written first, and the product added to it: no second pass over y
+    if bias is None:
+        multiply(gemm_address(x.dtype), 1, rows(x), contiguous(weight), 0, rows(y))
+    else:
         check_shape("linear.forward", "bias", bias, (outputs,))
-        _fill(contiguous(bias), rows(y))
-    multiply(gemm_address(x.dtype), 1, rows(x), contiguous(weight), int(bias is not None), rows(y))
+        _forward(gemm_address(x.dtype), rows(x), contiguous(weight), contiguous(bias), rows(y))
     return y
 
 

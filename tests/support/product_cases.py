@@ -57,13 +57,15 @@ def call(
     transposes: tuple[bool, bool] = (False, False),
     beta: float = 0.0,
     masked: int = NOTHING,
+    bias: np.ndarray | None = None,
 ) -> np.ndarray:
     """c = a @ b + beta c of float32 or float64 through the address of the product; the arrays' own row lengths."""
     whole, place, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float if c.dtype == np.float32 else ctypes.c_double
-    kinds = [*[whole] * 6, place, whole, place, whole, real, place, whole]
+    kinds = [*[whole] * 6, place, whole, place, whole, real, place, whole, place]
     function = ctypes.CFUNCTYPE(None, *kinds)(gemm_address(c.dtype))
     lda, ldb, ldc = (array.strides[0] // array.itemsize for array in (a, b, c))
-    function(masked, *transposes, m, n, k, a.ctypes.data, lda, b.ctypes.data, ldb, beta, c.ctypes.data, ldc)
+    row = 0 if bias is None else bias.ctypes.data
+    function(masked, *transposes, m, n, k, a.ctypes.data, lda, b.ctypes.data, ldb, beta, c.ctypes.data, ldc, row)
     return c
 
 

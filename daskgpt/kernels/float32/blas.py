@@ -23,13 +23,14 @@ def gemm_address(dtype: np.dtype) -> int:
     return sgemm.address() if dtype.char == "f" else _DGEMM.address(dtype.char)
 
 
-def _dgemm(masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
-    """Compute what `gemm` describes; each sum continues from beta * c."""
+def _dgemm(masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc, bias):
+    """Compute what `biased_gemm` describes; each sum continues from beta * c, or from the bias."""
     a_row, a_column = (1, lda) if a_transposed else (lda, 1)
     zero = beta - beta
     for i in range(m):
         for j in range(n):
             total = zero if beta == zero else beta * read(c, i * ldc + j, beta)
+            total = read(bias, j, beta) if bias != 0 else total
             if b_transposed:
                 for p in range(k):
                     total += read(a, i * a_row + p * a_column, beta) * read(b, j * ldb + p, beta)
@@ -42,17 +43,19 @@ def _dgemm(masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c,
 
 
 # Compiled at its first use: hardly any process needs it.
-_DGEMM = Kernel(_dgemm, "n n n n n n n n n n f n n")
+_DGEMM = Kernel(_dgemm, "n n n n n n n n n n f n n n")
 
 
 @intrinsic
-def gemm(typing_context, blas, masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+def biased_gemm(typing_context, blas, masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc, bias):
     """Compute c (m, n) = a (m, k) @ b (k, n) + beta * c inside a kernel.
 
     a, b and c are addresses, lda, ldb and ldc their row lengths in elements. A transposed a is stored (k, m), a
     transposed b (n, k). The dtype is that of beta. With beta = 0, c is not read. `masked` is NOTHING, RESULT or LEFT of
     `float32.gemm`: with RESULT, rows of b and c have room for whole vectors, and what they hold beyond the diagonal is
     of no account; with LEFT, the zeros of a beyond the diagonal may be left out, which changes no bit.
+
+    bias is 0 or, with a transposed b alone and beta = 1, the address of a row that each row of c starts at instead.
     """
 
     def generate(context, builder, signature, arguments):
@@ -62,7 +65,13 @@ def gemm(typing_context, blas, masked, a_transposed, b_transposed, m, n, k, a, l
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(n, n, n, n, n, n, n, n, n, n, n, beta, n, n), generate
+    return types.void(n, n, n, n, n, n, n, n, n, n, n, beta, n, n, n), generate
+
+
+@helper
+def gemm(blas, masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
+    """Compute what `biased_gemm` describes, without a bias."""
+    biased_gemm(blas, masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc, 0)
 
 
 @helper

@@ -207,14 +207,14 @@ def _sum_group(work, rows, columns, steps, left, panels, following, beta):
 
 
 @helper
-def _sum_columns(work, rows, columns, k, left, c, beta):
+def _sum_columns(work, rows, columns, k, left, c, beta, bias):
     """Compute the transposed result, a group of its rows at a time, each over all steps."""
     (a, a_step), (at, step) = left, c
     padded = (columns + LANES - 1) // LANES * LANES
     for group in range(0, rows, GROUP):
         count, source, sums = min(GROUP, rows - group), a + group * a_step, (at + group * 4, step)
         if beta != 0:
-            _turn(work, count, columns, sums, False)
+            _turn(work, count, columns, (bias + group * 4, 0) if bias != 0 else sums, False)
         for start in range(0, max(k, 1), DEPTH):
             steps, panels = min(DEPTH, k - start), work.panels + start * padded * 4
             scale = beta if start == 0 else np.float32(1)
@@ -272,7 +272,7 @@ def _sum_strips(work, rows, columns, steps, left, c, beta):
 
 
 @helper
-def _sum_rows(work, rows, columns, steps, left, c, beta):
+def _sum_rows(work, rows, columns, steps, left, c, beta, bias):
     """Multiply rows of the left operand by all packed columns.
 
     Of the tiles of ROWS rows, every other one fetches the next rows; the tiles in between fetch rows of the result.
@@ -291,6 +291,8 @@ def _sum_rows(work, rows, columns, steps, left, c, beta):
                 ahead = share_ahead(plan_of_sums, sums + ROWS * step - WIDTH * VECTOR, 0)
             count, right = min(ROWS, rows - row), (panel_at(work.panels, steps, done), width * VECTOR)
             rows_of_a, rest, kind = (source, a_step), columns - done, tiles.BY_ROWS
+            if bias != 0:
+                _copy_part(bias + done * 4, 0, sums, step, count, min(rest, width * LANES))
             multiply_rows(work, kind, count, width, steps, rows_of_a, right, 0, (sums, step), rest, ahead, beta)
             done += width * LANES
             call += 1
@@ -343,7 +345,7 @@ def _sum_panels(work, rows, columns, steps, left, right, c, beta):
 
 
 @helper
-def _by_turned_columns(work, m, n, k, left, right, c, beta):
+def _by_turned_columns(work, m, n, k, left, right, c, beta, bias):
     """Pack as many steps of the right operand at once as there is room for, and transpose the result each time."""
     (a, a_step), (b, b_step), (at, step) = left, right, c
     most = COLUMNS if k <= DEPTH else COLUMNS // 2
@@ -356,12 +358,12 @@ def _by_turned_columns(work, m, n, k, left, right, c, beta):
             for inner in range(start, start + span, DEPTH):
                 panels, steps = work.panels + (inner - start) * padded * 4, min(DEPTH, k - inner)
                 pack(work, panels, (b + first * b_step + inner * 4, b_step), True, steps, count)
-            scale = beta if start == 0 else np.float32(1)
-            _sum_columns(work, m, count, span, (a + start * 4, a_step), (at + first * step, step), scale)
+            scale, row = (beta, bias) if start == 0 else (np.float32(1), 0)
+            _sum_columns(work, m, count, span, (a + start * 4, a_step), (at + first * step, step), scale, row)
 
 
 @helper
-def _by_packed_columns(work, by_columns, transposed, m, n, k, left, right, c, beta):
+def _by_packed_columns(work, by_columns, transposed, m, n, k, left, right, c, beta, bias):
     """Pack the right operand, PACKED columns and DEPTH steps at a time, and multiply by it."""
     (a, a_step), (b, b_step), (at, step) = left, right, c
     for first in range(0, n, PACKED):
@@ -374,7 +376,8 @@ def _by_packed_columns(work, by_columns, transposed, m, n, k, left, right, c, be
             if by_columns:
                 _sum_strips(work, m, count, steps, (a + start * a_step, a_step), sums, scale)
             else:
-                _sum_rows(work, m, count, steps, (a + start * 4, a_step), sums, scale)
+                row = bias + first * 4 if bias != 0 and start == 0 else 0
+                _sum_rows(work, m, count, steps, (a + start * 4, a_step), sums, scale, row)
 
 
 @helper
@@ -426,9 +429,9 @@ def _by_panels(work, m, n, k, left, right, c, beta):
         _sum_panels(work, m, n, steps, (a + start * 4, a_step), (b + start * b_step, b_step), c, scale)
 
 
-@kernel("n n n n n n n n n n s n n", cost=28)
-def sgemm(masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc):
-    """Compute c = beta c + a b, row-major, called by its address with the arguments of `blas.gemm`.
+@kernel("n n n n n n n n n n s n n n", cost=28)
+def sgemm(masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, ldc, bias):
+    """Compute c = beta c + a b, row-major, called by its address with the arguments of `blas.biased_gemm`.
 
     Shapes   a (m, k), b (k, n), c (m, n); a transposed a is stored (k, m), a transposed b (n, k)
     Dtype    float32
@@ -444,13 +447,13 @@ def sgemm(masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, 
     turned = (n + k) * m < n * k and (m < _FEW or m * n < _RESIDENT)
     small = not b_transposed and k > 0 and (masked != NOTHING or m * k <= _SMALL)
     if b_transposed and turned and not a_transposed:
-        _by_turned_columns(work, n, m, k, b_part, a_part, c_part, beta)
+        _by_turned_columns(work, n, m, k, b_part, a_part, c_part, beta, bias)
     elif a_transposed and small and k <= _SHORT and n <= COLUMNS:
         _in_place_transposed(work, masked, m, n, k, a_part, b_part, c_part, beta)
     elif masked == RESULT or (not a_transposed and small and n % LANES == 0 and (masked == LEFT or k <= _SHORT)):
         _in_place(work, masked, m, n, k, a_part, b_part, c_part, beta)
     elif a_transposed or b_transposed or m > BAND:
-        _by_packed_columns(work, a_transposed, b_transposed, m, n, k, a_part, b_part, c_part, beta)
+        _by_packed_columns(work, a_transposed, b_transposed, m, n, k, a_part, b_part, c_part, beta, bias)
     else:
         _by_panels(work, m, n, k, a_part, b_part, c_part, beta)
     give_back(places, taken)
