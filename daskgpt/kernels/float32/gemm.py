@@ -220,7 +220,7 @@ def _sum_columns(work, rows, columns, k, left, c, beta, bias):
             scale = beta if start == 0 else np.float32(1)
             following = source + (start + DEPTH) * 4 if start + DEPTH < k else source + count * a_step
             rows_of_a = source + start * 4, a_step
-            if start + DEPTH >= k:
+            if start + DEPTH >= k:  # what the result is written to comes from the last cache or memory meanwhile
                 for row in range(0, count, LINE):
                     tiles.fetch_lines(at + (group + row) * 4, step, columns)
             _sum_group(work, count, columns, steps, rows_of_a, panels, following, scale)
@@ -300,7 +300,8 @@ def _sum_rows(work, rows, columns, steps, left, c, beta, bias):
 
 @helper
 def _sum_panel(work, rows, width, steps, left, right, packed, panel, columns, c, beta):
-    """Multiply all rows by one panel of columns; meanwhile, fetch and pack the next panel, tile by tile.
+    """Multiply all rows by one panel of columns; meanwhile, fetch the next rows of the result, and fetch and pack the
+    next panel, tile by tile.
 
     Only the first panel is not packed before: its first tile of rows packs it.
     """
