@@ -1,7 +1,9 @@
 """Tests of the work of kernel calls, and of the tool that compares kernels with the machine's limits."""
 
 import limits
+import numpy as np
 import pytest
+from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt.config.model import ModelConfig
@@ -40,6 +42,15 @@ def test_bytes_and_features_of_a_call():
     assert limits.operations_of(kind, sizes) == 2 * 2 * 8 * 16 * 32
     update = "adamw update btO,btC->OC"
     assert limits.bytes_of(update, sizes)[1] == 6 * 4 * 32 * 16
+
+
+def test_tiles_whose_rate_is_taken_are_products():
+    columns = limits.tiles.WIDTH * limits.tiles.LANES
+    random = np.random.default_rng(0)
+    left, right = (random.standard_normal((limits.STEPS, size), np.float32) for size in (limits.tiles.ROWS, columns))
+    sums = np.full((limits.tiles.ROWS, columns), np.nan, np.float32)
+    limits.multiply_tiles(left, right, sums, 2)
+    np.testing.assert_allclose(sums, left.T.astype("f8") @ right, **TOLERANCES["kernel float32"])
 
 
 LLAMA = "--preset smollm2-135m --kv-heads 1 --hidden 32 --head-size 8 --vocabulary 64 --padded-vocabulary 64"
