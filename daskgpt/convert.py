@@ -1,10 +1,10 @@
 """Turn a model into another program's files, or theirs into this one's.
 
-IN is a run folder, a checkpoint, a model file of daskgpt (.safetensors) or llm.c (.bin, float32 or bfloat16), or a
-folder with Hugging Face's GPT-2 (config.json and model.safetensors). Without --to, the name of OUT decides the format:
-.safetensors daskgpt, .bin llmc, bf16.bin llmc-bfloat16, .gguf gguf (llama.cpp's; f16.gguf, bf16.gguf and q8_0.gguf have
-fewer bits per number), a name without an ending a folder for Hugging Face. Adapters (train --lora) are merged into the
-model; --to peft writes them alone, as a folder for Hugging Face's library peft.
+IN is a run folder, a checkpoint, a model file of daskgpt (.safetensors) or llama.cpp (.gguf), or a folder with Hugging
+Face's GPT-2, Llama or Qwen (config.json and model.safetensors). Without --to, the name of OUT decides the format:
+.safetensors daskgpt, .gguf gguf (llama.cpp's; f16.gguf, bf16.gguf and q8_0.gguf have fewer bits per number), a name
+without an ending a folder for Hugging Face. Adapters (train --lora) are merged into the model; --to peft writes them
+alone, as a folder for Hugging Face's library peft.
 
 Files of pickled Python objects are never opened, since they can run anything. If you trust one, these lines convert
 it. A pytorch_model.bin of Hugging Face, with PyTorch and transformers installed:
@@ -37,7 +37,6 @@ tanh form, which changes logits by some thousandths:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +45,6 @@ from daskgpt.config.flags import Parser, run_command
 from daskgpt.data.tokenizer import encoding_of, end_of_text_id, get_encoding, vocabulary_size
 from daskgpt.formats.gguf import DTYPES, write_gguf
 from daskgpt.formats.huggingface import write_huggingface, write_run_model
-from daskgpt.formats.llmc import BFLOAT16_VERSION, FLOAT32_VERSION, write_model
 from daskgpt.formats.peft import write_peft
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.formats.tokenizer_folder import tokenizer_files
@@ -83,7 +81,7 @@ def guessed(target: Path) -> str:
     if not target.suffix:
         return "huggingface"
     kinds = [kind for ending, kind in ENDINGS.items() if target.name.lower().endswith(ending)]
-    rule = "the name must say the format (.safetensors, .bin, .gguf, or no ending for a folder)"
+    rule = "the name must say the format (.safetensors, .gguf, or no ending for a folder)"
     require(bool(kinds), "convert", rule, {"path": target}, f"Add --to {' or '.join(WRITERS)}.")
     return kinds[-1]
 
@@ -111,16 +109,6 @@ def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
     return notes + [f"note   {number_of(left_out, 'row')} of padding of wte.weight left out"] * (left_out > 0)
 
 
-def _to_llmc(target: Path, model: StoredModel, version: int = FLOAT32_VERSION) -> list[str]:
-    # llm.c's program for graphics cards wants a multiple of 128 (50,257 -> 50,304).
-    rows = -(-model.config.padded_vocabulary // 128) * 128
-    write_model(target, replace(model.config, padded_vocabulary=rows), model.parameters, version)
-    added = rows - model.config.padded_vocabulary
-    lines = _listed(target, "llm.c, " + ("float32" if version == FLOAT32_VERSION else "bfloat16, nearest even"))
-    padding = f"{number_of(added, 'row')} of 0 added to wte.weight, to {rows:,}, as llm.c has them"
-    return lines + [f"note   {padding}"] * (added > 0)
-
-
 def _to_gguf(target: Path, model: StoredModel, dtype: str = "float32") -> list[str]:
     encoding, rule = _known_encoding(model), "a model for llama.cpp must have an encoding, which is written with it"
     got, advice = {"vocabulary": model.config.vocabulary}, "Convert the run folder, or a folder with its tokenizer."
@@ -143,16 +131,14 @@ def _to_peft(target: Path, model: StoredModel) -> list[str]:
 
 WRITERS: dict[str, Callable[[Path, StoredModel], list[str]]] = {
     "huggingface": _to_huggingface,
-    "llmc": _to_llmc,
-    "llmc-bfloat16": partial(_to_llmc, version=BFLOAT16_VERSION),
     "daskgpt": _to_daskgpt,
     "gguf": _to_gguf,
     "peft": _to_peft,
 }
 WRITERS |= {f"gguf-{dtype}": partial(_to_gguf, dtype=dtype) for dtype in DTYPES if dtype != "float32"}
 # Formats by the endings of file names; the last one that fits counts.
-ENDINGS = {".safetensors": "daskgpt", ".bin": "llmc", "bf16.bin": "llmc-bfloat16", ".gguf": "gguf"}
-ENDINGS |= {"f16.gguf": "gguf-float16", "bf16.gguf": "gguf-bfloat16", "q8_0.gguf": "gguf-q8_0"}
+ENDINGS = {".safetensors": "daskgpt", ".gguf": "gguf", "f16.gguf": "gguf-float16"}
+ENDINGS |= {"bf16.gguf": "gguf-bfloat16", "q8_0.gguf": "gguf-q8_0"}
 
 
 def _read(model: StoredModel) -> list[str]:

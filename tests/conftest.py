@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from batch_results import results_of
 from command_lines import write_text
-from llmc_samples import read_debug_state, read_model
+from llmc_samples import DEBUG_STATE, MODEL, read_debug_state, read_model
 from machines import Machines
 from small_runs import DISTURBED_STEPS, fit_in_parts
 
@@ -46,12 +46,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def golden_model():
-    return read_model(GOLDEN / "gpt2_small.bin")
+    return read_model(MODEL)
 
 
 @pytest.fixture(scope="session")
 def golden_state(golden_model):
-    return read_debug_state(GOLDEN / "gpt2_small_debug_state.bin", golden_model[0])
+    return read_debug_state(DEBUG_STATE, golden_model[0])
 
 
 @pytest.fixture(scope="session")

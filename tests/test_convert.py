@@ -10,20 +10,17 @@ import pytest
 from command_lines import SMALL as FLAGS
 from conftest import SMALL, random_parameters
 from full_disk import full_disk
-from llmc_samples import MODEL, peak_bytes
+from llmc_samples import peak_bytes
 
 import daskgpt
 from daskgpt import convert, generate, train
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.llmc import write_model
-from daskgpt.kernels.bfloat16.rounding import to_bfloat16
+from daskgpt.formats.huggingface import write_run_model
+from daskgpt.formats.stored_model import StoredModel
 from daskgpt.model.parameters import initial_parameters
 
-NAMES = {"huggingface": "folder", "llmc": "model.bin", "llmc-bfloat16": "model_bf16.bin", "daskgpt": "m.safetensors"}
-
-
-def rounded(values):
-    return (to_bfloat16(values).astype(np.uint32) << 16).view(np.float32)
+MODEL = replace(SMALL, channels=32, vocabulary=257, padded_vocabulary=272)
+NAMES = {"huggingface": "folder", "daskgpt": "m.safetensors", "gguf": "m.gguf"}
 
 
 def called(command, *arguments):
@@ -32,13 +29,12 @@ def called(command, *arguments):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """The same model in every format, its values such that bfloat16 holds them."""
-    folder = tmp_path_factory.mktemp("sources")
-    parameters = {name: rounded(v) for name, v in random_parameters(SMALL, np.random.default_rng(1)).items()}
-    daskgpt.save(folder / NAMES["daskgpt"], SMALL, parameters, encoding="bytes", sequence_length=8)
-    daskgpt.save(folder / NAMES["llmc"], SMALL, parameters)
-    write_model(folder / NAMES["llmc-bfloat16"], SMALL, parameters, version=5)
-    called(convert, folder / NAMES["daskgpt"], folder / NAMES["huggingface"])
+    """The same model in every format."""
+    pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
+    folder, parameters = tmp_path_factory.mktemp("sources"), random_parameters(MODEL, np.random.default_rng(1))
+    daskgpt.save(folder / NAMES["daskgpt"], MODEL, parameters, encoding="bytes", sequence_length=8)
+    for target in ("huggingface", "gguf"):
+        called(convert, folder / NAMES["daskgpt"], folder / NAMES[target])
     return folder, parameters
 
 
@@ -48,14 +44,12 @@ def test_every_pair(sources, tmp_path, source, target, capsys):
     called(convert, folder / NAMES[source], tmp_path / NAMES[target])
     told = capsys.readouterr().out
     config, tensors = daskgpt.load(tmp_path / NAMES[target])
-    assert config == replace(SMALL, padded_vocabulary=config.padded_vocabulary)
-    # Padding: llm.c has multiples of 128 rows, Hugging Face none, this program keeps what there is.
-    rows = {"huggingface": 29, "daskgpt": 29 if source == "huggingface" else 32}
-    assert config.padded_vocabulary == rows.get(target, 128)
-    assert ("rows of padding of wte.weight left out" in told) == (target == "huggingface" != source)
-    assert ("to 128, as llm.c has them" in told) == target.startswith("llmc")
+    # Padding: other programs have none, this one keeps what there is.
+    padded = source == target == "daskgpt"
+    assert config == (MODEL if padded else replace(MODEL, padded_vocabulary=257))
+    assert ("rows of padding of wte.weight left out" in told) == (target == "huggingface" and source == "daskgpt")
     for name, values in parameters.items():
-        values = values[:29] if name == "wte.weight" else values
+        values = values[:257] if name == "wte.weight" else values
         assert tensors[name][: len(values)].tobytes() == values.tobytes(), name
         assert not tensors[name][len(values) :].any()
     assert sorted(path.name for path in tmp_path.iterdir()) == [NAMES[target]]
@@ -66,14 +60,14 @@ def test_trained_run_converts_to_every_format(small_text, tmp_path, capsys):
     called(train, "--data", small_text, *FLAGS, "--steps", 3, "--sample-tokens", 0, "--out", out)
     called(convert, out, tmp_path / "hf")
     assert re.search(r"257 token ids \(bytes\)[\s\S]*tokenizer.json", capsys.readouterr().out)
-    called(convert, tmp_path / "hf", tmp_path / "m.bin")
+    called(convert, tmp_path / "hf", tmp_path / "m.safetensors")
     capsys.readouterr()
     written = set()
     for path in (out, tmp_path / "hf", tmp_path / "hf" / "model.safetensors"):
         called(generate, path, "--prompt", "line", "--tokens", 20)
         written.add(capsys.readouterr().out)
     assert len(written) == 1
-    for path in (tmp_path / "hf", tmp_path / "m.bin"):
+    for path in (tmp_path / "hf", tmp_path / "m.safetensors"):
         more = ("--steps", 1, "--sample-tokens", 0, "--batch-size", 2, "--sequence-length", 16)
         called(train, "--init", path, "--data", small_text, *more, "--out", tmp_path / f"again-{path.name}")
 
@@ -84,22 +78,24 @@ def bad(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").write_text("x")
     os.mkfifo(tmp_path / "pipe")
-    wrong = random_parameters(SMALL, np.random.default_rng(1)) | {"ln_f.bias": np.full(SMALL.channels, np.nan, "f4")}
-    write_model(tmp_path / "nan.bin", SMALL, wrong)
+    right = random_parameters(SMALL, np.random.default_rng(1))
+    wrong = right | {"ln_f.bias": np.full(SMALL.channels, np.nan, "f4")}
+    for name, parameters in (("good.safetensors", right), ("nan.safetensors", wrong)):
+        write_run_model(tmp_path / name, StoredModel(SMALL, parameters))
     for name, content in (("b.safetensors", b"x"), ("ckpt.pt", b"PK\3\4")):
         (tmp_path / name).write_bytes(content)
     return tmp_path
 
 
 REFUSED = [
-    (MODEL, "model.pt", [], ValueError, "name must say the format"),
-    (MODEL, "taken", [], ValueError, "must be new"),
-    (MODEL, "taken", ["--to", "llmc"], ValueError, "must be new"),
-    (MODEL, "no/folder", [], FileNotFoundError, "folder must exist"),
+    ("good.safetensors", "model.pt", [], ValueError, "name must say the format"),
+    ("good.safetensors", "taken", [], ValueError, "must be new"),
+    ("good.safetensors", "taken", ["--to", "gguf"], ValueError, "must be new"),
+    ("good.safetensors", "no/folder", [], FileNotFoundError, "folder must exist"),
     ("b.safetensors", "out", [], ValueError, "b.safetensors"),
     ("ckpt.pt", "out", [], ValueError, "ckpt.pt"),
     ("pipe", "out", [], ValueError, "must be a regular file or a folder"),
-    *(("nan.bin", name, [], ValueError, "convert: .* ln_f.bias must be finite") for name in NAMES.values()),
+    *(("nan.safetensors", name, [], ValueError, "convert: .* ln_f.bias must be finite") for name in NAMES.values()),
     ("nowhere", "out", [], FileNotFoundError, "nowhere"),
 ]
 
@@ -112,9 +108,9 @@ def test_bad_paths_are_refused(bad, source, target, more, error, keyword):
     assert sorted(bad.rglob("*")) == before
 
 
-def test_partial_folder_does_not_appear(tmp_path):
-    with full_disk(300_000), pytest.raises(OSError, match="File too large"):
-        convert.main([str(MODEL), str(tmp_path / "out")])
+def test_partial_folder_does_not_appear(sources, tmp_path):
+    with full_disk(50_000), pytest.raises(OSError, match="File too large"):
+        called(convert, sources[0] / NAMES["daskgpt"], tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -123,8 +119,8 @@ def test_conversion_streams_tensors(tmp_path):
     parameters = initial_parameters(config, seed=0)
     size = sum(values.nbytes for values in parameters.values())
     assert peak_bytes(daskgpt.save, tmp_path / "m.safetensors", config, parameters) < 0.2 * size
-    paths = [str(tmp_path / name) for name in ("m.safetensors", "hf", "a.bin", "bf16.bin", "c.safetensors")]
+    paths = [str(tmp_path / name) for name in ("m.safetensors", "hf", "c.safetensors")]
     for source, target in itertools.pairwise(paths):
-        # A second copy would be a whole (or in bfloat16 half a) size; one tensor is less than a fortieth of it.
+        # A second copy would be a whole size; one tensor is less than a fortieth of it.
         assert peak_bytes(convert.main, [source, target]) < 0.2 * size, target
         assert peak_bytes(daskgpt.load, target) < 1.2 * size, target

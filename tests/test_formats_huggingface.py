@@ -6,6 +6,7 @@ from importlib.metadata import files
 import numpy as np
 import pytest
 from conftest import random_parameters
+from llmc_samples import MODEL
 from safetensors.numpy import save_file
 
 import daskgpt
@@ -254,6 +255,7 @@ NO_MODEL = [
     (b"PK\3\4" + bytes(100), "ckpt.pt", "pickled"),
     (b"\x80\x02\x95" + bytes(100), "model", "pickled"),
     (b"\x80", "model", "first bytes=80"),
+    (MODEL.read_bytes(), "model.bin", "first bytes=c6 d7 34 01"),  # llm.c's
     (b"(dp0\n", "meta.pkl", "pickled"),
 ]
 

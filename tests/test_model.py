@@ -33,9 +33,8 @@ def lazy_batch(batch, chunk):
 @pytest.mark.parametrize(("chunk", "scheduler"), [((4, 32), "sync"), ((1, 8), "threads"), ((2, 16), "threads")])
 def test_golden_logits_loss_and_gradients(chunk, scheduler, precision):
     cut = {"batch_chunk": chunk[0], "sequence_chunk": chunk[1], "scheduler": scheduler, "threads": 2}
-    files = GOLDEN / "gpt2_small.bin", GOLDEN / "gpt2_small_debug_state.bin"
     with multiplying(precision) as name:
-        shares = differences(*files, name, DataflowConfig(**cut))
+        shares = differences(name, DataflowConfig(**cut))
     assert len(shares) == 18
     assert max(shares.values()) <= TOLERANCE[name], shares
 

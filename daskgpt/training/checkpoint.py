@@ -303,8 +303,8 @@ def load(path: str | Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
 
     >>> import daskgpt
     >>> config = daskgpt.preset("tiny", blocks=1)
-    >>> daskgpt.save("model.bin", config, daskgpt.initial_parameters(config, seed=0))  # llm.c's format
-    >>> config, parameters = daskgpt.load("model.bin")
+    >>> daskgpt.save("model.safetensors", config, daskgpt.initial_parameters(config, seed=0))
+    >>> config, parameters = daskgpt.load("model.safetensors")
     >>> config.blocks, parameters["ln_f.weight"].dtype
     (1, dtype('float32'))
     """

@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from batch_results import results_of
-from conftest import GOLDEN
-from llmc_samples import DebugState, read_debug_state, write_debug_state
+from llmc_samples import DEBUG_STATE_MAGIC, MODEL, MODEL_MAGIC, SIZES, DebugState, read_debug_state, read_model
 from steps import run_step, state_of, step_of
 
 import daskgpt
-from daskgpt import convert
 from daskgpt.config.run import OptimizerConfig
+from daskgpt.model.parameters import parameter_shapes
 
 SOURCE = os.environ.get("LLMC_SOURCE", "")
 pytestmark = pytest.mark.skipif(not (SOURCE and shutil.which("gcc")), reason="needs LLMC_SOURCE and gcc")
@@ -31,6 +30,29 @@ BUILD = ["gcc", "-Ofast", "-fopenmp", "-march=native", "test_gpt2.c", "-o", "tes
 OPTIMIZER = OptimizerConfig(
     schedule="constant", learning_rate=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decay="all"
 )
+
+
+def write_file(path, header, arrays):
+    numbers = np.zeros(256, "<i4")
+    numbers[: len(header)] = header
+    path.write_bytes(b"".join(np.ascontiguousarray(values).tobytes() for values in (numbers, *arrays)))
+
+
+def write_model(path, config, parameters):
+    """Write a model file, version 3, with rows of padding to a multiple of 128, as the program wants."""
+    rows = -(-config.padded_vocabulary // 128) * 128
+    padded = np.pad(parameters["wte.weight"], [(0, rows - config.padded_vocabulary), (0, 0)])
+    sizes = vars(config) | {"padded_vocabulary": rows}
+    arrays = parameters | {"wte.weight": padded}
+    header = [MODEL_MAGIC, 3, *(sizes[name] for name in SIZES)]
+    write_file(path, header, [arrays[name] for name in parameter_shapes(config)])
+
+
+def write_debug_state(path, config, state):
+    """Write a debug state, version 2."""
+    gradients = (state.gradients[name] for name in parameter_shapes(config))
+    arrays = state.tokens, state.targets, state.logits, np.array(state.loss, np.float32), *gradients
+    write_file(path, [DEBUG_STATE_MAGIC, 2, *state.tokens.shape], arrays)
 
 
 def computed(config, parameters, tokens, targets):
@@ -53,8 +75,7 @@ def write(folder, config, parameters, shape):
     tokens, targets = random.integers(0, config.vocabulary, (2, *shape)).astype(np.int32)
     state, losses = computed(config, parameters, tokens, targets)
     assert losses[0] - losses[-1] > 0.05  # the steps do something: a program that did not update would be refused
-    daskgpt.save(folder / "own.safetensors", config, parameters)
-    assert convert.main([str(folder / "own.safetensors"), str(folder / "gpt2_124M.bin")]) == 0
+    write_model(folder / "gpt2_124M.bin", config, parameters)
     write_debug_state(folder / "gpt2_124M_debug_state.bin", config, state)
     shutil.copytree(SOURCE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git", "*.bin"))
     text = (Path(SOURCE) / "test_gpt2.c").read_text()
@@ -70,7 +91,7 @@ def told(folder):
 
 
 def test_llmc_accepts_a_small_model_and_rejects_a_wrong_gradient(tmp_path):
-    config, parameters = daskgpt.load(GOLDEN / "gpt2_small.bin")
+    config, parameters = read_model(MODEL)
     write(tmp_path, config, parameters, (4, 32))
     output = told(tmp_path)
     assert output.count("TENSOR OK") == 16

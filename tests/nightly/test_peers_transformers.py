@@ -86,7 +86,7 @@ def test_reads_models_of_transformers(config, tmp_path):
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "shards", max_shard_size="20MB" if config.channels > 100 else "8KB")
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
-    for path in (tmp_path / "one", tmp_path / "shards", converted(tmp_path / "shards", tmp_path / "llmc.bin")):
+    for path in (tmp_path / "one", tmp_path / "shards", converted(tmp_path / "shards", tmp_path / "own.safetensors")):
         assert_same_logits(path, model)
 
 

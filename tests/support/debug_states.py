@@ -1,14 +1,11 @@
-"""Logits, loss and gradients of a model compared with llm.c's debug state of it."""
+"""Logits, loss and gradients of the golden model compared with its debug state."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from batch_results import results_of
-from llmc_samples import read_debug_state
+from llmc_samples import DEBUG_STATE, MODEL, read_debug_state, read_model
 
-import daskgpt
 from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.run import DataflowConfig
 from daskgpt.model.parameters import tensors
@@ -22,10 +19,10 @@ from daskgpt.training.autotune import ChunkChoice
 TOLERANCE = {"float32": 1e-4, "float64": 1e-6, "bfloat16": 3e-2}
 
 
-def differences(model: Path, debug_state: Path, precision: str, dataflow: DataflowConfig) -> dict[str, float]:
+def differences(precision: str, dataflow: DataflowConfig) -> dict[str, float]:
     """Return the largest difference of each tensor as a share of its largest magnitude, by the rows of the table."""
-    config, parameters = daskgpt.load(model)
-    state, arithmetic = read_debug_state(debug_state, config), precision_of(precision)
+    config, parameters = read_model(MODEL)
+    state, arithmetic = read_debug_state(DEBUG_STATE, config), precision_of(precision)
     batch, shape = (state.tokens, state.targets), state.tokens.shape
     with open_scheduler(dataflow.scheduler, dataflow.threads) as scheduler:
         chunk = ChunkChoice(config, shape, dataflow, scheduler.threads).first

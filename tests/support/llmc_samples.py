@@ -7,6 +7,7 @@ import math
 import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.llmc import DEBUG_STATE as DEBUG_STATE_MAGIC
-from daskgpt.formats.llmc import HEADER_BYTES, TOKENS, header_of, open_model, read_header
+from daskgpt.formats.llmc import HEADER_BYTES, token_header
 from daskgpt.formats.safetensors import TensorFiles
 from daskgpt.model.parameters import parameter_shapes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODEL = GOLDEN / "gpt2_small.bin"
 DEBUG_STATE = GOLDEN / "gpt2_small_debug_state.bin"
-CONFIG = ModelConfig(blocks=3, heads=4, channels=64, vocabulary=509, padded_vocabulary=512, positions=64)
+MODEL_MAGIC, DEBUG_STATE_MAGIC = 20240326, 20240327
+SIZES = ("positions", "vocabulary", "blocks", "heads", "channels", "padded_vocabulary")  # in the header of a model
 SMALL = ModelConfig(blocks=2, heads=2, channels=4, vocabulary=5, padded_vocabulary=8, positions=6)
 
 
@@ -43,40 +44,41 @@ class DebugState:
     gradients: dict[str, np.ndarray]
 
 
-def read_debug_state(path: str | Path, config: ModelConfig) -> DebugState:
+def _read(path: Path, kind: int, version: int) -> tuple[list[int], np.ndarray]:
+    """Return the numbers of a header after kind and version, and the file's values as float32."""
+    header = np.fromfile(path, "<i4", 256).tolist()
+    assert header[:2] == [kind, version]
+    return header[2:], np.fromfile(path, "<f4", offset=HEADER_BYTES)
+
+
+def _cut(values: np.ndarray, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Return the arrays that values hold one after another."""
+    ends = list(accumulate(map(math.prod, shapes.values())))
+    assert values.size == ends[-1]
+    parts = np.split(values, ends[:-1])
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def read_model(path: Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
+    """Read a model file of llm.c's, version 3. Source   llm.c, train_gpt2.py: write_model"""
+    sizes, values = _read(path, MODEL_MAGIC, 3)
+    config = ModelConfig(**dict(zip(SIZES, sizes)))
+    return config, _cut(values, parameter_shapes(config))
+
+
+def read_debug_state(path: Path, config: ModelConfig) -> DebugState:
     """Read a debug state of llm.c's; `config` is that of its model. Source   llm.c, train_gpt2.py: write_state"""
-    batch = tuple(read_header(Path(path), "read_debug_state", DEBUG_STATE_MAGIC, (2,))[2:4])
-    shapes: dict[str, tuple[int, ...]] = {"tokens": batch, "targets": batch, "logits": (*batch, config.vocabulary)}
-    shapes |= {"loss": ()} | parameter_shapes(config)
-    assert Path(path).stat().st_size == HEADER_BYTES + 4 * sum(map(math.prod, shapes.values()))
-    with open(path, "rb") as file:
-        file.seek(HEADER_BYTES)
-        dtypes = {"tokens": "<i4", "targets": "<i4"}
-        values = {
-            n: np.fromfile(file, dtypes.get(n, "<f4"), math.prod(shape)).reshape(shape) for n, shape in shapes.items()
-        }
-    tokens, targets, logits, loss = (values.pop(name) for name in ("tokens", "targets", "logits", "loss"))
-    return DebugState(tokens, targets, logits, float(loss), values)
-
-
-def read_model(path: str | Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
-    """Read the configuration and the parameters of a model file of llm.c's."""
-    model = open_model(path).loaded()
-    return model.config, dict(model.parameters)
-
-
-def write_debug_state(path: str | Path, config: ModelConfig, state: DebugState) -> None:
-    """Write a debug state of llm.c's, version 2."""
-    gradients = (state.gradients[name] for name in parameter_shapes(config))
-    with open(path, "wb") as file:
-        file.write(header_of(DEBUG_STATE_MAGIC, 2, *state.tokens.shape))
-        for values in (state.tokens, state.targets, state.logits, np.float32(state.loss), *gradients):
-            file.write(np.ascontiguousarray(values).tobytes())
+    header, values = _read(path, DEBUG_STATE_MAGIC, 2)
+    shape = tuple(header[:2])
+    shapes: dict[str, tuple[int, ...]] = {"tokens": shape, "targets": shape, "logits": (*shape, config.vocabulary)}
+    arrays = _cut(values, shapes | {"loss": ()} | parameter_shapes(config))
+    tokens, targets, logits, loss = (arrays.pop(name) for name in ("tokens", "targets", "logits", "loss"))
+    return DebugState(tokens.view("<i4"), targets.view("<i4"), logits, float(loss), arrays)
 
 
 def write_tokens(path: str | Path, tokens: np.ndarray) -> None:
     """Write a token file of llm.c's."""
-    Path(path).write_bytes(header_of(TOKENS, 1, tokens.size) + tokens.astype("<u2").tobytes())
+    Path(path).write_bytes(token_header(np.dtype(np.uint16), tokens.size) + tokens.astype("<u2").tobytes())
 
 
 def in_shards(path: Path, most: int) -> Path:
