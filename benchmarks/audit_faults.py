@@ -30,8 +30,7 @@ import numpy as np
 
 from daskgpt.config.files import digest_of
 from daskgpt.data.dataset import BatchLoader
-from daskgpt.formats.huggingface import MODEL, open_run_model
-from daskgpt.formats.safetensors import TensorFiles, tensor_path
+from daskgpt.formats.safetensors import MODEL, TensorFiles, open_run_model, tensor_path
 from daskgpt.model import step
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.audit import Audit, Verdict

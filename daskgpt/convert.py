@@ -42,12 +42,11 @@ from pathlib import Path
 
 from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command
-from daskgpt.data.tokenizer import encoding_of, end_of_text_id, get_encoding, vocabulary_size
+from daskgpt.data.tokenizer import encoding_of, get_encoding, vocabulary_size
 from daskgpt.formats.gguf import DTYPES, write_gguf
-from daskgpt.formats.huggingface import write_huggingface, write_run_model
-from daskgpt.formats.peft import write_peft
+from daskgpt.formats.huggingface import write_huggingface, write_peft
+from daskgpt.formats.safetensors import write_run_model
 from daskgpt.formats.stored_model import StoredModel
-from daskgpt.formats.tokenizer_folder import tokenizer_files
 from daskgpt.model.parameters import check_finite, parameter_count, tensors
 from daskgpt.training.checkpoint import open_model_of
 
@@ -94,16 +93,13 @@ def _known_encoding(model: StoredModel) -> str:
 
 
 def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
-    files, end, bos, note = {}, None, None, f"no tokenizer: no encoding here has {model.config.vocabulary:,} token ids"
+    encoding, note = None, f"no tokenizer: no encoding here has {model.config.vocabulary:,} token ids"
     if name := _known_encoding(model):
-        end = end_of_text_id(name)
         try:
-            encoding = get_encoding(name)
-            files, note = tokenizer_files(encoding, model.config.positions), ""
-            bos = encoding.specials.get(encoding.bos_token)
+            encoding, note = get_encoding(name), ""
         except FileNotFoundError as error:  # the model is of use without
             note = f"no tokenizer: {error}"
-    write_huggingface(target, model, files, end_of_text=end, bos=bos)
+    write_huggingface(target, model, encoding)
     left_out = model.config.padded_vocabulary - model.config.vocabulary
     notes = [*_listed(target, "Hugging Face, float32"), *([f"note   {note}"] if note else [])]
     return notes + [f"note   {number_of(left_out, 'row')} of padding of wte.weight left out"] * (left_out > 0)

@@ -18,9 +18,8 @@ from small_runs import MODEL, fit_in_parts, same, stopping_at
 import daskgpt
 from daskgpt import audit, bisect, convert, train
 from daskgpt.config.files import digest_of_file
-from daskgpt.formats import huggingface
-from daskgpt.formats.huggingface import open_run_model, write_run_model
-from daskgpt.formats.peft import write_peft
+from daskgpt.formats import safetensors
+from daskgpt.formats.huggingface import write_peft
 from daskgpt.formats.safetensors import TensorFiles
 from daskgpt.generation.sampler import sample
 from daskgpt.model.parameters import (
@@ -37,7 +36,6 @@ from daskgpt.model.precision import values_of
 from daskgpt.model.step import weights_in
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.links import ranks_of
-from daskgpt.training import run_folder
 from daskgpt.training.checkpoint import open_model_of
 from daskgpt.training.rank_program import Pack
 
@@ -215,22 +213,9 @@ def test_base_that_is_not_there_is_reported_once(base, whole, tmp_path, capsys):
     assert "base.safetensors" not in printed.err
 
 
-def test_run_whose_files_do_not_name_their_base_is_resumed(small_text, whole, tmp_path, monkeypatch):
-    """As early versions wrote them; its next checkpoints do."""
-    out, file = tmp_path / "run", "latest/model.safetensors"
-    options = {"config": ADAPTED, "optimizer": OPTIMIZER, "save_every": 5, "keep": 5}
-    with monkeypatch.context() as early:
-        early.setattr(run_folder, "write_run_model", lambda *given: write_run_model(*given) and "")
-        fit_in_parts(small_text, out, "threads", stopping_at(7), **options)
-    assert open_run_model(out / file).base == ""
-    assert train.main(["--resume", str(out), "--scheduler", "sync"]) == 0
-    assert open_run_model(out / file).base == digest_of_file(out / "base.safetensors")
-    assert same(out, whole)
-
-
 def test_audit_reads_the_base_of_all_checkpoints_once(whole, tmp_path, monkeypatch):
     run, read = shutil.copytree(whole, tmp_path / "run", symlinks=True), []
-    monkeypatch.setattr(huggingface, "digest_of_file", lambda path: read.append(path) or digest_of_file(path))
+    monkeypatch.setattr(safetensors, "digest_of_file", lambda path: read.append(path) or digest_of_file(path))
     assert audit.main([str(run)]) == 0
     assert len(list(run.glob("step-*"))) > 1
     assert read.count(run / "base.safetensors") == 1

@@ -13,9 +13,8 @@ from daskgpt.data.dataset import BatchLoader, load_dataset
 from daskgpt.data.token_folder import read_manifest
 from daskgpt.data.tokenizer import encode, encoding_named, get_encoding, learn_encoding
 from daskgpt.formats import encoding as encodings
-from daskgpt.formats.byte_level import CHARACTERS, byte_level_bpe
-from daskgpt.formats.encoding import Encoding, know
-from daskgpt.formats.tokenizer_folder import tokenizer_files
+from daskgpt.formats.encoding import CHARACTERS, Encoding, byte_level_bpe, know
+from daskgpt.formats.huggingface import tokenizer_files
 
 ADDED = [
     {"content": "<|user|>", "special": True, "normalized": False},
@@ -28,24 +27,17 @@ FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": T
 LINE = "<|user|> the word, words <|end|>New York  the é日 The e\u0301 12\n<|endoftext|>the"
 
 
-def written(folder, pipeline=(), files="tokenizer_config.json"):
+def written(folder, pipeline=()):
     """A folder whose tokens are the bytes in their order, four merged ones, and ADDED from 261 on."""
     folder.mkdir()
     ids = {character: byte for byte, character in CHARACTERS.items()}
     ids |= {"th": 256, "the": 257, "Ġthe": 258, "12": 259, "<|endoftext|>": 260}
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("1", "2")]
-    added = [{"single_word": False, "lstrip": False, "rstrip": False, "normalized": True} | token for token in ADDED]
-    (folder / "tokenizer.json").write_text(
-        json.dumps(json.loads(byte_level_bpe(ids, merges).to_str()) | dict(pipeline))
-    )
+    added = [{"id": 261 + n} | FLAGS | token for n, token in enumerate(ADDED)]
+    content = json.loads(byte_level_bpe(ids, merges).to_str()) | {"added_tokens": added} | dict(pipeline)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
     config = {"eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    if files == "tokenizer_config.json":
-        config["added_tokens_decoder"] = {str(261 + n): token for n, token in enumerate(added)}
-    else:
-        pipeline = json.loads((folder / "tokenizer.json").read_text())
-        pipeline["added_tokens"] = [{"id": 261 + n} | FLAGS | token for n, token in enumerate(added)]
-        (folder / "tokenizer.json").write_text(json.dumps(pipeline))
-        (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": config.pop("eos_token")}))
+    config["added_tokens_decoder"] = {token["id"]: token for token in added}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -67,18 +59,17 @@ def changed(old, new):
 
 
 FOLDERS = {
-    "tokenizer_config.json": ({}, "tokenizer_config.json", PLAIN),
-    "special_tokens_map.json": ({}, "special_tokens_map.json", PLAIN),
-    "digits": ({"pre_tokenizer": DIGITS}, "tokenizer_config.json", changed([259], [*b"12"])),
-    "NFC": ({"normalizer": {"type": "NFC"}}, "tokenizer_config.json", changed([*b"e\xcc\x81"], [*"é".encode()])),
-    "limits": (LIMITS, "tokenizer_config.json", PLAIN),
+    "plain": ({}, PLAIN),
+    "digits": ({"pre_tokenizer": DIGITS}, changed([259], [*b"12"])),
+    "NFC": ({"normalizer": {"type": "NFC"}}, changed([*b"e\xcc\x81"], [*"é".encode()])),
+    "limits": (LIMITS, PLAIN),
 }
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_added_tokens_are_those_of_transformers(kind, tmp_path, monkeypatch):
-    pipeline, files, expected = FOLDERS[kind]
-    name = encoding_named(str(written(tmp_path / "folder", pipeline, files)))
+    pipeline, expected = FOLDERS[kind]
+    name = encoding_named(str(written(tmp_path / "folder", pipeline)))
     codec = get_encoding(name)
     assert encode(codec, LINE).tolist() == expected
     assert (codec.n_vocab, codec.eot_token, next(iter(codec.specials))) == (266, 262, "<|end|>")
@@ -86,6 +77,25 @@ def test_added_tokens_are_those_of_transformers(kind, tmp_path, monkeypatch):
     assert codec.decode([265]) == "é日"
     forget_vocabularies(monkeypatch)  # as in another process
     assert know(codec.content, "a model") == name
+
+
+def written_with(folder, settings):
+    config = written(folder) / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    return folder
+
+
+def test_an_ordinary_token_that_ends_a_text_is_recognized(tmp_path):
+    folder = written_with(tmp_path / "folder", {"eos_token": "<|endoftext|>"})
+    codec = get_encoding(encoding_named(str(folder)))
+    assert encode(codec, "the<|endoftext|>").tolist() == [257, codec.eot_token] == [257, 260]
+
+
+@pytest.mark.parametrize("settings", [{"eos_token": "<x>"}, {"added_tokens_decoder": {"266": {"content": "<x>"}}}])
+def test_tokens_that_only_the_settings_name_are_refused(settings, tmp_path):
+    folder = written_with(tmp_path / "folder", settings)
+    with pytest.raises(ValueError, match=r"must have every token that tokenizer_config.json names; .*missing=<x>\."):
+        encoding_named(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -101,9 +111,7 @@ def test_added_tokens_are_those_of_transformers(kind, tmp_path, monkeypatch):
     ],
 )
 def test_the_chat_template_and_the_token_that_begins_a_text(settings, expected, tmp_path):
-    folder = written(tmp_path / "folder")
-    config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    folder = written_with(tmp_path / "folder", settings)
     name = encoding_named(str(folder))
     template = template_of(get_encoding(name))
     assert (template and template.text([])) == expected

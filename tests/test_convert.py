@@ -15,7 +15,7 @@ from llmc_samples import peak_bytes
 import daskgpt
 from daskgpt import convert, generate, train
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.huggingface import write_run_model
+from daskgpt.formats.safetensors import write_run_model
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.model.parameters import initial_parameters
 

@@ -10,7 +10,7 @@ import daskgpt
 from daskgpt import convert
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.tokenizer import get_encoding, learn_encoding
-from daskgpt.formats.byte_level import decoded
+from daskgpt.formats.encoding import decoded
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
 NAMES = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm"}

@@ -23,7 +23,7 @@ import daskgpt
 from daskgpt import audit, train
 from daskgpt.data.dataset import load_dataset
 from daskgpt.data.tokenizer import get_encoding
-from daskgpt.formats.tokenizer_folder import tokenizer_files
+from daskgpt.formats.huggingface import tokenizer_files
 from daskgpt.training.run_folder import RunFolder
 
 THREADS = {"scheduler": "threads", "threads": 2, "batch_chunk": 2, "sequence_chunk": 16}

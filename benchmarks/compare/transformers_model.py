@@ -21,7 +21,7 @@ def model_of(config: ModelConfig, seed: int) -> Any:
     """Return their model with our initial values, read from a folder of theirs."""
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="daskgpt-") as folder:
-        write_huggingface(Path(folder) / "model", StoredModel(config, initial_parameters(config, seed)), {})
+        write_huggingface(Path(folder) / "model", StoredModel(config, initial_parameters(config, seed)))
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype=torch.float32)
     model.eval()
     model.generation_config.eos_token_id = None

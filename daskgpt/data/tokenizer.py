@@ -17,10 +17,21 @@ import tiktoken
 
 from daskgpt.config.errors import refusing, require
 from daskgpt.config.files import expanded
-from daskgpt.formats.byte_level import END_OF_TEXT, byte_level_bpe, decoded, named
-from daskgpt.formats.encoding import KNOWN, NAMED, Encoding, know_library, known_encoding, of_tokens, read_vocabulary
+from daskgpt.formats.encoding import (
+    END_OF_TEXT,
+    KNOWN,
+    NAMED,
+    Encoding,
+    byte_level_bpe,
+    decoded,
+    know_library,
+    known_encoding,
+    named,
+    of_tokens,
+    read_vocabulary,
+)
+from daskgpt.formats.huggingface import TOKENIZER, encoding_in
 from daskgpt.formats.llmc import id_dtype
-from daskgpt.formats.tokenizer_folder import TOKENIZER, encoding_in
 
 PADDING = 128  # greatest number of ids that a model may have beyond those of its encoding
 

@@ -1,33 +1,33 @@
-"""Models as safetensors: Hugging Face's folders of GPT-2, Llama and Qwen, and this program's own files.
-
-Hugging Face's folders have config.json, and optional files of a tokenizer. This program's own file has its
-configuration as metadata.
-"""
+"""Hugging Face's folders: models of GPT-2, Llama and Qwen, tokenizers, and adapters of its library `peft`."""
 
 from __future__ import annotations
 
 import json
 import re
-import zlib
-from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from daskgpt import __version__
-from daskgpt.config.errors import refusing, require, short
-from daskgpt.config.files import appearing, digest_of_file, write_file
+from daskgpt.config.errors import require, short
+from daskgpt.config.files import appearing, write_file
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rows import require_allowed
-from daskgpt.formats import safetensors
-from daskgpt.formats.encoding import is_learned, know, known_encoding
+from daskgpt.formats.encoding import (
+    END_OF_TEXT,
+    OTHERS,
+    SIZE_LIMIT,
+    Encoding,
+    check_byte_level,
+    know_library,
+    opened_library,
+    whole_files,
+)
+from daskgpt.formats.encoding import WHERE as READ_TOKENIZER
 from daskgpt.formats.layouts import (
     FAMILIES,
-    FOREIGN,
     GPT2,
     LLAMA,
     ROPE_SCALING,
@@ -35,16 +35,29 @@ from daskgpt.formats.layouts import (
     family_of,
     open_tensors,
     parts_of,
-    published_shapes,
 )
-from daskgpt.formats.safetensors import ENDING, ENTRY, INDEX_ENDING, TensorFiles
-from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel, config_from, held, read_json
-from daskgpt.formats.tokenizer_folder import encoding_in
-from daskgpt.model.parameters import trained_tensors
+from daskgpt.formats.safetensors import (
+    ENDING,
+    ENTRY,
+    INDEX_ENDING,
+    MODEL,
+    TensorFiles,
+    read_metadata,
+    tensor_path,
+    write_run_model,
+    write_tensor_file,
+)
+from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel, config_from, read_json
+from daskgpt.model.parameters import LORA_A, LORA_B, tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-MODEL, INDEX = f"model{ENDING}", f"model{INDEX_ENDING}"
+INDEX = f"model{INDEX_ENDING}"
+ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", f"adapter_model{ENDING}"
 READ, WRITE = "read_huggingface", "write_huggingface"
+TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+# Files of tokenizers in other forms.
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+OTHER_TOKENIZERS = ("merges.txt", *SENTENCEPIECE, "vocab.txt", "tekken.json")
 
 
 @dataclass(frozen=True)
@@ -109,15 +122,6 @@ MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias|model\.layers\.\d+\.self_attn\.
 HEAD = "lm_head.weight"
 DAMAGED = "The folder holds another kind of model, or is damaged: copy it again."
 
-# This program's own file.
-CHECK = "check"  # a part of the entry: a checksum of the others, since nothing else reveals a flipped bit there
-LEARNED = "vocabulary"  # a part of the entry, if the vocabulary was learned: the content of its file
-VERSION = 1
-BASE = f"base{ENDING}"  # the model that a run's adapters adapt
-ADAPTED = "base"  # a part of the entry, if the model has adapters: the SHA-256 of BASE
-READ_OWN, WRITE_OWN = "read_run_model", "write_run_model"
-ALONE = "Another program wrote it: a model of Hugging Face is read as a folder with config.json."
-
 
 def is_huggingface(path: Path) -> bool:
     """Return whether a path is a folder of a Hugging Face model, or a file of the model in one."""
@@ -140,7 +144,7 @@ def open_huggingface(path: FilePath) -> StoredModel:
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     family, config = _config_of(folder / CONFIG)
-    file = safetensors.tensor_path(folder)
+    file = tensor_path(folder)
     rule = f"the folder must hold {MODEL}, or {INDEX}"
     require(file.is_file(), READ, rule, {"path": folder}, ADVICE, FileNotFoundError)
     files, encoding, length = TensorFiles(file, READ), "", 0
@@ -216,20 +220,11 @@ def _json(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def write_huggingface(
-    folder: FilePath,
-    model: StoredModel,
-    tokenizer: Mapping[str, bytes],
-    *,
-    end_of_text: int | None = None,
-    bos: int | None = None,
-) -> None:
+def write_huggingface(folder: FilePath, model: StoredModel, encoding: Encoding | None = None) -> None:
     """Write a folder that transformers reads; it appears under its name only when it is complete.
 
-    folder        does not exist yet, or is empty
-    tokenizer     files to add to the model, by name
-    end_of_text   id of the token, None if unknown
-    bos           id of the token that begins a text, None if there is none: end-of-text separates texts then
+    folder     does not exist yet, or is empty
+    encoding   written as its tokenizer; without one, the folder has none, and names no end-of-text
 
     Layout   model.safetensors as `write_run_model` writes it, without rows of padding; float32
     Cost     memory of the largest tensor, if it is not float32 in `model`
@@ -239,14 +234,19 @@ def write_huggingface(
     """
     family = family_in_folder(model.config, WRITE)
     model = replace(model, config=replace(model.config, padded_vocabulary=model.config.vocabulary))
-    ids: dict[str, object] = {"bos_token_id": end_of_text if bos is None else bos, "eos_token_id": end_of_text}
+    ids: dict[str, object] = {"bos_token_id": None, "eos_token_id": None}
+    if encoding:  # where no token begins a text, end-of-text separates texts
+        end = encoding.eot_token
+        ids = {"bos_token_id": encoding.specials.get(encoding.bos_token, end), "eos_token_id": end}
+    files = {
+        CONFIG: _json_file(_fields(model.config, family) | ids),
+        GENERATION: _json_file(ids | {"_from_model_config": True}),
+    }
+    if encoding:
+        files |= tokenizer_files(encoding, model.config.positions)
     with appearing(folder, WRITE) as inside:
         write_run_model(inside / MODEL, model, family)
-        texts = {
-            CONFIG: json_text(_fields(model.config, family) | ids),
-            GENERATION: json_text(ids | {"_from_model_config": True}),
-        }
-        for name, content in (texts | dict(tokenizer)).items():
+        for name, content in files.items():
             write_file(inside / name, content, WRITE)
 
 
@@ -283,123 +283,105 @@ def _fields(config: ModelConfig, family: str) -> dict[str, object]:
     return names | sizes | meant | others | {"use_cache": True, "daskgpt_version": __version__}
 
 
-def json_text(content: Mapping[str, object]) -> bytes:
-    """Return an object as the JSON files of these folders have it."""
+def _json_file(content: Mapping[str, object]) -> bytes:
     return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
-# This program's own file
+# Tokenizers
 
 
-def write_run_model(path: FilePath, model: StoredModel, family: str = GPT2) -> str:
-    """Write a model as one file, which appears under its name only when it is complete and on the disk. Of a model with
-    adapters, the file has these alone, and those beside it share BASE, which has the other tensors.
+def encoding_in(folder: Path) -> str:
+    """Read the tokenizer of a folder, and return the name of its encoding; "" without one.
 
-    family   whose names and layout of tensors the file has; GPT-2's can hold every model
-
-    Layout   Hugging Face's, in the table's order; metadata "daskgpt": configuration, encoding with the content of a
-             learned one, sequence length, and of adapters the SHA-256 of BASE
-    Dtype    float32
-    Cost     16 MiB, and a tensor if tensors are read later
-    Returns  the SHA-256 of the file
-    Errors   TypeError for a tensor of another shape or dtype; FileNotFoundError if the folder is missing
+    Errors   ValueError naming the part that is not byte-level BPE, or a file that is damaged; for tokens that
+             tokenizer_config.json alone has, which transformers would add; if no token ends a text
+    Source   transformers, PreTrainedTokenizerBase._from_pretrained
     """
-    config, table = model.config, trained_tensors(model.config)
-    places = {part.name: (tensor, part) for tensor in table.values() for part in parts_of(config, tensor, family)}
-
-    def view(name: str) -> np.ndarray:
-        tensor, part = places[name]
-        values = held(tensor.shape, model.parameters[tensor.name])[part.rows]
-        if part.transposed:
-            return values.T
-        # Padding is left out if all of its bits are 0, as training leaves them; another program's values are kept.
-        rows = published_shapes(config, tensor, part)[0][0]
-        return values if values[rows:].tobytes().strip(b"\0") else values[:rows]
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, (tensor, part) in places.items():
-        possible = published_shapes(config, tensor, part)
-        # Only the shape of the token table depends on its values.
-        shapes[name] = possible[0] if len(possible) == 1 else view(name).shape
-    entry: dict[str, object] = {"version": VERSION, "daskgpt": __version__, "model": asdict(config)}
-    entry |= {"encoding": model.encoding, "sequence_length": model.sequence_length}
-    if is_learned(model.encoding):  # no other place has it
-        entry[LEARNED] = known_encoding(model.encoding).content
-    if config.lora:
-        entry[ADAPTED] = model.base
-    # transformers reads a file only if its metadata names a library; the layout is the same for all.
-    metadata = {"format": "pt", ENTRY: json.dumps(entry | {CHECK: _checksum(entry)})}
-    return safetensors.write_tensor_file(path, shapes, view, metadata, where=WRITE_OWN)
-
-
-def _checksum(entry: Mapping[str, object]) -> int:
-    return zlib.crc32(json.dumps(entry, sort_keys=True).encode())
+    if not (folder / TOKENIZER).is_file():
+        others = [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]
+        rule, advice = f"a folder's tokenizer must be {TOKENIZER}", f"transformers writes it. {OTHERS}"
+        require(not others, READ_TOKENIZER, rule, {"path": folder, "files": ", ".join(others)}, advice)
+        return ""
+    with whole_files(folder):
+        library = opened_library(_read(folder / TOKENIZER), folder)
+        check_byte_level(folder, library)
+        settings = _read(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+        template = _template_in(folder, settings.get("chat_template"))
+        eos, bos = (_content(settings.get(name) or "") for name in ("eos_token", "bos_token"))
+        added = map(_content, settings.get("added_tokens_decoder", {}).values())
+        ids = library.get_vocab()
+        missing = [name for name in (eos, bos, *added) if name and name not in ids]
+    rule = f"{TOKENIZER} must have every token that {SETTINGS} names"
+    got = {"path": folder, "missing": short(", ".join(missing))}
+    require(not missing, READ_TOKENIZER, rule, got, "Save the tokenizer again with transformers.")
+    end = eos or END_OF_TEXT
+    got = {"path": folder, "eos_token": "missing"}
+    require(end in ids, READ_TOKENIZER, "a token must end a text", got, f"Name it in {SETTINGS}: eos_token.")
+    recognized = {token.content for token in library.get_added_tokens_decoder().values()}
+    library.add_special_tokens([name for name in (eos, bos) if name and name not in recognized])
+    library.no_truncation()
+    library.no_padding()
+    return know_library(library, end, str(folder), chat_template=template, bos_token=bos)
 
 
-def open_run_model(path: FilePath) -> StoredModel:
-    """Open a model that `write_run_model` wrote. All headers are checked before a tensor is read.
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path, READ_TOKENIZER, path.name, SIZE_LIMIT)
 
-    The tensors that adapters adapt are those of BASE, beside the folder of the file.
 
-    Shapes   those of parameter_shapes; rows of padding that the file leaves out are 0
-    Dtype    float32
-    Cost     of adapters: reads BASE once in a process
-    Errors   FileNotFoundError, also for adapters beside another BASE than theirs; ValueError for a file that is no
-             safetensors, truncated, or longer than its header says, for metadata without a configuration, and for
-             tensors that are missing, unknown, or of another shape or dtype
+def _content(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def tokenizer_files(encoding: Encoding, positions: int) -> dict[str, bytes]:
+    """Return the files of a tokenizer by name: tokenizer.json and tokenizer_config.json.
+
+    positions   longest sequence of the model [tokens]
     """
-    path = Path(path)
-    files = TensorFiles(path, READ_OWN)
-    config, encoding, length, sha256 = read_metadata(path, files.metadata)
-    parameters: Mapping[str, np.ndarray] = open_tensors(
-        path, files, config, READ_OWN, lambda tensor: parts_of(config, tensor)
-    )
-    paths: tuple[Path, ...] = (path,)
-    if config.lora:
-        places = [folder.parent.parent / BASE for folder in (path.resolve(), path.absolute())]
-        file = next(filter(Path.is_file, places), places[0])
-        is_there = file.is_file() and file.resolve() != path.resolve()
-        rule = "adapters must have the model that they were trained with beside their folder"
-        got = {"path": path, "model": f"{file} ({'another one, or damaged' if is_there else 'missing'})"}
-        refused = READ_OWN, rule, got, "Copy the whole run folder.", FileNotFoundError
-        require(is_there and sha256 in ("", digest_of_base(file)), *refused)  # early files do not name theirs
-        base = open_run_model(file)
-        require(base.config == replace(config, lora=0), *refused)
-        parameters, paths = ChainMap(parameters, base.parameters), (path, *base.files)  # type: ignore[arg-type]
-    return StoredModel(config, parameters, encoding, length, "daskgpt", "float32", paths, base=sha256)
+    end = next(iter(encoding.specials))
+    settings: dict[str, object] = {"bos_token": encoding.bos_token or None, "eos_token": end, "unk_token": end}
+    settings |= {"model_max_length": positions, "tokenizer_class": "PreTrainedTokenizerFast"}
+    if encoding.chat_template:
+        settings["chat_template"] = encoding.chat_template
+    return {TOKENIZER: encoding.library.to_str().encode(), SETTINGS: json.dumps(settings).encode()}
 
 
-def digest_of_base(path: Path) -> str:
-    """Return the SHA-256 of a file, which is read again only if it has changed. Errors   OSError"""
-    status = path.stat()
-    return _digest(path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+def _template_in(folder: Path, said: Any) -> str:
+    """Return a folder's chat template: that of its own file, or what the settings say; of several, `default`."""
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    if isinstance(said, list):
+        said = {template["name"]: template["template"] for template in said}.get("default")
+    return said if isinstance(said, str) else ""
 
 
-@lru_cache
-def _digest(path: Path, *version: int) -> str:
-    return digest_of_file(path)
+# Adapters
 
 
-def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig, str, int, str]:
-    """Return configuration, encoding, sequence length and, of adapters, the SHA-256 of BASE in the metadata of a file.
+def write_peft(folder: FilePath, model: StoredModel) -> None:
+    """Write the adapters of a model, which were merged; the folder appears under its name only when it is complete.
 
-    Errors   ValueError if they are missing or changed
+    Layout   each linear layer of transformers has its own adapter; those of queries, keys and values, and of gate and
+             up, have a common A. The scale lora_alpha / r is 1
+    Errors   ValueError for a model without adapters, or that Hugging Face's formats cannot express
+    Source   peft, LoraConfig and save_pretrained
     """
-    rule = f"the metadata must have an entry {ENTRY} with the model's configuration"
-    got: dict[str, object] = {"path": path, "entries": short(", ".join(sorted(metadata)), 80) or "none"}
-    require(ENTRY in metadata, READ_OWN, rule, got, ALONE)
-    rule = f"the metadata's {ENTRY} must match its checksum"
-    errors = (ValueError, RecursionError, AttributeError, TypeError, KeyError)
-    with refusing(errors, READ_OWN, rule, {"path": path}, FOREIGN):
-        entry = json.loads(metadata[ENTRY])
-        check = entry.pop(CHECK)
-    require(check == _checksum(entry), READ_OWN, rule, {"path": path, CHECK: short(check)}, FOREIGN)
-    rule, advice = f"the version must be {VERSION}", "Read it with the daskgpt that wrote it, or a newer one."
-    require(entry["version"] == VERSION, READ_OWN, rule, {"path": path, "version": short(entry["version"])}, advice)
-    if LEARNED in entry:
-        know(entry[LEARNED], str(path))
-    rule = "the metadata must describe a model that is supported"
-    with refusing((ValueError, TypeError), READ_OWN, rule, {"path": path}, advice):
-        config = ModelConfig(**entry["model"])  # a setting that is newer than the file has its default
-        require_allowed(map(str, asdict(config).values()), READ_OWN)
-    return config, entry["encoding"], entry["sequence_length"], entry.get(ADAPTED, "")
+    where = "write_peft"
+    rule, advice = "the model must have adapters", "Give a run that was trained with --lora."
+    require(bool(model.adapters), where, rule, {"lora": 0}, advice)
+    config, family = model.config, family_in_folder(model.config, where)
+    prefix = "base_model.model." + ("transformer." if family == GPT2 else "")
+    arrays: dict[str, np.ndarray] = {}
+    for name, tensor in tensors(config).items():
+        for part in parts_of(config, tensor, family) if tensor.row.is_conv1d else ():
+            layer, ours = prefix + part.name.removesuffix(".weight"), name.removesuffix(".weight")
+            arrays[f"{layer}.lora_A.weight"] = model.adapters[ours + LORA_A]
+            arrays[f"{layer}.lora_B.weight"] = model.adapters[ours + LORA_B][part.rows]
+    shapes = {name: array.shape for name, array in arrays.items()}
+    modules = sorted({name.split(".")[-3] for name in arrays})
+    rank = next(iter(shapes.values()))[0]
+    settings: dict[str, object] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
+    settings |= {"r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "target_modules": modules}
+    settings |= {"fan_in_fan_out": family == GPT2, "inference_mode": True, "base_model_name_or_path": None}
+    with appearing(Path(folder), where) as inside:
+        write_tensor_file(inside / ADAPTERS, shapes, arrays.__getitem__, {"format": "pt"}, where=where)
+        write_file(inside / ADAPTER_CONFIG, _json_file(settings), where)

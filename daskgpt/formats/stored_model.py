@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,24 +89,6 @@ class StoredModel:
 
 
 # Tensors in files
-
-
-def require_defaults(
-    config: ModelConfig, names: Collection[str], where: str, file: str, choices: Mapping[str, Any] | None = None
-) -> None:
-    """Check that all settings that a format cannot hold are those that a reader would assume.
-
-    names    names of the settings that the file holds
-    file     name of the file, for error messages
-    choices  settings of all models in such files that are not GPT-2's
-
-    Errors   ValueError
-    """
-    shortest = config.shortest()
-    for f in fields(config):
-        value, wanted = getattr(shortest, f.name), (choices or {}).get(f.name, f.default)
-        rule, advice = f"{file} has no {f.name}, which must be {wanted}", "Write a .safetensors file instead."
-        require(f.name in names or value == wanted, where, rule, {f.name: value}, advice)
 
 
 def config_from(settings: Mapping[str, Any], path: Path, where: str, rule: str) -> ModelConfig:

@@ -44,10 +44,16 @@ from daskgpt.config.files import (
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.tokenizer import encoding_named, encoding_of_model
 from daskgpt.formats.encoding import KNOWN, NAMED
-from daskgpt.formats.huggingface import MODEL as MODEL_FILE
-from daskgpt.formats.huggingface import open_run_model, write_run_model
 from daskgpt.formats.models import model_path, open_model_file
-from daskgpt.formats.safetensors import ENDING, TensorFiles, tensor_path, write_tensor_file
+from daskgpt.formats.safetensors import (
+    ENDING,
+    TensorFiles,
+    open_run_model,
+    tensor_path,
+    write_run_model,
+    write_tensor_file,
+)
+from daskgpt.formats.safetensors import MODEL as MODEL_FILE
 from daskgpt.formats.stored_model import StoredModel, in_memory, read_json
 from daskgpt.model.parameters import Tensor
 

@@ -28,8 +28,8 @@ from daskgpt.config.groups import Groups
 from daskgpt.config.run import DataflowConfig, RunConfig
 from daskgpt.config.settings import Checked, setting
 from daskgpt.data.dataset import BatchLoader
-from daskgpt.formats.huggingface import BASE
 from daskgpt.formats.models import open_model_file
+from daskgpt.formats.safetensors import BASE
 from daskgpt.formats.stored_model import read_json
 from daskgpt.graph.calls import Origin
 from daskgpt.kernels.dropout import streams

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import advice_on, locked, write_file, written
-from daskgpt.formats.huggingface import BASE, digest_of_base, write_run_model
+from daskgpt.formats.safetensors import BASE, digest_of_base, write_run_model
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.model.parameters import ReadLater, trained_tensors
 from daskgpt.model.precision import values_of

@@ -61,7 +61,7 @@ def _model(name: str) -> Callable[[Path], dict[str, Any]]:
 
 
 def _write_folder(folder: Path, shard_bytes: int = 0) -> None:
-    write_huggingface(folder / "hf", StoredModel(SMALL, _parameters(), "bytes", 4), {})
+    write_huggingface(folder / "hf", StoredModel(SMALL, _parameters(), "bytes", 4))
     if shard_bytes:
         in_shards(folder / "hf" / "model.safetensors", shard_bytes)
 

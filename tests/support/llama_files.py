@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from daskgpt.formats.byte_level import CHARACTERS
+from daskgpt.formats.encoding import CHARACTERS
 
 Tensors = dict[str, np.ndarray]
 FIELDS: dict[str, Any] = {
