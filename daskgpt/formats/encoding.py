@@ -188,17 +188,6 @@ def read_vocabulary(path: FilePath) -> str:
     return know(content, str(path))
 
 
-def opened_library(content: object, origin: FilePath) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json's content.
-
-    Errors   as the library raises them; ValueError for an id that is too large
-    """
-    library = Tokenizer.from_str(json.dumps(content))
-    largest = max(library.get_vocab().values(), default=0)
-    require(largest < IDS, WHERE, f"every id must be below {IDS:,}", {"path": origin, "id": largest}, OTHERS)
-    return library
-
-
 def know_library(library: Tokenizer, end_of_text: str, origin: str, **others: str | bool) -> str:
     """Make a tokenizer available as an encoding, and return its name, as `know`.
 
@@ -215,7 +204,7 @@ def know(content: str, origin: str) -> str:
     content   the text that is kept of it
     origin    where it comes from, for error messages
 
-    Errors    ValueError if it is no such text
+    Errors    ValueError if it is no such text, or a tokenizer of another kind, with the part that differs
     """
     with whole_files(origin):
         digest = _digest(content)
@@ -235,11 +224,14 @@ def know(content: str, origin: str) -> str:
 def _parsed(digest: str, content: str, origin: str) -> Encoding:
     fields = json.loads(content)
     end, learned, template = fields["end_of_text"], bool(fields.get("learned")), fields.get("chat_template", "")
-    pipeline = opened_library(fields["tokenizer"], origin)
+    pipeline = Tokenizer.from_str(json.dumps(fields["tokenizer"]))
+    _check_byte_level(pipeline, origin)
     ids: dict[str, int] = pipeline.get_vocab()
+    largest = max(ids.values())
+    require(largest < IDS, WHERE, f"every id must be below {IDS:,}", {"path": origin, "id": largest}, OTHERS)
     require(end in ids, WHERE, "end_of_text must name a token", {"path": origin, "end_of_text": end}, OTHERS)
     added = pipeline.get_added_tokens_decoder()
-    tokens = [b""] * (max(ids.values()) + 1)
+    tokens = [b""] * (largest + 1)
     for token, i in ids.items():
         plain = (i in added and len(token) > 1) or not BYTES.keys() >= set(token)
         tokens[i] = token.encode() if plain else decoded(token)
@@ -345,7 +337,7 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
     return merges
 
 
-def check_byte_level(origin: Path, library: Tokenizer) -> None:
+def _check_byte_level(library: Tokenizer, origin: str) -> None:
     """Check that a tokenizer is byte-level BPE: a text has always the same tokens, and each has its bytes.
 
     Errors   ValueError naming the part that differs

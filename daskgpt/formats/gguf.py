@@ -26,7 +26,6 @@ from daskgpt.formats.encoding import (
     SPLITTINGS,
     Encoding,
     byte_level_bpe,
-    check_byte_level,
     know_library,
     named,
     splitting_of,
@@ -188,7 +187,6 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
         added = [AddedToken(token, special=control, normalized=False) for token, control in special.items()]
         library = byte_level_bpe(ids, merges, tokenizer["pre"])
         library.add_tokens(added)
-        check_byte_level(path, library)
     return know_library(library, end, str(path), **others)
 
 

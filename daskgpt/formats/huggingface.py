@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from daskgpt import __version__
 from daskgpt.config.errors import require, short
@@ -20,9 +21,7 @@ from daskgpt.formats.encoding import (
     OTHERS,
     SIZE_LIMIT,
     Encoding,
-    check_byte_level,
     know_library,
-    opened_library,
     whole_files,
 )
 from daskgpt.formats.encoding import WHERE as READ_TOKENIZER
@@ -30,7 +29,6 @@ from daskgpt.formats.layouts import (
     FAMILIES,
     GPT2,
     LLAMA,
-    ROPE_SCALING,
     explicit,
     family_of,
     open_tensors,
@@ -51,7 +49,6 @@ from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel
 from daskgpt.model.parameters import LORA_A, LORA_B, tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-INDEX = f"model{INDEX_ENDING}"
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", f"adapter_model{ENDING}"
 READ, WRITE = "read_huggingface", "write_huggingface"
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -123,17 +120,8 @@ HEAD = "lm_head.weight"
 DAMAGED = "The folder holds another kind of model, or is damaged: copy it again."
 
 
-def is_huggingface(path: Path) -> bool:
-    """Return whether a path is a folder of a Hugging Face model, or a file of the model in one."""
-    if path.is_dir():
-        return (path / CONFIG).is_file()
-    return path.name == CONFIG or (path.name in (MODEL, INDEX) and path.with_name(CONFIG).is_file())
-
-
-def open_huggingface(path: FilePath) -> StoredModel:
-    """Open a GPT-2, Llama, Qwen2 or Qwen3 of Hugging Face. No tensor is read.
-
-    path     the folder, or a file in it
+def open_huggingface(folder: Path) -> StoredModel:
+    """Open a folder of Hugging Face with a GPT-2, Llama, Qwen2 or Qwen3. No tensor is read.
 
     Dtype    float32, float16 and bfloat16 in the files
     Errors   FileNotFoundError if the folder has no config.json or no model.safetensors and no index of one; ValueError
@@ -141,11 +129,9 @@ def open_huggingface(path: FilePath) -> StoredModel:
              unknown, duplicated, or of another shape or dtype
     Source   transformers, GPT2Config and GPT2LMHeadModel, and those of Llama, Qwen2 and Qwen3
     """
-    path = Path(path)
-    folder = path if path.is_dir() else path.parent
     family, config = _config_of(folder / CONFIG)
     file = tensor_path(folder)
-    rule = f"the folder must hold {MODEL}, or {INDEX}"
+    rule = f"the folder must hold {MODEL}, or model{INDEX_ENDING}"
     require(file.is_file(), READ, rule, {"path": folder}, ADVICE, FileNotFoundError)
     files, encoding, length = TensorFiles(file, READ), "", 0
     if ENTRY in files.metadata:  # this program has written the file
@@ -239,7 +225,7 @@ def write_huggingface(folder: FilePath, model: StoredModel, encoding: Encoding |
         end = encoding.eot_token
         ids = {"bos_token_id": encoding.specials.get(encoding.bos_token, end), "eos_token_id": end}
     files = {
-        CONFIG: _json_file(_fields(model.config, family) | ids),
+        CONFIG: _json_file(_fields(model.config) | ids),
         GENERATION: _json_file(ids | {"_from_model_config": True}),
     }
     if encoding:
@@ -252,30 +238,31 @@ def write_huggingface(folder: FilePath, model: StoredModel, encoding: Encoding |
 
 def family_in_folder(config: ModelConfig, where: str) -> str:
     """Return the family of a model whose folder can be written. Errors   as of `family_of`"""
-    is_qwen3 = _model_type(config, LLAMA) == QWEN3
+    is_qwen3 = _model_type(config) == QWEN3
     return family_of(replace(config, qk_norm="none") if is_qwen3 else config, where, CONFIG)
 
 
-def _model_type(config: ModelConfig, family: str) -> str:
-    if family == LLAMA and config.qk_norm != "none" and config.bias == "none":
+def _model_type(config: ModelConfig) -> str:
+    if config.position != "rotary":
+        return GPT2
+    if config.qk_norm != "none" and config.bias == "none":
         return QWEN3
-    return QWEN2 if family == LLAMA and config.bias == "qkv" else family
+    return QWEN2 if config.bias == "qkv" else LLAMA
 
 
-def _fields(config: ModelConfig, family: str) -> dict[str, object]:
-    model_type = _model_type(config, family)
+def _fields(config: ModelConfig) -> dict[str, object]:
+    model_type = _model_type(config)
     kind, settings = FIELDS[model_type], explicit(config)
     sizes = {name: settings[field] for name, field in (kind.sizes | kind.numbers).items()}
     meant = {name: values[0] for name, values in kind.meant.items() if values[0] not in ({}, None)}
-    # Dropout belongs to a run, not to its model; 0.02 is the standard deviation of initial values.
-    others: dict[str, object] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "initializer_range": 0.02}
-    if family == LLAMA:
+    # Dropout belongs to a run, not to its model.
+    others: dict[str, object] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    if model_type != GPT2:
         rope = {"rope_type": meant.pop("rope_type"), "rope_theta": config.rope_theta}
-        scaled = any(settings[field] != getattr(ModelConfig, field) for field in ROPE_SCALING)
+        scaled = config.rope_factor > 1
         if scaled:
             rope |= {"rope_type": LLAMA3} | {name: settings[field] for name, field in _SCALING.items()}
-        others = {"rope_parameters": rope, "rope_scaling": rope if scaled else None}
-        others |= {"attention_dropout": 0.0, "initializer_range": 0.02}
+        others = {"rope_parameters": rope, "rope_scaling": rope if scaled else None, "attention_dropout": 0.0}
         others |= {"tie_word_embeddings": config.head == "tied"}
         others |= {name: config.bias == "all" for name in ("attention_bias", "mlp_bias") if name in meant}
         del meant["type"]
@@ -303,8 +290,7 @@ def encoding_in(folder: Path) -> str:
         require(not others, READ_TOKENIZER, rule, {"path": folder, "files": ", ".join(others)}, advice)
         return ""
     with whole_files(folder):
-        library = opened_library(_read(folder / TOKENIZER), folder)
-        check_byte_level(folder, library)
+        library = Tokenizer.from_str(json.dumps(_read(folder / TOKENIZER)))
         settings = _read(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
         template = _template_in(folder, settings.get("chat_template"))
         eos, bos = (_content(settings.get(name) or "") for name in ("eos_token", "bos_token"))

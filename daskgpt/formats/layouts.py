@@ -21,8 +21,8 @@ from daskgpt.model.parameters import ReadLater, Tensor, trained_tensors
 FOREIGN = "Another program wrote it, or it is damaged; adapters must be merged first (peft: merge_and_unload)."
 GPT2, LLAMA = "gpt2", "llama"
 _SIZES = ("blocks", "heads", "channels", "hidden", "vocabulary", "padded_vocabulary", "positions")
-ROPE_SCALING = ("rope_factor", "rope_low", "rope_high", "rope_positions")
-_LLAMAS = ("kv_heads", "head_size", "rope_theta", *ROPE_SCALING, "norm_eps", "bias", "head")
+_ROPE = ("rope_theta", "rope_factor", "rope_low", "rope_high", "rope_positions")
+_LLAMAS = ("kv_heads", "head_size", *_ROPE, "norm_eps", "bias", "head")
 # Settings that a family's files hold, and choices that all of its models have; all others are GPT-2's.
 FAMILIES: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     GPT2: (_SIZES, {}),

@@ -13,7 +13,7 @@ from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import expanded
 from daskgpt.config.model import ModelConfig
 from daskgpt.formats.gguf import MAGIC, open_gguf
-from daskgpt.formats.huggingface import is_huggingface, open_huggingface
+from daskgpt.formats.huggingface import CONFIG, open_huggingface
 from daskgpt.formats.safetensors import ENDING, open_run_model, tensor_path, write_run_model
 from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel
 from daskgpt.model.parameters import check_dtypes, check_finite, check_parameters, merged
@@ -56,7 +56,7 @@ def open_model_file(path: FilePath) -> StoredModel:
     Errors   FileNotFoundError, or ValueError if it is not such a model
     """
     path = Path(path)
-    if is_huggingface(path):
+    if (path / CONFIG).is_file():
         return open_huggingface(path)
     if path.is_dir():
         file = tensor_path(path)
