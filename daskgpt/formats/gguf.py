@@ -31,14 +31,22 @@ from daskgpt.formats.encoding import (
     splitting_of,
     whole_files,
 )
-from daskgpt.formats.layouts import FAMILIES, GPT2, LLAMA, Part, explicit, family_of, open_tensors, paired, parts_of
 from daskgpt.formats.stored_model import (
+    FAMILIES,
+    GPT2,
+    LLAMA,
     FilePath,
+    Part,
     StoredModel,
     StoredTensor,
     config_from,
+    explicit,
+    family_of,
     held,
     mapped,
+    open_tensors,
+    paired,
+    parts_of,
     pieces,
     require_file,
 )

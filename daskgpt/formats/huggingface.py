@@ -25,15 +25,6 @@ from daskgpt.formats.encoding import (
     whole_files,
 )
 from daskgpt.formats.encoding import WHERE as READ_TOKENIZER
-from daskgpt.formats.layouts import (
-    FAMILIES,
-    GPT2,
-    LLAMA,
-    explicit,
-    family_of,
-    open_tensors,
-    parts_of,
-)
 from daskgpt.formats.safetensors import (
     ENDING,
     ENTRY,
@@ -45,7 +36,21 @@ from daskgpt.formats.safetensors import (
     write_run_model,
     write_tensor_file,
 )
-from daskgpt.formats.stored_model import ADVICE, READABLE, FilePath, StoredModel, config_from, read_json
+from daskgpt.formats.stored_model import (
+    ADVICE,
+    FAMILIES,
+    GPT2,
+    LLAMA,
+    READABLE,
+    FilePath,
+    StoredModel,
+    config_from,
+    explicit,
+    family_of,
+    open_tensors,
+    parts_of,
+    read_json,
+)
 from daskgpt.model.parameters import LORA_A, LORA_B, tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"

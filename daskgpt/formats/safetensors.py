@@ -26,13 +26,16 @@ from daskgpt.config.files import digest_of_file, replacing, write_hashed
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.rows import require_allowed
 from daskgpt.formats.encoding import is_learned, know, known_encoding
-from daskgpt.formats.layouts import FOREIGN, GPT2, open_tensors, parts_of
 from daskgpt.formats.stored_model import (
+    FOREIGN,
+    GPT2,
     FilePath,
     StoredModel,
     StoredTensor,
     held,
     mapped,
+    open_tensors,
+    parts_of,
     pieces,
     read_json,
     require_file,

@@ -19,8 +19,8 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt import convert
 from daskgpt.data.tokenizer import encode, get_encoding, learn_encoding
-from daskgpt.formats.layouts import parts_of
 from daskgpt.formats.models import model_path
+from daskgpt.formats.stored_model import parts_of
 from daskgpt.model.parameters import tensors
 from daskgpt.training.checkpoint import open_model_of
 from daskgpt.training.inference import loss_and_gradients
