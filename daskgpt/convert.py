@@ -68,7 +68,9 @@ def main(arguments: list[str]) -> int:
     model = open_model_of(values.source)
     print("\n".join(_read(model)), flush=True)
     check_finite("convert", model.parameters)
-    print("\n".join(WRITERS[kind](target, model)))
+    notes = WRITERS[kind](target, model)
+    written = sorted(target.iterdir()) if target.is_dir() else [target]
+    print("\n".join([f"wrote  {kind}: {target}", *_files(written), *notes]))
     return 0
 
 
@@ -92,17 +94,18 @@ def _known_encoding(model: StoredModel) -> str:
     return encoding if spare == 0 or (model.encoding and spare > 0) else ""
 
 
+# What writes each format; these return notes for the user.
+
+
 def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
-    encoding, note = None, f"no tokenizer: no encoding here has {model.config.vocabulary:,} token ids"
+    encoding, reason = None, f"no encoding here has {model.config.vocabulary:,} token ids"
     if name := _known_encoding(model):
         try:
-            encoding, note = get_encoding(name), ""
+            encoding = get_encoding(name)
         except FileNotFoundError as error:  # the model is of use without
-            note = f"no tokenizer: {error}"
+            reason = str(error)
     write_huggingface(target, model, encoding)
-    left_out = model.config.padded_vocabulary - model.config.vocabulary
-    notes = [*_listed(target, "Hugging Face, float32"), *([f"note   {note}"] if note else [])]
-    return notes + [f"note   {number_of(left_out, 'row')} of padding of wte.weight left out"] * (left_out > 0)
+    return [] if encoding else [f"note   no tokenizer: {reason}"]
 
 
 def _to_gguf(target: Path, model: StoredModel, dtype: str = "float32") -> list[str]:
@@ -112,17 +115,17 @@ def _to_gguf(target: Path, model: StoredModel, dtype: str = "float32") -> list[s
     write_gguf(target, model, get_encoding(encoding), dtype)
     most = model.config.positions
     note = f"note   llama.cpp aborts beyond {most:,} tokens of prompt and answer together: limit them there (-n)"
-    return _listed(target, f"GGUF, {dtype}") + [note] * (most % LLAMA_CONTEXT > 0)
+    return [note] if most % LLAMA_CONTEXT else []
 
 
 def _to_daskgpt(target: Path, model: StoredModel) -> list[str]:
     write_run_model(target, model)
-    return _listed(target, "daskgpt, float32")
+    return []
 
 
 def _to_peft(target: Path, model: StoredModel) -> list[str]:
     write_peft(target, model)
-    return _listed(target, "adapters of PEFT, float32")
+    return []
 
 
 WRITERS: dict[str, Callable[[Path, StoredModel], list[str]]] = {
@@ -145,11 +148,6 @@ def _read(model: StoredModel) -> list[str]:
     ids = f"{config.vocabulary:,} token ids ({model.encoding or 'encoding not said'})"
     lines = [f"read   {model.kind}, {model.dtype}: {where}", *_files(model.files)]
     return [*lines, f"       {sizes}", f"       {ids}, {count}"]
-
-
-def _listed(target: Path, kind: str) -> list[str]:
-    files = sorted(target.iterdir()) if target.is_dir() else [target]
-    return [f"wrote  {kind}: {target}", *_files(files)]
 
 
 def _files(files: Sequence[Path]) -> list[str]:

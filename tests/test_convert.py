@@ -39,15 +39,13 @@ def sources(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(NAMES, NAMES)))
-def test_every_pair(sources, tmp_path, source, target, capsys):
+def test_every_pair(sources, tmp_path, source, target):
     folder, parameters = sources
     called(convert, folder / NAMES[source], tmp_path / NAMES[target])
-    told = capsys.readouterr().out
     config, tensors = daskgpt.load(tmp_path / NAMES[target])
     # Padding: other programs have none, this one keeps what there is.
     padded = source == target == "daskgpt"
     assert config == (MODEL if padded else replace(MODEL, padded_vocabulary=257))
-    assert ("rows of padding of wte.weight left out" in told) == (target == "huggingface" and source == "daskgpt")
     for name, values in parameters.items():
         values = values[:257] if name == "wte.weight" else values
         assert tensors[name][: len(values)].tobytes() == values.tobytes(), name

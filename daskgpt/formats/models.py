@@ -15,7 +15,7 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.formats.gguf import MAGIC, open_gguf
 from daskgpt.formats.huggingface import CONFIG, open_huggingface
 from daskgpt.formats.safetensors import ENDING, open_run_model, tensor_path, write_run_model
-from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel
+from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel, require_file
 from daskgpt.model.parameters import check_dtypes, check_finite, check_parameters, merged
 
 # Models that packages hold, by name: a package, and the beginning of its file's name.
@@ -59,14 +59,13 @@ def open_model_file(path: FilePath) -> StoredModel:
     if (path / CONFIG).is_file():
         return open_huggingface(path)
     if path.is_dir():
-        file = tensor_path(path)
+        tensors = tensor_path(path)
         rule = "the folder must hold a checkpoint, or a model in this program's or Hugging Face's form"
-        require(file.is_file(), "load", rule, {"path": path}, ADVICE, FileNotFoundError)
-        return open_run_model(file)
-    start = b""
-    if path.is_file():
-        with open(path, "rb") as opened:
-            start = opened.read(9)
+        require(tensors.is_file(), "load", rule, {"path": path}, ADVICE, FileNotFoundError)
+        return open_run_model(tensors)
+    require_file(path, "load")
+    with open(path, "rb") as file:
+        start = file.read(9)
     if start[8:] == b"{" or path.suffix == ENDING:
         return open_run_model(path)
     if start.startswith(MAGIC):
