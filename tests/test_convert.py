@@ -18,8 +18,9 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.formats.safetensors import write_run_model
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.model.parameters import initial_parameters
+from daskgpt.training.checkpoint import open_model_of
 
-MODEL = replace(SMALL, channels=32, vocabulary=257, padded_vocabulary=272)
+MODEL = replace(SMALL, channels=32, hidden=96, vocabulary=257, padded_vocabulary=272)
 NAMES = {"huggingface": "folder", "daskgpt": "m.safetensors", "gguf": "m.gguf"}
 
 
@@ -46,6 +47,7 @@ def test_every_pair(sources, tmp_path, source, target):
     # Padding: other programs have none, this one keeps what there is.
     padded = source == target == "daskgpt"
     assert config == (MODEL if padded else replace(MODEL, padded_vocabulary=257))
+    assert open_model_of(tmp_path / NAMES[target]).encoding == "bytes"
     for name, values in parameters.items():
         values = values[:257] if name == "wte.weight" else values
         assert tensors[name][: len(values)].tobytes() == values.tobytes(), name
