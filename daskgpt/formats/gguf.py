@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -60,9 +59,8 @@ TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _TEXT, _ARRAY = 8, 9
 _ALIGNMENT = "general.alignment"
-# Dtypes of the matrices, with the library's names of a file's type and of the numbers.
-DTYPES = {"float32": ("ALL_F32", "F32"), "float16": ("MOSTLY_F16", "F16"), "bfloat16": ("MOSTLY_BF16", "BF16")}
-DTYPES |= {"q8_0": ("MOSTLY_Q8_0", "Q8_0")}
+# Dtypes of the matrices that are written, with the library's names.
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 FLOAT32 = np.dtype(np.float32)
 
 # Entries, after the family's name, and the settings that they are.
@@ -95,7 +93,7 @@ def open_gguf(path: FilePath) -> StoredModel:
     entries, stored = open_gguf_file(path)
     family, config = _config_of(path, entries, stored)
     kinds = ", ".join(sorted({tensor.kind for tensor in stored.values()}))
-    parameters = open_tensors(path, stored, config, READ, partial(_layout, config, family))
+    parameters = open_tensors(path, stored, config, READ, _layout(config, family))
     encoding = _encoding_in(path, entries)
     return StoredModel(config, parameters, encoding, 0, "GGUF", kinds, (path,))
 
@@ -148,26 +146,18 @@ def _divisors_of(config: ModelConfig) -> np.ndarray:
     return divisors.astype(np.float32)
 
 
-@cache
-def _published(family: str, blocks: int) -> Any:
-    """Return the library's table of names in files by Hugging Face's names."""
+def _layout(config: ModelConfig, family: str) -> Callable[[Tensor], list[Part]]:
+    """Return what gives the parts of a tensor under their names in a file; there, rows that are turned are in pairs."""
     import gguf
 
-    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], blocks)
+    published = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.blocks)
+    prefix = "transformer." if family == GPT2 else ""
 
+    def renamed(part: Part) -> Part:
+        name = published.get_name(prefix + part.name, (".weight", ".bias"))
+        return replace(part, name=name, transposed=False, interleaved=part.turned > 0)
 
-def _layout(config: ModelConfig, family: str, tensor: Tensor) -> list[Part]:
-    """Return the parts of a tensor under their names in a file; there, rows that are turned are in pairs."""
-    prefix, published = "transformer." if family == GPT2 else "", _published(family, config.blocks)
-    return [
-        replace(
-            part,
-            name=published.get_name(prefix + part.name, (".weight", ".bias")),
-            transposed=False,
-            interleaved=part.turned > 0,
-        )
-        for part in parts_of(config, tensor, family)
-    ]
+    return lambda tensor: [renamed(part) for part in parts_of(config, tensor, family)]
 
 
 def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
@@ -217,9 +207,9 @@ def write_gguf(path: FilePath, model: StoredModel, encoding: Encoding, dtype: st
 
     config = replace(model.config, padded_vocabulary=model.config.vocabulary)
     family = family_of(config, WRITE, "llama.cpp's file")
-    file_type, *names = DTYPES[dtype]
-    matrices, others = (gguf.GGMLQuantizationType[name] for name in (*names, "F32"))
-    table, layout = tensors(config), partial(_layout, config, family)
+    matrices, others = (gguf.GGMLQuantizationType[name] for name in (DTYPES[dtype], "F32"))
+    file_type = "ALL_F32" if matrices == others else f"MOSTLY_{DTYPES[dtype]}"
+    table, layout = tensors(config), _layout(config, family)
     kinds = {name: matrices if tensor.multiplied else others for name, tensor in table.items()}
     for name, kind in kinds.items():
         (block, _), row = gguf.GGML_QUANT_SIZES[kind], table[name].shape[-1]
@@ -236,8 +226,8 @@ def write_gguf(path: FilePath, model: StoredModel, encoding: Encoding, dtype: st
             writer.add_tensor_info(name, values.shape, FLOAT32, values.nbytes, others)
         for name, tensor in table.items():
             for part in layout(tensor):
-                block, size = gguf.GGML_QUANT_SIZES[kinds[name]]
-                writer.add_tensor_info(part.name, part.shape, FLOAT32, prod(part.shape) // block * size, kinds[name])
+                size = prod(gguf.quant_shape_to_byte_shape(part.shape, kinds[name]))
+                writer.add_tensor_info(part.name, part.shape, FLOAT32, size, kinds[name])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -280,7 +270,8 @@ def _add_tokenizer(writer: Any, encoding: Encoding, size: int) -> None:
     pipeline = json.loads(library.to_str())
     rule, advice = "llama.cpp must know the tokenizer's way of cutting text", "Write another format."
     got = {"pre_tokenizer": short(pipeline["pre_tokenizer"], 80), "normalizer": short(pipeline["normalizer"])}
-    require(bool(splitting := splitting_of(pipeline)), WRITE, rule, got, advice)
+    splitting = splitting_of(pipeline)
+    require(bool(splitting), WRITE, rule, got, advice)
     names = {i: name for name, i in library.get_vocab().items()}
     kinds = [TokenType.NORMAL if i in names else TokenType.UNUSED for i in range(size)]
     for token in pipeline["added_tokens"]:
