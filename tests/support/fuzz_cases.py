@@ -46,12 +46,6 @@ class Format:
     read: Callable[[Path], dict[str, Any]]
 
 
-def _parameters() -> dict[str, np.ndarray]:
-    parameters = small_parameters()
-    parameters["wte.weight"][SMALL.vocabulary :] = 0
-    return parameters
-
-
 def _model(name: str) -> Callable[[Path], dict[str, Any]]:
     def read(folder: Path) -> dict[str, Any]:
         config, parameters = daskgpt.load(folder / name if name else folder)
@@ -61,13 +55,13 @@ def _model(name: str) -> Callable[[Path], dict[str, Any]]:
 
 
 def _write_folder(folder: Path, shard_bytes: int = 0) -> None:
-    write_huggingface(folder / "hf", StoredModel(SMALL, _parameters(), "bytes", 4))
+    write_huggingface(folder / "hf", StoredModel(SMALL, small_parameters(), "bytes", 4))
     if shard_bytes:
         in_shards(folder / "hf" / "model.safetensors", shard_bytes)
 
 
 def _write_checkpoint(folder: Path) -> None:
-    parameters = _parameters()
+    parameters = small_parameters()
     moments = {f"m.{name}": values for name, values in parameters.items()}
     shapes = {name: values.shape for name, values in moments.items()}
     write_checkpoint(folder, 3, StoredModel(SMALL, parameters, "bytes"), moments, shapes, {})
@@ -90,7 +84,7 @@ def _write_gguf_gpt2(folder: Path) -> None:
 
 FORMATS: dict[str, Format] = {
     "daskgpt": Format(
-        lambda folder: daskgpt.save(folder / "m.safetensors", SMALL, _parameters(), encoding="bytes"),
+        lambda folder: daskgpt.save(folder / "m.safetensors", SMALL, small_parameters(), encoding="bytes"),
         ("m.safetensors",),
         _model("m.safetensors"),
     ),
