@@ -53,7 +53,7 @@ from daskgpt.formats.stored_model import (
 )
 from daskgpt.model.parameters import LORA_A, LORA_B, tensors
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", f"adapter_model{ENDING}"
 READ, WRITE = "read_huggingface", "write_huggingface"
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -225,16 +225,12 @@ def write_huggingface(folder: FilePath, model: StoredModel, encoding: Encoding |
     """
     family = family_in_folder(model.config, WRITE)
     model = replace(model, config=replace(model.config, padded_vocabulary=model.config.vocabulary))
-    ids: dict[str, object] = {"bos_token_id": None, "eos_token_id": None}
+    fields, files = _fields(model.config) | {"bos_token_id": None, "eos_token_id": None}, {}
     if encoding:  # where no token begins a text, end-of-text separates texts
         end = encoding.eot_token
-        ids = {"bos_token_id": encoding.specials.get(encoding.bos_token, end), "eos_token_id": end}
-    files = {
-        CONFIG: _json_file(_fields(model.config) | ids),
-        GENERATION: _json_file(ids | {"_from_model_config": True}),
-    }
-    if encoding:
-        files |= tokenizer_files(encoding, model.config.positions)
+        fields |= {"bos_token_id": encoding.specials.get(encoding.bos_token, end), "eos_token_id": end}
+        files = tokenizer_files(encoding, model.config.positions)
+    files[CONFIG] = _json_file(fields)
     with appearing(folder, WRITE) as inside:
         write_run_model(inside / MODEL, model, family)
         for name, content in files.items():
