@@ -19,7 +19,7 @@ def test_round_trip_layout_and_mapping(tmp_path: Path):
     content = path.read_bytes()
     assert np.frombuffer(content[:1024], "<i4").tolist() == [20240520, 1, 4] + [0] * 253
     assert content[1024:] == b"\x50\xc4\x00\x00\xff\xff\x07\x00"
-    tokens = read_tokens(str(path))
+    tokens = read_tokens(path)
     np.testing.assert_array_equal(tokens, TOKENS.astype(np.uint16), strict=True)
     assert isinstance(tokens.base, np.memmap)
     with pytest.raises(ValueError, match="read-only"):

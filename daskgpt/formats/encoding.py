@@ -28,7 +28,6 @@ from tokenizers import Tokenizer, models
 
 from daskgpt.config.errors import nearest, refusal, require, short, tells_of_content
 from daskgpt.config.files import readable
-from daskgpt.formats.stored_model import FilePath
 
 WHERE = "read_tokenizer"
 OTHERS = "Other tokenizers are not supported: remove its files from the folder, and name an --encoding."
@@ -176,15 +175,15 @@ def known_encoding(name: str) -> Encoding:
     return KNOWN[name]
 
 
-def read_vocabulary(path: FilePath) -> str:
+def read_vocabulary(path: Path) -> str:
     """Read the encoding in a file, and return its name, by which it is available from here on.
 
     Errors   OSError if it cannot be read; ValueError if it is not such a file
     """
     with readable(path, WHERE):
-        size = Path(path).stat().st_size
+        size = path.stat().st_size
         require(size <= SIZE_LIMIT, WHERE, "it must be a vocabulary", {"path": path, "bytes": size}, "Give another.")
-        content = Path(path).read_text(encoding="utf-8", errors="replace")
+        content = path.read_text(encoding="utf-8", errors="replace")
     return know(content, str(path))
 
 

@@ -34,7 +34,6 @@ from daskgpt.formats.stored_model import (
     FAMILIES,
     GPT2,
     LLAMA,
-    FilePath,
     Part,
     StoredModel,
     StoredTensor,
@@ -81,7 +80,7 @@ TOKENIZER, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 OTHERS = "Other models are not supported."
 
 
-def open_gguf(path: FilePath) -> StoredModel:
+def open_gguf(path: Path) -> StoredModel:
     """Open a GPT-2 or a Llama of llama.cpp. No tensor is read.
 
     Dtype    those of TYPES in the file
@@ -89,7 +88,6 @@ def open_gguf(path: FilePath) -> StoredModel:
              this program cannot express, with the entry, and for tensors that are missing, unknown or of another shape
     Source   llama.cpp, its reader of both families
     """
-    path = Path(path)
     entries, stored = open_gguf_file(path)
     family, config = _config_of(path, entries, stored)
     kinds = ", ".join(sorted({tensor.kind for tensor in stored.values()}))
@@ -188,7 +186,7 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
     return know_library(library, end, str(path), **others)
 
 
-def write_gguf(path: FilePath, model: StoredModel, encoding: Encoding, dtype: str = "float32") -> None:
+def write_gguf(path: Path, model: StoredModel, encoding: Encoding, dtype: str = "float32") -> None:
     """Write a file that llama.cpp reads; it appears under its name only when it is complete.
 
     encoding   the model's, which may have fewer ids than the model

@@ -42,7 +42,6 @@ from daskgpt.formats.stored_model import (
     GPT2,
     LLAMA,
     READABLE,
-    FilePath,
     StoredModel,
     config_from,
     explicit,
@@ -211,7 +210,7 @@ def _json(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def write_huggingface(folder: FilePath, model: StoredModel, encoding: Encoding | None = None) -> None:
+def write_huggingface(folder: Path, model: StoredModel, encoding: Encoding | None = None) -> None:
     """Write a folder that transformers reads; it appears under its name only when it is complete.
 
     folder     does not exist yet, or is empty
@@ -344,7 +343,7 @@ def _template_in(folder: Path, said: Any) -> str:
 # Adapters
 
 
-def write_peft(folder: FilePath, model: StoredModel) -> None:
+def write_peft(folder: Path, model: StoredModel) -> None:
     """Write the adapters of a model, which were merged; the folder appears under its name only when it is complete.
 
     Layout   each linear layer of transformers has its own adapter; those of queries, keys and values, and of gate and
@@ -369,6 +368,6 @@ def write_peft(folder: FilePath, model: StoredModel) -> None:
     settings: dict[str, object] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
     settings |= {"r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "target_modules": modules}
     settings |= {"fan_in_fan_out": family == GPT2, "inference_mode": True, "base_model_name_or_path": None}
-    with appearing(Path(folder), where) as inside:
+    with appearing(folder, where) as inside:
         write_tensor_file(inside / ADAPTERS, shapes, arrays.__getitem__, {"format": "pt"}, where=where)
         write_file(inside / ADAPTER_CONFIG, _json_file(settings), where)

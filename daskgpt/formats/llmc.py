@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.formats.stored_model import FilePath, mapped, require_file
+from daskgpt.formats.stored_model import mapped, require_file
 
 HEADER_BYTES = 256 * 4
 TOKENS, WIDE_TOKENS = 20240520, 20240801
@@ -37,7 +37,7 @@ def token_header(dtype: np.dtype, count: int) -> bytes:
     return np.array([kind, TOKEN_VERSIONS[kind], count, *[0] * 253], "<i4").tobytes()
 
 
-def read_tokens(path: FilePath) -> np.ndarray:
+def read_tokens(path: str | Path) -> np.ndarray:
     """Return the tokens of a file: llm.c's, or ids of two bytes without a header, as nanoGPT writes them.
 
     Shapes   (N,)

