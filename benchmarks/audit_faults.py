@@ -28,17 +28,16 @@ from unittest.mock import patch
 
 import numpy as np
 
+from daskgpt.audit import Audit, Verdict
 from daskgpt.config.files import digest_of
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.formats.huggingface import MODEL, open_run_model
 from daskgpt.formats.safetensors import TensorFiles, tensor_path
 from daskgpt.model import step
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.audit import Audit, Verdict
-from daskgpt.training.chain import CHAIN, LINK
 from daskgpt.training.checkpoint import DIGEST, OPTIMIZER, STATE, checkpoints, step_folder
 from daskgpt.training.engine import LocalEngine
-from daskgpt.training.logs import METRICS
+from daskgpt.training.logs import CHAIN, LINK, METRICS
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from command_lines import write_text

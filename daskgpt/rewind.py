@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
             print("\n".join(f"{name} {shape}" for name, shape in tensors.shapes.items()))
             return 0
         compile_kernels(tensors.job.precision, tensors.job.uses)
-        replay.lead(tensors)
+        tensors.begin(replay.state_before(step, scheduler))
         arrays = tensors.arrays([*names, LOSS])
         print(f"step {values.step:,}: {compared(float(arrays[LOSS]), replay.losses.get(step))}")
         for name in names:

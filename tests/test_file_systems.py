@@ -10,10 +10,10 @@ import pytest
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
+from daskgpt.audit import Audit
 from daskgpt.config.files import advice_on, appearing, check_writable, replacing, sync_folder
 from daskgpt.formats import safetensors
 from daskgpt.formats.llmc import TOKENS, header_of, read_tokens
-from daskgpt.training.audit import Audit
 from daskgpt.training.checkpoint import point
 
 SYNC = [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM]

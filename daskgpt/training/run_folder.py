@@ -20,7 +20,6 @@ from daskgpt.model.parameters import ReadLater, trained_tensors
 from daskgpt.model.precision import values_of
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.protocol import Scheduler, WorkerLost
-from daskgpt.training.chain import CHAIN, LINK, Chain
 from daskgpt.training.checkpoint import (
     BEST,
     LATEST,
@@ -36,7 +35,7 @@ from daskgpt.training.checkpoint import (
 )
 from daskgpt.training.engine import State
 from daskgpt.training.job import Job, Say
-from daskgpt.training.logs import METRICS, RecordFile, open_metrics
+from daskgpt.training.logs import CHAIN, LINK, METRICS, Chain, RecordFile, open_metrics
 
 CONFIG, LOCK = "config.toml", ".lock"
 FILES = (CONFIG, METRICS, CHAIN, LOCK)
