@@ -47,7 +47,7 @@ def test_records_wait_for_disk_space(tmp_path):
         for step in range(50):
             folder.log({"step": step, "loss": 1.5 * step, "tokens_per_s": float("nan")}, said.append)
         with pytest.raises(OSError, match="all of the file must be written; got path="):
-            folder.sync()
+            folder.metrics.sync()
     assert len(said) == 1
     assert (tmp_path / "metrics.jsonl").stat().st_size <= 1500
     folder.log({"step": 50, "loss": 75.0}, said.append)

@@ -53,9 +53,8 @@ class RecordFile:
 
     def sync(self) -> None:
         """Flush the records to the disk. Errors   OSError if there is no room"""
-        if not self.file.closed:
-            self.write()
-            sync(self.file.fileno())
+        self.write()
+        sync(self.file.fileno())
 
     def close(self) -> None:
         with suppress(OSError):  # there is no room for those that wait

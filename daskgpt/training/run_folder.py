@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import chain, count
@@ -57,17 +58,20 @@ class RunFolder:
     """Writes a run. A new run writes nothing before `begin`; the folder of a resumed run is locked from the start.
 
     resumed   whether the folder holds a run that continues
+    metrics   and `chain`: logs, open from `begin` on
+    base      SHA-256 of the model that adapters adapt; empty if there are none
 
     Errors    FileExistsError if a new run's folder already holds one; ValueError if no folder can be made there;
               FileNotFoundError if there is no run to resume; RuntimeError if another process trains it
     """
 
+    metrics: RecordFile
+    chain: Chain
+
     def __init__(self, path: str, *, resumed: bool = False) -> None:
-        self.path, self.resumed = Path(path), resumed
-        self.metrics: RecordFile | None = None
-        self.chain: Chain | None = None
-        self.base = ""  # SHA-256 of the model that adapters adapt
+        self.path, self.resumed, self.base = Path(path), resumed, ""
         self.lock: BinaryIO | None = None
+        self.open_files = ExitStack()
         with written(path, "RunFolder"):  # its name may be too long
             present = [(self.path / name).exists() for name in (CONFIG, METRICS)]
         where, got = "RunFolder", {"out": self.path}
@@ -97,6 +101,7 @@ class RunFolder:
         """
         if self.resumed:
             tidy(self.path, entry["step"])
+            self.metrics = open_metrics(self.path, entry["step"])
         else:
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
                 with written(self.path, "RunFolder"):
@@ -104,6 +109,7 @@ class RunFolder:
                     self.metrics = open_metrics(self.path, None)
             except FileExistsError:
                 raise self._taken() from None
+        self.open_files.callback(self.metrics.close)
         try:
             if not self.resumed:
                 self._lock()
@@ -111,8 +117,8 @@ class RunFolder:
             if base:
                 path = self.path / BASE
                 self.base = digest_of_base(path) if self.resumed else write_run_model(path, base)
-            self.metrics = self.metrics or open_metrics(self.path, entry["step"])
             self.chain = Chain(self.path / CHAIN, entry)
+            self.open_files.callback(self.chain.file.close)
         except BaseException:
             self.close()
             if not self.resumed:  # without a configuration there is no run, and the folder is free
@@ -124,6 +130,7 @@ class RunFolder:
         """Keep other processes from training this run until this one ends."""
         with written(self.path / LOCK, "RunFolder"):
             self.lock = locked(self.path / LOCK, "RunFolder", "no other process must train this run")
+        self.open_files.callback(self.lock.close)
 
     def require_held(self) -> None:
         """Check that the folder at this path still is this run's: its lock file is the one that is locked here.
@@ -151,7 +158,6 @@ class RunFolder:
 
     def log(self, record: Mapping[str, Any], say: Say) -> None:
         """Append the metrics of a step. Without room they wait and are written later, and a line says so once."""
-        assert self.metrics
         waited = self.metrics.waits
         try:
             self.metrics.write(record)
@@ -159,16 +165,9 @@ class RunFolder:
             if not waited:
                 say(f"metrics    {METRICS} is to be written later: {reason(error)}; training goes on")
 
-    def sync(self) -> None:
-        """Flush the metrics to the disk. Errors   OSError if there is no room"""
-        assert self.metrics
-        self.metrics.sync()
-
     def close(self) -> None:
         """Close the files and unlock the folder."""
-        for file in (self.metrics, self.chain.file if self.chain else None, self.lock):
-            if file is not None:
-                file.close()
+        self.open_files.close()
 
     def _taken(self) -> FileExistsError:
         rule, got = "the folder must not hold a run already", {"out": self.path}
@@ -221,12 +220,6 @@ class Saver:
         self.news = news
         self.saved, self.best, self.since = len(losses), best if job.run.keep_best else Best(), time.monotonic()
 
-    @property
-    def chain(self) -> Chain:
-        """The chain of the run."""
-        assert self.folder.chain
-        return self.folder.chain
-
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
         return bool(self.job.run.keep_best) and loss is not None and loss < self.best.loss
@@ -265,7 +258,7 @@ class Saver:
         start, path, run = time.perf_counter(), self.folder.path, self.job.run
         self.since = time.monotonic()
         best = Best(state.step, loss) if loss is not None and self.better(loss) else self.best
-        link = {LINK: self.chain.link(state.step, self.losses)}
+        link = {LINK: self.folder.chain.link(state.step, self.losses)}
         try:
             self._write(state, {**facts, **link, **({"best": asdict(best)} if best.step >= 0 else {})})
         except WorkerLost:
@@ -299,8 +292,8 @@ class Saver:
         model = StoredModel(job.config, weights, *text, base=self.folder.base)
         shapes = {name: tensor.shape for name, tensor in job.moments.items()}
         self.folder.require_held()
-        self.folder.sync()  # first: a run continues behind the metrics of its checkpoint
-        write_checkpoint(self.folder.path, state.step, model, arrays, shapes, facts, self.chain.add)
+        self.folder.metrics.sync()  # first: a run continues behind the metrics of its checkpoint
+        write_checkpoint(self.folder.path, state.step, model, arrays, shapes, facts, self.folder.chain.add)
 
     def _failed(self, step: int, error: Exception, *, last: bool) -> None:
         """Report that a checkpoint is not written. Errors   OSError if it is the last one of the run"""

@@ -481,7 +481,7 @@ class _Trainer:
         del self.losses[engine.made :]  # of steps that a loss has taken back
         if self.saver:
             self._save(self.saver, engine.state(), last=True)
-            self.saver.folder.sync()
+            self.saver.folder.metrics.sync()
         return result
 
     @property
