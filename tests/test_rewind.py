@@ -28,11 +28,11 @@ def trained(small_text, tmp_path_factory):
 
 @pytest.fixture
 def told(capsys):
-    """What a command prints, and its exit code."""
+    """What `rewind` prints, and its exit code."""
 
-    def call(command, *arguments):
+    def call(*arguments):
         capsys.readouterr()
-        code = command.main([str(argument) for argument in arguments])
+        code = rewind.main([str(argument) for argument in arguments])
         return code, capsys.readouterr().out
 
     return call
@@ -60,14 +60,14 @@ def test_tensors_have_the_bits_of_training(step, trained, tmp_path):
 
 def test_names_and_statistics(trained, told):
     run, tensors = trained
-    code, listed = told(rewind, run, "--step", 10)
+    code, listed = told(run, "--step", 10)
     names = [line.partition(" ")[0] for line in listed.splitlines()]
     assert code == 0
     assert names[:3] == ["tokens", "targets", "weight.wte.weight"]
     assert names.index("attention.forward-h.0.attn.y") < names.index("attention.backward-h.0.attn.dqkv")
     short = ["h.0.attn.y", "gradient.wte.weight", "h.0.ln_1.weight", "m.h.0.ln_1.weight", "targets"]
     flags = [word for name in short for word in ("--tensor", name)]
-    code, shown = told(rewind, run, "--step", 10, *flags, *OTHER)
+    code, shown = told(run, "--step", 10, *flags, *OTHER)
     head, *lines = shown.splitlines()
     assert code == 0
     assert head.startswith("step 10: loss ")
@@ -86,25 +86,25 @@ def test_names_and_statistics(trained, told):
 def test_what_cannot_be_rewound_is_refused(trained, told, small_text, tmp_path):
     run, _ = trained
     with pytest.raises(ValueError, match=r"tensor=h\.0\.atn\.y\. The nearest names: h\.0\.attn\.y, "):
-        told(rewind, run, "--step", 10, "--tensor", "h.0.atn.y")
+        told(run, "--step", 10, "--tensor", "h.0.atn.y")
     with pytest.raises(ValueError, match=r"one of 1 to 13, the last of which is to come; got step=14"):
-        told(rewind, run, "--step", 14, "--tensor", "targets")
+        told(run, "--step", 14, "--tensor", "targets")
     with pytest.raises(ValueError, match="--out must be given with one --tensor"):
-        told(rewind, run, "--step", 2, "--rows", "--out", tmp_path / "x.npy")
+        told(run, "--step", 2, "--rows", "--out", tmp_path / "x.npy")
     with pytest.raises(ValueError, match=r"--out must end with \.npy"):
-        told(rewind, run, "--step", 2, "--tensor", "wte.weight", "--out", run / "chain.jsonl")
-    assert told(rewind, run, "--step", 13, "--tensor", "wte.weight")[0] == 0  # the state after the last step
+        told(run, "--step", 2, "--tensor", "wte.weight", "--out", run / "chain.jsonl")
+    assert told(run, "--step", 13, "--tensor", "wte.weight")[0] == 0  # the state after the last step
     out, parameters = tmp_path / "own", daskgpt.initial_parameters(MODEL, seed=5)
     fit(small_text, out, parameters=parameters, save_every=6, keep=1, keep_best=0)
     with pytest.raises(ValueError, match=r"checkpoints=step-00000012\. .*a program gave its parameters"):
-        told(rewind, out, "--step", 12, "--tensor", "h.0.attn.y")
+        told(out, "--step", 12, "--tensor", "h.0.attn.y")
 
 
 def test_rewind_on_a_cluster(trained, told, cluster):
     cluster.have(2)
     run, _ = trained
     wanted = ("--step", 11, "--tensor", "h.0.mlp.y", "--tensor", "gradient.wte.weight", "--rows")
-    assert told(rewind, run, *wanted, "--scheduler", cluster.address) == told(rewind, run, *wanted)
+    assert told(run, *wanted, "--scheduler", cluster.address) == told(run, *wanted)
 
 
 def test_a_spike_has_a_text(tmp_path, told):
@@ -114,7 +114,7 @@ def test_a_spike_has_a_text(tmp_path, told):
     fit(tmp_path / "text.txt", tmp_path / "run", steps=150, save_every=50, keep=99)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     spike = 30 + int(np.argmax(np.diff(losses[30:]))) + 1
-    code, shown = told(rewind, tmp_path / "run", "--step", spike + 1, "--rows")
+    code, shown = told(tmp_path / "run", "--step", spike + 1, "--rows")
     rows = shown.split("--- row ")[1:]
     means = [float(row.split()[1]) for row in rows]
     assert code == 0

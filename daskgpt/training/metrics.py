@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -39,11 +39,9 @@ class StepMetrics:
     timers          seconds that steps have waited for other work, by PARTS
     """
 
-    def __init__(self, job: Job, scheduler: Scheduler, seconds: Callable[[], float]) -> None:
-        """seconds   returns how long the run has trained"""
-        self.job, self.tokens = job, math.prod(job.batch_shape)
+    def __init__(self, job: Job, scheduler: Scheduler) -> None:
+        self.job, self.scheduler, self.tokens = job, scheduler, math.prod(job.batch_shape)
         self.operations = step_operations(job.config, *job.batch_shape)
-        self.scheduler, self.seconds = scheduler, seconds
         self.timers = dict.fromkeys(PARTS, 0.0)
 
     @contextmanager
@@ -55,11 +53,17 @@ class StepMetrics:
         finally:
             self.timers[part] += time.perf_counter() - start
 
-    def of_window(self, window: range, outcomes: Sequence[Outcome], seconds: float) -> list[dict[str, Any]]:
-        """Return the metrics of each of some steps; seconds: that all of them took."""
+    def of_window(
+        self, window: range, outcomes: Sequence[Outcome], seconds: float, trained: float
+    ) -> list[dict[str, Any]]:
+        """Return the metrics of each of some steps.
+
+        seconds   that all of them took
+        trained   seconds that the run has trained
+        """
         mean, optimizer, records = seconds / len(outcomes), self.job.optimizer, []
         shared: dict[str, Any] = {
-            "seconds": round(self.seconds(), 3),
+            "seconds": round(trained, 3),
             "tokens_per_s": round(self.tokens / mean, 1),
             "gflop_per_s": round(self.operations / mean / 1e9, 3),
         }

@@ -396,9 +396,3 @@ class StepTensors:
             results = self.scheduler.run(compiled.submission([self.inputs], self.state.packs))
             arrays |= compiled.output(self.scheduler.fetch(results))
         return {name: arrays[full] for name, full in full_names.items()}
-
-    def losses_of_sequences(self) -> np.ndarray:
-        """Return the mean loss of each sequence of the batch, float64 (B,); of pairs that of the weighted targets."""
-        losses, shares = self.arrays(["losses.losses"])["losses.losses"], self.inputs["shares"]
-        means: np.ndarray = (losses * shares).sum(1) / np.maximum(shares.sum(1), np.finfo(float).tiny)
-        return means

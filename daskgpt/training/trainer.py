@@ -286,7 +286,7 @@ class _Trainer:
         self.engine = engine_of(job, scheduler, say)
         self.loader = BatchLoader(job.tokens, *job.batch_shape, job.run.seed, job.order)
         self.finite = Finite(job, self.losses)
-        self.metrics = StepMetrics(job, scheduler, lambda: self.seconds)
+        self.metrics = StepMetrics(job, scheduler)
         self.timed, timers = self.metrics.timed, self.metrics.timers
         config = replace(job.config, lora=0)  # of the merged model
         self.result = Result(config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
@@ -344,7 +344,7 @@ class _Trainer:
             seconds = time.perf_counter() - begin
             first_time = steps[-1] >= len(self.losses)  # else all of them are made again after a loss
             with self.timed("logs"):
-                records = self.metrics.of_window(steps, outcomes, seconds)
+                records = self.metrics.of_window(steps, outcomes, seconds, self.seconds)
             if self.saver and self._dials() != dials:  # they were chosen with this step
                 self.saver.configure(self._settings())
             if first_time and engine.made == self._next_validation(steps[-1]):
