@@ -216,7 +216,7 @@ def edit_setting(run: Path, draw: random.Random) -> tuple[int, str]:
     if draw.random() < 0.5:
         forge(run, lambda entry: entry["configuration"]["optimizer"].update(learning_rate=1.01e-3))
     else:
-        forge(run, lambda entry: entry.update(seed=1))
+        forge(run, lambda entry: entry["configuration"]["run"].update(seed=1))
     return -1, ""
 
 

@@ -110,7 +110,7 @@ def json_lines(path: Path, is_valid: Callable[[Any], bool]) -> list[tuple[bytes,
 
 LINK = "chain"  # entry of state.json that makes it a link of the chain
 Entry = dict[str, Any]  # the entries of a state.json without its own digest
-NUMBERS, PARTS = ("step", "seed"), ("data", "configuration", "arithmetic", "versions", "files")
+PARTS = ("data", "configuration", "arithmetic", "versions", "files")
 
 
 class Chain:
@@ -167,5 +167,5 @@ def read_chain(path: Path) -> list[tuple[bytes, Entry | None]]:
 
 def is_entry(entry: Mapping[str, Any]) -> bool:
     """Return whether the values of a state.json have the right types: its digest could be right all the same."""
-    numbers = all(type(entry.get(name)) is int for name in NUMBERS)
-    return numbers and all(type(value) is dict for value in (*map(entry.get, PARTS), entry.get(LINK, {})))
+    parts = *map(entry.get, PARTS), entry.get(LINK, {})
+    return type(entry.get("step")) is int and all(type(part) is dict for part in parts)

@@ -195,7 +195,7 @@ class Replay:
         dataset = data_of_run(where, data, entry, self.open_dataset)
         # The learning rate depends on the number of all steps; those after the entry are not made.
         steps = {"steps": c["run"].steps, "save_every": entry["step"]}
-        run = RunConfig(**steps, validate_every=0, validation_batches=1, seed=entry["seed"], keep_best=0)
+        run = RunConfig(**steps, validate_every=0, validation_batches=1, seed=c["run"].seed, keep_best=0)
         job = Job(c["model"], data, c["optimizer"], dataflow, run, dataset)
         then, here = (
             f"{facts.get('precision')} by {facts.get('unit')}" for facts in (entry["arithmetic"], arithmetic(job))

@@ -64,7 +64,6 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
 # be moved.
 PLACES = ("data", "validation_data")
 PARTS = ("validation_data", "validation_fraction", "held_out")  # settings that divide text
-DIALS = MAY_CHANGE["dataflow"]
 SEEDED = "random, by the seed"  # the parameters of the beginning
 PACKAGES = ("numpy", "numba", "dask")
 
@@ -264,20 +263,11 @@ def with_adapters(job: Job, parameters: Arrays | None) -> Arrays:
     return dict(parameters) | {name: random[name] for name in trained_tensors(job.config)}
 
 
-def checkpoint_facts(job: Job, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a checkpoint's state.json by which a run is resumed, but for the number of its next batch.
-
-    settings   see `Job.resolved`
-
-    `configuration` has every setting resolved, `asked` the dials as they were given: another machine resolves `auto`
-    in its own way.
-    """
+def checkpoint_facts(job: Job) -> dict[str, Any]:
+    """Return the entries of a checkpoint's state.json by which a run is resumed."""
     return {
-        "seed": job.run.seed,
         "data": fingerprint(job.tokens),
-        "configuration": settings,
-        "asked": {name: getattr(job.dataflow, name) for name in DIALS},
-        "groups": job.groups,
+        "configuration": job.resolved(),
         "arithmetic": arithmetic(job),
         "versions": versions(*PACKAGES),
     }
@@ -432,8 +422,6 @@ def _changed_configuration(
     for section, values in stored_settings("train", state).items():
         given = changes.get(section, {})
         if section == "dataflow":
-            # As they were given, so that this machine resolves them.
-            values |= {name: value for name, value in state["asked"].items() if name in values}
             # Never an address from the folder: another person's could name theirs, whose data would be unpickled.
             values["scheduler"] = values["scheduler"] if values["scheduler"] in LOCAL_SCHEDULERS else "auto"
         if section == "run":

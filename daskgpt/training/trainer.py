@@ -22,7 +22,7 @@ from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
 from daskgpt.model.parameters import check_config, check_dtypes, check_finite, check_parameters, merged
 from daskgpt.model.step import Arrays
-from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler, resolved_address
 from daskgpt.schedulers.protocol import TOPIC, ClusterLost, Scheduler, WorkerLost
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.engine import Engine, LocalEngine, State, TaskEngine
@@ -376,8 +376,9 @@ class _Trainer:
         self.callbacks = [(one.begin(job, engine, job.steps), one) for one in self.observers.callbacks]
         if self.saver:
             # Once: places and versions are those of the beginning, even where a working directory or a file goes.
-            self.facts = checkpoint_facts(job, job.resolved(self.scheduler))
-            entry = start.entry or beginning(self._facts(0), start.parameters)
+            self.facts = checkpoint_facts(job)
+            self.place = {"scheduler": resolved_address(job.dataflow.scheduler), "threads": self.scheduler.threads}
+            entry = start.entry or beginning(self.facts, start.parameters)
             self.saver.begin(self._settings(), entry, start.parameters)
         progress.say("\n".join([describe(job, self.scheduler, engine.described_chunks), *start.messages]))
         run = job.run
@@ -450,15 +451,12 @@ class _Trainer:
         return {"batch_chunk": sequences, "sequence_chunk": length, "grain": grain}
 
     def _settings(self) -> dict[str, Any]:
+        """Return the settings of the run, with the dials that were chosen."""
         settings: dict[str, Any] = self.facts["configuration"]
-        return settings | {"dataflow": settings["dataflow"] | self._dials()}
-
-    def _facts(self, step: int) -> dict[str, Any]:
-        """Return the entries of a checkpoint's state.json."""
-        return self.facts | {"data": {"next_batch": step} | self.facts["data"], "configuration": self._settings()}
+        return settings | {"dataflow": settings["dataflow"] | self.place | self._dials()}
 
     def _save(self, saver: Saver, state: State, *, last: bool = False) -> None:
-        facts = self._facts(state.step) | {"seconds": round(self.seconds, 3)}
+        facts = self.facts | {"seconds": round(self.seconds, 3)}
         saver.save(state, facts, self.validated.get(state.step), last=last)
 
     def _save_what_is_left(self) -> None:
