@@ -245,7 +245,7 @@ class Replay:
                 if at.is_relative_to(folder):
                     shutil.rmtree(at)
             out = RunFolder(str(folder / f"to-{steps.stop}"))
-            start = Start(out, parameters, moments, steps.start, [nan] * steps.start, entry=state)
+            start = Start(out, parameters, moments, [nan] * steps.start, entry=state)
             losses, at = _made(job, scheduler, start, steps.stop)
             state = read_json(at / STATE, self.where, STATE) if at else {}
             yield Made(entry, steps, losses, at, state)

@@ -200,6 +200,7 @@ class Saver:
     A checkpoint that cannot be written costs a line of output. Only the last one is an error of the run.
 
     saved   step of the newest checkpoint, 0 if there is none
+    best    the best checkpoint so far
     """
 
     def __init__(
@@ -208,17 +209,15 @@ class Saver:
         folder: RunFolder,
         scheduler: Scheduler,
         say: Say,
-        best: Best,
         losses: Sequence[float],
         news: dict[str, Any],
     ) -> None:
-        """best     the best checkpoint of earlier processes
-        losses   of all steps so far: in the beginning, of those before the newest checkpoint
+        """losses   of all steps so far: in the beginning, of those before the newest checkpoint
         news     gets the metrics of each checkpoint
         """
-        self.job, self.folder, self.scheduler, self.say, self.losses = job, folder, scheduler, say, losses
-        self.news = news
-        self.saved, self.best, self.since = len(losses), best if job.run.keep_best else Best(), time.monotonic()
+        self.job, self.folder, self.scheduler, self.say = job, folder, scheduler, say
+        self.losses, self.news = losses, news
+        self.saved, self.best, self.since = len(losses), Best(), time.monotonic()
 
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
@@ -283,6 +282,8 @@ class Saver:
             size, encoding = replace(job.config, lora=0), job.tokens.encoding_name
             base = StoredModel(size, parameters, encoding, job.data.sequence_length)
         self.folder.begin(sections, entry, base)
+        if job.run.keep_best:
+            self.best = Best.of(self.folder.path, entry)
         self.best.point(self.folder.path)  # an earlier process may have been killed before it did
 
     def _write(self, state: State, facts: Mapping[str, Any]) -> None:

@@ -32,7 +32,6 @@ from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, require_scheduler
 from daskgpt.training.checkpoint import (
     VERSION,
-    Best,
     checkpoints,
     is_checkpoint,
     newest_good,
@@ -105,25 +104,24 @@ class Start:
 
     folder      where it is written; None for nowhere
     moments     "MOMENT.NAME"; None for zeros
-    step        how many steps earlier processes have made
-    losses      their losses
+    losses      of the steps that earlier processes have made
     validation  the last validation loss, nan if there was none
     messages    lines to print
-    seconds     how long earlier processes have trained
-    best        the best checkpoint of earlier processes
     entry       of the run's chain, behind which it continues; empty for a new run
     """
 
     folder: RunFolder | None
     parameters: Arrays
     moments: Arrays | None = None
-    step: int = 0
     losses: list[float] = field(default_factory=list)
     validation: float = nan
     messages: Sequence[str] = ()
-    seconds: float = 0.0
-    best: Best = field(default_factory=Best)
     entry: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """How many steps earlier processes have made."""
+        return len(self.losses)
 
 
 class WarmStart:
@@ -388,22 +386,12 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
         change = " -> ".join(f"{unit['precision']} by {unit['unit']}" for unit in units)
         messages.append(f"arithmetic {change}: bits differ from here on")
     records = {record["step"]: record for record, _ in metrics_lines(folder.path / METRICS, done)}
-    losses = [records.get(number, {}).get("loss") for number in range(done)]
-    if missing := losses.count(None):
+    written = [records.get(number, {}).get("loss") for number in range(done)]
+    if missing := written.count(None):
         messages.append(f"metrics    {missing} of {done} steps are missing")
+    losses = [nan if loss is None else loss for loss in written]
     validated = [loss for record in records.values() if (loss := record.get("validation_loss")) is not None]
-    return job, Start(
-        folder,
-        parameters,
-        moments,
-        done,
-        [nan if loss is None else loss for loss in losses],
-        validated[-1] if validated else nan,
-        messages,
-        state.get("seconds", 0.0),
-        Best.of(folder.path, state),
-        state,
-    )
+    return job, Start(folder, parameters, moments, losses, validated[-1] if validated else nan, messages, state)
 
 
 def _require_steps_left(job: Job, state: Mapping[str, Any], path: str) -> None:

@@ -293,7 +293,7 @@ class _Trainer:
         self.validation = Validation(job, self.engine, self.stop_requested)
         self.saver: Saver | None = None
         if self.folder:
-            self.saver = Saver(job, self.folder, scheduler, say, start.best, self.losses, self.news)
+            self.saver = Saver(job, self.folder, scheduler, say, self.losses, self.news)
         self.recovery: Recovery | None = None
         if self.engine.ranks:
             from daskgpt.training.recovery import Recovery
@@ -485,7 +485,7 @@ class _Trainer:
     @property
     def seconds(self) -> float:
         """Seconds that the run has trained, earlier processes included."""
-        return self.start.seconds + time.perf_counter() - self.began
+        return float(self.start.entry.get("seconds", 0.0)) + time.perf_counter() - self.began
 
     def close(self) -> None:
         """Release what the run holds, on a cluster its state and the copies of it."""
