@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,8 +22,6 @@ from daskgpt.training.engine import Engine, named_parameters, run_on_packs
 from daskgpt.training.job import Job
 from daskgpt.training.logs import METRICS
 
-PARTS = ("validation", "logs", "samples", "checkpoints", "recovery points")
-
 
 class StepMetrics:
     """Computes the metrics of steps. The cost must be negligible: a step can take a few milliseconds.
@@ -35,23 +31,11 @@ class StepMetrics:
     tokens_per_s    of the step
     gflop_per_s     of its matrix products, without what is computed twice
     memory_bytes    of this process; Dask's dashboard has those of workers
-
-    timers          seconds that steps have waited for other work, by PARTS
     """
 
     def __init__(self, job: Job, scheduler: Scheduler) -> None:
         self.job, self.scheduler, self.tokens = job, scheduler, math.prod(job.batch_shape)
         self.operations = step_operations(job.config, *job.batch_shape)
-        self.timers = dict.fromkeys(PARTS, 0.0)
-
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Add the duration of a `with` block to a timer."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timers[part] += time.perf_counter() - start
 
     def of_window(
         self, window: range, outcomes: Sequence[Outcome], seconds: float, trained: float

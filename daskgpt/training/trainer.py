@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -71,8 +71,6 @@ class Result:
              bits_a_byte: float
                  the validation loss by the bytes of the text, which compares different encodings; nan where this
                  process has measured none [bits a byte]
-             timers: dict[str, float]
-                 seconds that steps waited for validation, logs, samples, checkpoints and recovery points [s]
     """
 
     config: ModelConfig
@@ -84,7 +82,6 @@ class Result:
     first: int = 0
     stopped: bool = False
     bits_a_byte: float = math.nan
-    timers: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, np.ndarray]:
@@ -287,9 +284,8 @@ class _Trainer:
         self.loader = BatchLoader(job.tokens, *job.batch_shape, job.run.seed, job.order)
         self.finite = Finite(job, self.losses)
         self.metrics = StepMetrics(job, scheduler)
-        self.timed, timers = self.metrics.timed, self.metrics.timers
         config = replace(job.config, lora=0)  # of the merged model
-        self.result = Result(config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
+        self.result = Result(config, None, self.losses, start.validation, 0.0, first=start.step)
         self.validation = Validation(job, self.engine, self.stop_requested)
         self.saver: Saver | None = None
         if self.folder:
@@ -343,13 +339,11 @@ class _Trainer:
                     outcomes = engine.run(batches, length)
             seconds = time.perf_counter() - begin
             first_time = steps[-1] >= len(self.losses)  # else all of them are made again after a loss
-            with self.timed("logs"):
-                records = self.metrics.of_window(steps, outcomes, seconds, self.seconds)
+            records = self.metrics.of_window(steps, outcomes, seconds, self.seconds)
             if self.saver and self._dials() != dials:  # they were chosen with this step
                 self.saver.configure(self._settings())
             if first_time and engine.made == self._next_validation(steps[-1]):
-                with self.timed("validation"):
-                    records[-1].update(self.validation.measure())
+                records[-1].update(self.validation.measure())
             new = records[max(len(self.losses) - steps.start, 0) :]
             for record in new:
                 self._report(record)
@@ -362,8 +356,7 @@ class _Trainer:
                 self.progress.say(f"stopped after {engine.made} of {length} steps")
                 return True
             if self.recovery:
-                with self.timed("recovery points"):
-                    self.recovery.after_window()
+                self.recovery.after_window()
             if first_time and self.job.run.sample_every and engine.made % self.job.run.sample_every == 0:
                 self._sample()
             self._save_if_due(checked="validation_loss" in records[-1])
@@ -413,37 +406,33 @@ class _Trainer:
 
     def _report(self, metrics: dict[str, Any]) -> None:
         """Show and log the metrics of a step, and end the run if a number is not finite."""
-        with self.timed("logs"):
-            self.losses.append(metrics["loss"])
-            if "validation_loss" in metrics:
-                loss = self.result.validation_loss = self.validated[metrics["step"] + 1] = metrics["validation_loss"]
-                self.result.bits_a_byte = metrics.get("validation_bits_a_byte", math.nan)
-                if self.saver and self.saver.better(loss):
-                    metrics["best"] = True
-            self.progress.step(metrics)
-            metrics |= self.news
-            self.news.clear()
-            if self.saver:
-                self.saver.folder.log(metrics, self.progress.say)
+        self.losses.append(metrics["loss"])
+        if "validation_loss" in metrics:
+            loss = self.result.validation_loss = self.validated[metrics["step"] + 1] = metrics["validation_loss"]
+            self.result.bits_a_byte = metrics.get("validation_bits_a_byte", math.nan)
+            if self.saver and self.saver.better(loss):
+                metrics["best"] = True
+        self.progress.step(metrics)
+        metrics |= self.news
+        self.news.clear()
+        if self.saver:
+            self.saver.folder.log(metrics, self.progress.say)
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
-        with self.timed("validation" if "validation_loss" in metrics else "logs"):
-            self.finite.require(self.engine, metrics)
+        self.finite.require(self.engine, metrics)
 
     def _sample(self) -> None:
         """Print a sample, if there is to be one."""
         if sampler := self.observers.sampler:
-            with self.timed("samples"):
-                self.progress.say(sampler(self.scheduler, self.engine.weights()))
+            self.progress.say(sampler(self.scheduler, self.engine.weights()))
 
     def _save_if_due(self, *, checked: bool) -> None:
         """Write a checkpoint if one is due; checked: whether the parameters are known to be finite."""
         made = self.engine.made
         if self.saver and self.saver.due(made, self.validated.get(made)):
-            with self.timed("checkpoints"):
-                if not checked:
-                    self.finite.require_weights(self.engine, made - 1)
-                self._save(self.saver, self.engine.state())
+            if not checked:
+                self.finite.require_weights(self.engine, made - 1)
+            self._save(self.saver, self.engine.state())
 
     def _dials(self) -> dict[str, Any]:
         """Return the dials that the engine chooses, as they are now."""
