@@ -106,11 +106,8 @@ Changes = Mapping[str, Any]  # of a configuration, by the names of its fields
 class Callback(Protocol):
     """An instrument that observes some steps of a run."""
 
-    def begin(self, job: Job, engine: Engine, steps: int) -> int:
-        """Prepare before the first step; return the number of the first step to observe.
-
-        steps   number of steps of the run
-        """
+    def begin(self, job: Job, engine: Engine) -> int:
+        """Prepare before the first step; return the number of the first step to observe."""
 
     def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
         """Return a context manager that is entered around steps which are run together."""
@@ -202,7 +199,7 @@ def fit(
     return train(job, start, Observers(on_step, callbacks, quiet=quiet), client)
 
 
-def train(job: Job, start: Start, observers: Observers = Observers(), client: Any = None) -> Result:
+def train(job: Job, start: Start, observers: Observers, client: Any = None) -> Result:
     """Compile kernels, open the scheduler of a job, and train. The run's folder is closed."""
     try:
         compile_kernels(job.precision, job.uses)
@@ -366,7 +363,7 @@ class _Trainer:
         """Begin to observe, write the folder's first files, print the header, and begin to watch workers."""
         job, progress, engine, start = self.job, self.progress, self.engine, self.start
         # Before anything is written: an instrument may refuse the run.
-        self.callbacks = [(one.begin(job, engine, job.steps), one) for one in self.observers.callbacks]
+        self.callbacks = [(one.begin(job, engine), one) for one in self.observers.callbacks]
         if self.saver:
             # Once: places and versions are those of the beginning, even where a working directory or a file goes.
             self.facts = checkpoint_facts(job)
