@@ -31,8 +31,7 @@ import daskgpt
 from daskgpt import train
 from daskgpt.profiling.measure import Spread
 from daskgpt.training.inference import Validation
-from daskgpt.training.metrics import Finite, StepMetrics
-from daskgpt.training.progress import Progress
+from daskgpt.training.metrics import Finite, Progress, StepMetrics
 from daskgpt.training.recovery import Recovery
 from daskgpt.training.run_folder import RunFolder
 from daskgpt.training.trainer import _Trainer

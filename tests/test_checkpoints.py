@@ -156,7 +156,7 @@ def test_full_disk_costs_checkpoints_not_the_run(small_text, tmp_path, disk, sav
         if step == 9:
             disk.close()
 
-    monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
+    monkeypatch.setattr("daskgpt.training.metrics.Progress.say", lambda self, line: said.append(line))
     fit(small_text, tmp_path / "run", save_every=2, keep=20, on_step=on_step)
     lost = [line for line in said if "is not saved" in line]
     assert [line.split(" is ")[0] for line in lost] == ["checkpoint step 6", "checkpoint step 8"]

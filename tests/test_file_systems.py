@@ -54,7 +54,7 @@ def usual(small_text, tmp_path_factory):
 def said(monkeypatch):
     """The lines that runs print above their progress."""
     lines = []
-    monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: lines.append(line))
+    monkeypatch.setattr("daskgpt.training.metrics.Progress.say", lambda self, line: lines.append(line))
     return lines
 
 

@@ -28,8 +28,7 @@ from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.engine import Engine, LocalEngine, State, TaskEngine
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, Say, compile_kernels, describe, require_memory
-from daskgpt.training.metrics import SHOWN, Finite, StepMetrics
-from daskgpt.training.progress import Progress
+from daskgpt.training.metrics import SHOWN, Finite, Progress, StepMetrics
 from daskgpt.training.run_folder import Saver, fetched_arrays
 from daskgpt.training.start import (
     Start,
