@@ -65,19 +65,14 @@ def _valid(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def open_metrics(folder: Path, done: int | None) -> RecordFile:
-    """Open the metrics of a new run (`done` is None), or those of a resumed one behind its first steps.
-
-    Errors   FileExistsError if another run has begun here
-    """
-    path = folder / METRICS
-    if done is not None:
-        lines = [line for _, line in metrics_lines(path, done)]
-        if (content := b"".join(lines)) != path.read_bytes():
-            if len(lines) < done:  # the file is damaged, and a copy stays
-                set_aside(path, "damaged")
-            write_file(path, content, "RunFolder")
-    return RecordFile(path, new=done is None)
+def continued_metrics(path: Path, done: int) -> RecordFile:
+    """Open the metrics of a resumed run behind its first steps; what follows them is cut."""
+    lines = [line for _, line in metrics_lines(path, done)]
+    if (content := b"".join(lines)) != path.read_bytes():
+        if len(lines) < done:  # the file is damaged, and a copy stays
+            set_aside(path, "damaged")
+        write_file(path, content, "RunFolder")
+    return RecordFile(path)
 
 
 def metrics_lines(path: Path, steps: int) -> list[tuple[dict[str, Any], bytes]]:

@@ -36,7 +36,7 @@ from daskgpt.training.checkpoint import (
 )
 from daskgpt.training.engine import State
 from daskgpt.training.job import Job, Say
-from daskgpt.training.logs import CHAIN, LINK, METRICS, Chain, RecordFile, open_metrics
+from daskgpt.training.logs import CHAIN, LINK, METRICS, Chain, RecordFile, continued_metrics
 
 CONFIG, LOCK = "config.toml", ".lock"
 FILES = (CONFIG, METRICS, CHAIN, LOCK)
@@ -101,12 +101,12 @@ class RunFolder:
         """
         if self.resumed:
             tidy(self.path, entry["step"])
-            self.metrics = open_metrics(self.path, entry["step"])
+            self.metrics = continued_metrics(self.path / METRICS, entry["step"])
         else:
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
                 with written(self.path, "RunFolder"):
                     self.path.mkdir(parents=True, exist_ok=True)
-                    self.metrics = open_metrics(self.path, None)
+                    self.metrics = RecordFile(self.path / METRICS, new=True)
             except FileExistsError:
                 raise self._taken() from None
         self.open_files.callback(self.metrics.close)
