@@ -28,16 +28,15 @@ from unittest.mock import patch
 
 import numpy as np
 
+from daskgpt.audit import Audit, Verdict
 from daskgpt.config.files import digest_of
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.formats.safetensors import MODEL, TensorFiles, open_run_model, tensor_path
 from daskgpt.model import step
 from daskgpt.schedulers.opening import open_scheduler
-from daskgpt.training.audit import Audit, Verdict
-from daskgpt.training.chain import CHAIN, LINK
 from daskgpt.training.checkpoint import DIGEST, OPTIMIZER, STATE, checkpoints, step_folder
 from daskgpt.training.engine import LocalEngine
-from daskgpt.training.logs import METRICS
+from daskgpt.training.logs import CHAIN, LINK, METRICS
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from command_lines import write_text
@@ -216,7 +215,7 @@ def edit_setting(run: Path, draw: random.Random) -> tuple[int, str]:
     if draw.random() < 0.5:
         forge(run, lambda entry: entry["configuration"]["optimizer"].update(learning_rate=1.01e-3))
     else:
-        forge(run, lambda entry: entry.update(seed=1))
+        forge(run, lambda entry: entry["configuration"]["run"].update(seed=1))
     return -1, ""
 
 

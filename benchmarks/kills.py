@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from daskgpt.training.audit import Audit
+from daskgpt.audit import Audit
 from daskgpt.training.checkpoint import STATE, checked_state, checkpoints, newest_good, step_folder
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))

@@ -2,7 +2,7 @@
 
 Two programs take turns, each in its own process: README's first command, in a terminal, and the same steps bare, where
 nothing is shown, logged, saved or sampled, and the only validation is the last one, which does not count. A table shows
-the time of each part of the first, from `Result.timers`, and its share of the time from the first step to the last.
+the time of each part of the first, and its share of the time from the first step to the last.
 Work during the steps (a checkpoint's writer, kernels recorded now and then) has no timer: it shows in the ratio of the
 remaining times of both, turn by turn, which is 1 without such work.
 
@@ -16,9 +16,13 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import task_sizes
 from records import Figure, add_record_flag, check_record, record
@@ -26,6 +30,11 @@ from records import Figure, add_record_flag, check_record, record
 import daskgpt
 from daskgpt import train
 from daskgpt.profiling.measure import Spread
+from daskgpt.training.inference import Validation
+from daskgpt.training.metrics import Finite, Progress, StepMetrics
+from daskgpt.training.recovery import Recovery
+from daskgpt.training.run_folder import RunFolder
+from daskgpt.training.trainer import _Trainer
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from terminals import in_terminal
@@ -33,13 +42,43 @@ from terminals import in_terminal
 COLUMNS = 80
 TOLD = "told.json"
 AT_THE_END = "sample at the end"
+# What a run does between its steps, and the methods that do it, none of which calls another.
+PARTS: dict[str, list[tuple[type, str]]] = {
+    "validation": [(Validation, "measure"), (Finite, "require")],
+    "logs": [(StepMetrics, "of_window"), (Progress, "step"), (RunFolder, "log")],
+    "checkpoints": [(_Trainer, "_save_if_due")],
+    "recovery points": [(Recovery, "after_window")],
+}
+
+
+@contextmanager
+def timed_parts() -> Iterator[dict[str, float]]:
+    """Yield the seconds of each part of PARTS, to which its methods add."""
+    seconds = dict.fromkeys(PARTS, 0.0)
+
+    def timed(method: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*arguments, **options)
+            finally:
+                seconds[part] += time.perf_counter() - start
+
+        return call
+
+    with ExitStack() as stack:
+        for part, methods in PARTS.items():
+            for owner, name in methods:
+                stack.enter_context(patch.object(owner, name, timed(getattr(owner, name), part)))
+        yield seconds
 
 
 def whole(arguments: list[str], folder: Path) -> dict[str, Any]:
     """What the command trains and shows; seconds of the steps and of all parts."""
     told: dict[str, Any] = {}
     report, sample = train.report, train.shown_sample
-    sampled = [0.0]
+    sampled = [0.0]  # seconds of each, the last one after the steps
 
     def shown(*arguments: Any) -> str:
         start = time.perf_counter()
@@ -49,11 +88,12 @@ def whole(arguments: list[str], folder: Path) -> dict[str, Any]:
 
     def reported(job: Any, result: Any, seconds: float) -> None:
         report(job, result, seconds)
-        own = {AT_THE_END: sampled[-1]}
-        told.update(seconds=result.seconds, besides=result.timers | own, validation=result.validation_loss)
+        besides = seconds_of_parts | {"samples": sum(sampled[:-1]), AT_THE_END: sampled[-1]}
+        told.update(seconds=result.seconds, besides=besides, validation=result.validation_loss)
 
     train.report, train.shown_sample = reported, shown
-    assert train.main([*arguments, "--out", str(folder / "run")]) == 0
+    with timed_parts() as seconds_of_parts:
+        assert train.main([*arguments, "--out", str(folder / "run")]) == 0
     return told
 
 
@@ -61,8 +101,9 @@ def bare(arguments: list[str], folder: Path) -> dict[str, Any]:
     """The same steps of the same model, and nothing else."""
     job, _ = train.run_of(train.parsed(arguments))
     run = replace(job.run, validate_every=0, out="", snapshot_every=0)
-    result = daskgpt.fit(job.config, job.data, job.optimizer, job.dataflow, run, quiet=True)
-    return {"seconds": result.seconds, "besides": result.timers, "validation": result.validation_loss}
+    with timed_parts() as besides:
+        result = daskgpt.fit(job.config, job.data, job.optimizer, job.dataflow, run, quiet=True)
+    return {"seconds": result.seconds, "besides": besides, "validation": result.validation_loss}
 
 
 WAYS = {"whole": whole, "bare": bare}

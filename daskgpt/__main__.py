@@ -20,7 +20,6 @@ COMMANDS = {
     "evaluate": "loss, perplexity and bits per byte of a text",
     "audit": "compute parts of a run again, and compare them with what it has written",
     "rewind": "compute any tensor of a step of a run again, or show its batch",
-    "bisect": "find the first step and tensor in which two runs differ",
     "prepare": "turn text into folders of tokens that training reads",
     "convert": "turn a model into another program's files, or theirs into this one's",
     "plot": "draw the curves of runs",

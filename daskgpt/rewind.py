@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
             print("\n".join(f"{name} {shape}" for name, shape in tensors.shapes.items()))
             return 0
         compile_kernels(tensors.job.precision, tensors.job.uses)
-        replay.lead(tensors)
+        tensors.begin(replay.state_before(step, scheduler))
         arrays = tensors.arrays([*names, LOSS])
         print(f"step {values.step:,}: {compared(float(arrays[LOSS]), replay.losses.get(step))}")
         for name in names:
@@ -95,11 +95,13 @@ def statistics(name: str, array: np.ndarray) -> str:
 
 
 def sequences(tensors: StepTensors) -> Iterator[str]:
-    """Yield lines on the sequences of the batch, those with the largest loss first."""
-    losses, encoding = tensors.losses_of_sequences(), get_encoding(tensors.job.tokens.encoding_name)
-    for row in np.argsort(-losses, kind="stable"):
+    """Yield lines on the sequences of the batch, those with the largest mean loss first."""
+    encoding = get_encoding(tensors.job.tokens.encoding_name)
+    losses, shares = tensors.arrays(["losses.losses"])["losses.losses"], tensors.inputs["shares"]
+    means = (losses * shares).sum(1) / np.maximum(shares.sum(1), np.finfo(float).tiny)  # of pairs, of weighted targets
+    for row in np.argsort(-means, kind="stable"):
         text = "".join(readable(encoding, tensors.held["tokens"][row].tolist()))
-        yield f"--- row {row}, {losses[row]:.4f} nats a token\n{text}"
+        yield f"--- row {row}, {means[row]:.4f} nats a token\n{text}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from small_runs import MODEL, STEPS, fit, stopping_at
 
 import daskgpt
 from daskgpt import audit
-from daskgpt.training.chain import CHAIN, read_chain
+from daskgpt.training.logs import CHAIN, read_chain
 
 OTHER = ("--scheduler", "threads", "--threads", "2", "--batch-chunk", "2", "--sequence-chunk", "8", "--barrier", "none")
 

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
-from daskgpt.schedulers.machine import usable_cores
 from daskgpt.training import checkpoint
 from daskgpt.training.checkpoint import DamagedCheckpoint, checked_state
 
@@ -41,11 +40,10 @@ def test_checkpoint_has_model_moments_and_state(saved):
         assert optimizer[f"v.{name}"].shape == parameter.shape
     assert all((values > 0).any() for name, values in optimizer.items() if name.startswith("v."))
     state = json.loads((out / "latest" / "state.json").read_text())
-    assert (state["step"], state["seed"], state["data"]["next_batch"]) == (STEPS, 0, STEPS)
-    assert state["configuration"]["dataflow"]["threads"] == usable_cores()
-    assert (state["asked"]["grain"], state["configuration"]["model"]["channels"]) == ("auto", 16)
-    assert state["groups"] == state["configuration"]["data"]["groups"] == 1
-    assert state["arithmetic"]["precision"] == "float32"
+    assert (state["step"], state["configuration"]["run"]["seed"]) == (STEPS, 0)
+    assert state["configuration"]["dataflow"]["grain"] == "auto", "as it was given: another machine chooses its own"
+    assert (state["configuration"]["model"]["channels"], state["configuration"]["data"]["groups"]) == (16, 1)
+    assert state["arithmetic"] == "float32 by fused"
     assert state["versions"]["numpy"] == np.__version__
     for name, facts in state["files"].items():
         content = (out / "latest" / name).read_bytes()
@@ -158,7 +156,7 @@ def test_full_disk_costs_checkpoints_not_the_run(small_text, tmp_path, disk, sav
         if step == 9:
             disk.close()
 
-    monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: said.append(line))
+    monkeypatch.setattr("daskgpt.training.metrics.Progress.say", lambda self, line: said.append(line))
     fit(small_text, tmp_path / "run", save_every=2, keep=20, on_step=on_step)
     lost = [line for line in said if "is not saved" in line]
     assert [line.split(" is ")[0] for line in lost] == ["checkpoint step 6", "checkpoint step 8"]

@@ -11,10 +11,10 @@ from llmc_samples import write_tokens
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
+from daskgpt.audit import Audit
 from daskgpt.config.files import advice_on, appearing, check_writable, replacing, sync_folder
 from daskgpt.formats import safetensors
 from daskgpt.formats.llmc import read_tokens
-from daskgpt.training.audit import Audit
 from daskgpt.training.checkpoint import point
 
 SYNC = [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM]
@@ -55,7 +55,7 @@ def usual(small_text, tmp_path_factory):
 def said(monkeypatch):
     """The lines that runs print above their progress."""
     lines = []
-    monkeypatch.setattr("daskgpt.training.progress.Progress.say", lambda self, line: lines.append(line))
+    monkeypatch.setattr("daskgpt.training.metrics.Progress.say", lambda self, line: lines.append(line))
     return lines
 
 

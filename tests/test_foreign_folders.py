@@ -56,7 +56,7 @@ def test_address_in_a_folder_is_not_used(address, small_text, tmp_path, monkeypa
     (state,) = out.glob("step-*/state.json")
     content = json.loads(state.read_text())
     del content["sha256"]
-    content["asked"]["scheduler"] = content["configuration"]["dataflow"]["scheduler"] = address
+    content["configuration"]["dataflow"]["scheduler"] = address
     state.write_text(json.dumps(content | {"sha256": digest_of(content)}))
     monkeypatch.setattr("daskgpt.training.trainer.open_scheduler", lambda address, *_: pytest.fail(address))
     with pytest.raises(pytest.fail.Exception, match="auto"):

@@ -1,6 +1,5 @@
 """Tests of a run's metrics, as lines of JSON."""
 
-import json
 import shutil
 
 import pytest
@@ -10,7 +9,6 @@ from small_runs import MODEL, STEPS, fit, metrics_of
 import daskgpt
 from daskgpt.model.parameters import step_operations
 from daskgpt.training.logs import metrics_lines
-from daskgpt.training.metrics import PARTS
 from daskgpt.training.run_folder import RunFolder
 
 TOKENS = 4 * 16  # of a step of the smallest run
@@ -47,7 +45,7 @@ def test_records_wait_for_disk_space(tmp_path):
         for step in range(50):
             folder.log({"step": step, "loss": 1.5 * step, "tokens_per_s": float("nan")}, said.append)
         with pytest.raises(OSError, match="all of the file must be written; got path="):
-            folder.sync()
+            folder.metrics.sync()
     assert len(said) == 1
     assert (tmp_path / "metrics.jsonl").stat().st_size <= 1500
     folder.log({"step": 50, "loss": 75.0}, said.append)
@@ -63,15 +61,3 @@ def test_invalid_metric_lines_are_skipped(tmp_path):
     wrong = b'{"step": 1, "again": 1}\n', b"[1]\n", b'{"loss": 1}\n', b'{"step": "2"}\n', b"x\n", b'{"step": 4}\n'
     path.write_bytes(b"".join([*good[:2], *wrong[:5], good[2], wrong[5], b'{"step": 2}']))
     assert [line for _, line in metrics_lines(path, 4)] == list(good)
-
-
-def test_result_has_timers(small_text, tmp_path):
-    result = fit(small_text, tmp_path / "run", validate_every=4)
-    assert list(result.timers) == list(PARTS)
-    assert min(result.timers[part] for part in ("validation", "logs", "checkpoints")) > 0
-    assert result.timers["samples"] == 0, "only the command line shows some"
-    assert sum(result.timers.values()) < result.seconds
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    validations = sum(record.get("validation_s", 0.0) for record in records)
-    # They are rounded, and what is checked after the last record is in none.
-    assert 0 < validations <= result.timers["validation"] + 1e-3 * len(records)

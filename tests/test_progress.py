@@ -12,7 +12,7 @@ from terminals import left_lines, opened, read_to_end, shown_lines
 
 import daskgpt
 from daskgpt.model.parameters import initial_parameters
-from daskgpt.training.progress import Progress
+from daskgpt.training.metrics import Progress
 from daskgpt.training.trainer import Result
 
 CONFIG = daskgpt.ModelConfig(blocks=2, heads=2, channels=32, vocabulary=257, positions=32)
@@ -61,7 +61,7 @@ def test_progress_in_a_terminal(columns):
 def test_progress_in_a_file(monkeypatch):
     written = {}
     for every in (0, 3600):
-        monkeypatch.setattr("daskgpt.training.progress.PLAIN_EVERY", every)
+        monkeypatch.setattr("daskgpt.training.metrics.PLAIN_EVERY", every)
         stream = io.StringIO()
         progress = Progress(4, stream=stream)
         progress.begin()

@@ -1,19 +1,15 @@
-"""Tests of replays: tensors that are computed again, the batch behind a loss, and where two runs part."""
+"""Tests of replays: tensors that are computed again, and the batch behind a loss."""
 
 import json
-import random
 import re
-import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from audit_faults import flipped, other_batch, other_rate
 from saved_tensors import saved_tensors
-from small_runs import MODEL, OPTIMIZER, fit
+from small_runs import MODEL, fit
 
 import daskgpt
-from daskgpt import bisect, rewind
+from daskgpt import rewind
 from daskgpt.training.checkpoint import checkpoints
 
 WHILE_TRAINING = {"scheduler": "sync", "grain": "kernel", "batch_chunk": 2, "sequence_chunk": 16}
@@ -32,11 +28,11 @@ def trained(small_text, tmp_path_factory):
 
 @pytest.fixture
 def told(capsys):
-    """What a command prints, and its exit code."""
+    """What `rewind` prints, and its exit code."""
 
-    def call(command, *arguments):
+    def call(*arguments):
         capsys.readouterr()
-        code = command.main([str(argument) for argument in arguments])
+        code = rewind.main([str(argument) for argument in arguments])
         return code, capsys.readouterr().out
 
     return call
@@ -64,14 +60,14 @@ def test_tensors_have_the_bits_of_training(step, trained, tmp_path):
 
 def test_names_and_statistics(trained, told):
     run, tensors = trained
-    code, listed = told(rewind, run, "--step", 10)
+    code, listed = told(run, "--step", 10)
     names = [line.partition(" ")[0] for line in listed.splitlines()]
     assert code == 0
     assert names[:3] == ["tokens", "targets", "weight.wte.weight"]
     assert names.index("attention.forward-h.0.attn.y") < names.index("attention.backward-h.0.attn.dqkv")
     short = ["h.0.attn.y", "gradient.wte.weight", "h.0.ln_1.weight", "m.h.0.ln_1.weight", "targets"]
     flags = [word for name in short for word in ("--tensor", name)]
-    code, shown = told(rewind, run, "--step", 10, *flags, *OTHER)
+    code, shown = told(run, "--step", 10, *flags, *OTHER)
     head, *lines = shown.splitlines()
     assert code == 0
     assert head.startswith("step 10: loss ")
@@ -90,25 +86,25 @@ def test_names_and_statistics(trained, told):
 def test_what_cannot_be_rewound_is_refused(trained, told, small_text, tmp_path):
     run, _ = trained
     with pytest.raises(ValueError, match=r"tensor=h\.0\.atn\.y\. The nearest names: h\.0\.attn\.y, "):
-        told(rewind, run, "--step", 10, "--tensor", "h.0.atn.y")
+        told(run, "--step", 10, "--tensor", "h.0.atn.y")
     with pytest.raises(ValueError, match=r"one of 1 to 13, the last of which is to come; got step=14"):
-        told(rewind, run, "--step", 14, "--tensor", "targets")
+        told(run, "--step", 14, "--tensor", "targets")
     with pytest.raises(ValueError, match="--out must be given with one --tensor"):
-        told(rewind, run, "--step", 2, "--rows", "--out", tmp_path / "x.npy")
+        told(run, "--step", 2, "--rows", "--out", tmp_path / "x.npy")
     with pytest.raises(ValueError, match=r"--out must end with \.npy"):
-        told(rewind, run, "--step", 2, "--tensor", "wte.weight", "--out", run / "chain.jsonl")
-    assert told(rewind, run, "--step", 13, "--tensor", "wte.weight")[0] == 0  # the state after the last step
+        told(run, "--step", 2, "--tensor", "wte.weight", "--out", run / "chain.jsonl")
+    assert told(run, "--step", 13, "--tensor", "wte.weight")[0] == 0  # the state after the last step
     out, parameters = tmp_path / "own", daskgpt.initial_parameters(MODEL, seed=5)
     fit(small_text, out, parameters=parameters, save_every=6, keep=1, keep_best=0)
     with pytest.raises(ValueError, match=r"checkpoints=step-00000012\. .*a program gave its parameters"):
-        told(rewind, out, "--step", 12, "--tensor", "h.0.attn.y")
+        told(out, "--step", 12, "--tensor", "h.0.attn.y")
 
 
 def test_rewind_on_a_cluster(trained, told, cluster):
     cluster.have(2)
     run, _ = trained
     wanted = ("--step", 11, "--tensor", "h.0.mlp.y", "--tensor", "gradient.wte.weight", "--rows")
-    assert told(rewind, run, *wanted, "--scheduler", cluster.address) == told(rewind, run, *wanted)
+    assert told(run, *wanted, "--scheduler", cluster.address) == told(run, *wanted)
 
 
 def test_a_spike_has_a_text(tmp_path, told):
@@ -118,7 +114,7 @@ def test_a_spike_has_a_text(tmp_path, told):
     fit(tmp_path / "text.txt", tmp_path / "run", steps=150, save_every=50, keep=99)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     spike = 30 + int(np.argmax(np.diff(losses[30:]))) + 1
-    code, shown = told(rewind, tmp_path / "run", "--step", spike + 1, "--rows")
+    code, shown = told(tmp_path / "run", "--step", spike + 1, "--rows")
     rows = shown.split("--- row ")[1:]
     means = [float(row.split()[1]) for row in rows]
     assert code == 0
@@ -127,89 +123,3 @@ def test_a_spike_has_a_text(tmp_path, told):
     assert np.mean(means) == pytest.approx(losses[spike], abs=1e-4)
     assert re.search("zqx|qkx|wvk|xqj|kzz|vxj|jzv|wxk|zkw|jqq", rows[0])
     assert means[0] > 1.5 * means[1]
-
-
-# Bisecting
-
-
-@pytest.fixture(scope="module")
-def honest(small_text, tmp_path_factory):
-    out = tmp_path_factory.mktemp("honest") / "run"
-    fit(small_text, out, save_every=1, keep=99, dataflow={"scheduler": "sync"})
-    return out
-
-
-def test_equal_runs(honest, trained, told, tmp_path):
-    code, shown = told(bisect, honest, honest)
-    assert (code, shown) == (0, "written: 12 losses and 12 states that both runs have, all equal\n")
-    assert told(bisect, honest / "latest", honest / "latest") == (0, "the models are equal\n")
-    code, shown = told(bisect, honest / "step-00000003", honest / "step-00000004")
-    assert code == 1
-    assert "numbers differ, the largest difference is" in shown
-    config, parameters = daskgpt.load(honest)
-    daskgpt.save(tmp_path / "b.safetensors", replace(config, heads=1), parameters)
-    code, shown = told(bisect, honest / "latest", tmp_path / "b.safetensors")
-    assert (code, shown) == (1, f"settings that differ: heads {config.heads} and 1\n")
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "said"),
-    [
-        (np.float32([0.0, np.nan]), np.float32([-0.0, np.nan]), "1 of 2 numbers differ, the largest difference is 0"),
-        (np.float32([3.0, np.nan]), np.float32([1.0, 1.0]), "2 of 2 numbers differ, the largest difference is 2"),
-        (np.float32([np.inf]), np.float32([np.nan]), "1 of 1 numbers differ, the largest difference is nan"),
-        (np.float32(1), np.float32(1), ""),
-        (np.float32(1), np.float32(3), "1 of 1 numbers differ, the largest difference is 2"),
-        (np.uint8([1]), np.uint16([1]), "x is uint8 (1,) and uint16 (1,)"),
-    ],
-)
-def test_bits_are_compared(one, other, said):
-    assert bisect.first_difference({"x": one}, {"x": other}).removeprefix("x: ") == said
-
-
-def test_models_whose_numbers_alone_differ(tmp_path, told):
-    config = replace(MODEL, norm="rmsnorm")
-    for name, eps in {"a": 1e-5, "b": 1e-6}.items():
-        parameters = daskgpt.initial_parameters(config, 0)
-        daskgpt.save(tmp_path / f"{name}.safetensors", replace(config, norm_eps=eps), parameters)
-    shown = told(bisect, tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    assert shown == (1, "settings that differ: norm_eps 1e-05 and 1e-06\n")
-
-
-@pytest.mark.parametrize(
-    ("fault", "tensor"),
-    [
-        (lambda draw: flipped("weight", 6, draw), "weight.h.0.mlp.c_fc.bias"),
-        (lambda draw: flipped("v", 6, draw), "v.h.0.mlp.c_fc.bias"),
-        (lambda draw: other_rate(6, draw), "weight.ln_f.weight"),
-        (lambda draw: other_batch(6, draw), "m.ln_f.weight"),
-    ],
-)
-def test_faults_while_training_are_located(fault, tensor, honest, small_text, tmp_path, told):
-    with fault(random.Random(5)):
-        fit(small_text, tmp_path / "run", save_every=1, keep=99, dataflow={"scheduler": "sync"})
-    code, shown = told(bisect, honest, tmp_path / "run", "--threads", 2)
-    assert code == 1
-    assert re.search("the replays of both runs agree\nB DIFFER: .*after step 7\nfirst step: 7\n", shown), shown
-    assert f"\nfirst tensor: {tensor}: " in shown
-
-
-def test_settings_and_data_that_differ_are_named(honest, small_text, tmp_path, told):
-    out = tmp_path / "rate"
-    shutil.copytree(honest, out, symlinks=True)
-    for folder in checkpoints(out)[7:]:
-        shutil.rmtree(folder)
-    daskgpt.fit(resume=out, optimizer={"learning_rate": 5e-3}, quiet=True)
-    code, shown = told(bisect, honest, out)
-    assert code == 1
-    assert "settings that differ: optimizer.learning_rate 0.001 and 0.005\nfirst step: 8\n" in shown, shown
-    assert "first tensor: after the update, weight.ln_f.weight: " in shown
-    fit(small_text, tmp_path / "seed", optimizer=OPTIMIZER, seed=1)
-    code, shown = told(bisect, honest, tmp_path / "seed")
-    assert "settings that differ: seed 0 and 1\nfirst step: 1, which begins with other tensors\n" in shown, shown
-    text = tmp_path / "text.txt"
-    text.write_text(small_text.read_text().replace("fox", "fix"))
-    fit(text, tmp_path / "data")
-    code, shown = told(bisect, honest, tmp_path / "data", "--batch-chunk", 4)
-    assert code == 1
-    assert "first step: 1\nfirst tensor: tokens: " in shown, shown

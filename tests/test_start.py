@@ -7,7 +7,7 @@ import pytest
 from small_runs import MODEL, config_of, fit, losses_of
 
 import daskgpt
-from daskgpt import audit, bench, bisect, generate, prepare, rewind, study, train
+from daskgpt import audit, bench, generate, prepare, rewind, study, train
 from daskgpt.schedulers import connect
 
 SHORT = "--batch-size 4 --steps 3 --validation-batches 1 --warmup 0 --learning-rate 1e-5 --sample-tokens 0"
@@ -202,7 +202,6 @@ def test_fit_says_what_is_wrong_before_data_are_read(first, small_text):
         (bench, []),
         (audit, ["missing"]),
         (rewind, ["missing", "--step", "1"]),
-        (bisect, ["missing", "missing"]),
         (study, ["--quick", "--out", "study"]),
     ],
 )

@@ -178,7 +178,7 @@ class TimelineCallback:
         self.config = config or TimelineConfig()
         self.timeline: Timeline | None = None
 
-    def begin(self, job: Job, engine: Engine, steps: int) -> int:
+    def begin(self, job: Job, engine: Engine) -> int:
         self.recorder = Recorder(engine)
         rule, advice = "--graph needs tasks that one scheduler knows", "Add --engine tasks, or train with threads."
         require(not (engine.ranks and self.config.graph), "timeline", rule, {"engine": "ranks"}, advice)
@@ -186,7 +186,7 @@ class TimelineCallback:
         require(engine.recorder is None, "timeline", rule, "a second one", advice)
         engine.recorder = self.recorder
         self.folder = Path(job.run.out)
-        return max(steps - self.config.timeline_steps, 0)
+        return max(job.steps - self.config.timeline_steps, 0)
 
     def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
         return self.recorder.window(steps)

@@ -265,7 +265,6 @@ class Trial(LocalScheduler):
         """Try one step, or several that overlap."""
         super().__init__(dask.local.get_sync, "nothing is run")
         self.step, self.precision, self.tensors = step, step.dials.precision, tensors(step.config)
-        self.moments = step.moments
         self.alive, self.made, self.at_peak = Counter[str](), Counter[str](), Counter[str]()
         self.results: dict[Key, int] = {}
         packs = step.layout.pack({name: self._state(name) for name in step.kernels.state})
@@ -288,7 +287,7 @@ class Trial(LocalScheduler):
         kind, _, parameter = name.partition(".")
         if kind == "weight":
             return StandIn(self, "parameters", self.precision.held_bytes(self.tensors[parameter]))
-        shape = self.moments[name].shape
+        shape = self.step.moments[name].shape
         rows = sum(len(range(*part.indices(shape[0]))) for part in self.step.owned_rows(parameter))
         return self.arrays("optimizer", 1, (rows, *shape[1:]), self.precision.dtype)[0]
 

@@ -2,8 +2,8 @@
 
     RUN/step-00001000/model.safetensors      in Hugging Face's names and layout; of a model with adapters, these alone
                       optimizer.safetensors  the moments, named `m.NAME` and so on, in the parameters' own shapes
-                      state.json             step, seed, data, configuration, versions, SHA-256 of each file and of the
-                                             state.json before (`training/chain.py`)
+                      state.json             step, data, configuration, versions, SHA-256 of each file and of the
+                                             state.json before (`training/logs.py`)
     RUN/base.safetensors                     the model that adapters adapt, if there are any
     RUN/latest -> step-00001000
     RUN/best -> step-00000500                the checkpoint with the lowest validation loss

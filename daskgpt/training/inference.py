@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -99,7 +100,6 @@ class Validation:
     def __init__(self, job: Job, engine: Engine, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self.job, self.engine, self.stop_requested = job, engine, stop_requested
         self.compiled: CompiledGraph | None = None
-        self.predicted: tuple[int, int] | None = None  # tokens, and bytes of their text; 0 if these are unknown
 
     def measure(self) -> dict[str, Any]:
         """Return the metrics of the engine's state; none where the run ends before all windows are measured.
@@ -113,18 +113,21 @@ class Validation:
         if (loss := self.loss()) is None:
             return {}
         metrics: dict[str, Any] = {"validation_loss": loss}
-        if self.predicted is None:
-            targets = [ids[weights[0] > 0] if weights else ids for _, ids, *weights in self._batches()]
-            try:
-                sizes = get_encoding(self.job.tokens.encoding_name).sizes
-                count = sum(int(np.sum(sizes[ids])) for ids in targets)
-            except FileNotFoundError:  # the vocabulary, which training does not need
-                count = 0
-            self.predicted = sum(ids.size for ids in targets), count
         tokens, count = self.predicted
         if count:
             metrics["validation_bits_a_byte"] = loss * tokens / math.log(2) / count
         return metrics | {"validation_s": round(time.perf_counter() - start, 3)}
+
+    @cached_property
+    def predicted(self) -> tuple[int, int]:
+        """Number of predicted tokens, and of the bytes of their text; 0 bytes where the vocabulary is not here."""
+        targets = [ids[weights[0] > 0] if weights else ids for _, ids, *weights in self._batches()]
+        tokens = sum(ids.size for ids in targets)
+        try:
+            sizes = get_encoding(self.job.tokens.encoding_name).sizes
+        except FileNotFoundError:  # training does not need it
+            return tokens, 0
+        return tokens, sum(int(np.sum(sizes[ids])) for ids in targets)
 
     def loss(self) -> float | None:
         """Return the mean over the windows [nats a token]; None if the run ends before all are measured."""

@@ -33,7 +33,7 @@ from daskgpt.model.parameters import Tensor, parameter_count, trained_tensors, v
 from daskgpt.model.precision import FLOAT32, Precision, resolve
 from daskgpt.model.step import as_weights
 from daskgpt.schedulers.machine import memory_limit, usable_cores
-from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, resolved_address
+from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address
 from daskgpt.schedulers.protocol import Scheduler
 
 Say = Callable[[str], None]  # prints a line
@@ -98,21 +98,19 @@ class Job:
         tokens = self.run.tokens or math.ceil(self.run.epochs * epoch)
         return -(-tokens // math.prod(self.batch_shape)) if tokens else self.run.steps
 
-    def resolved(self, scheduler: Scheduler) -> dict[str, dict[str, Any]]:
-        """Return the fields of every configuration by its name, with absolute paths, and only those dials left on
-        `auto` which an engine chooses.
+    def resolved(self) -> dict[str, dict[str, Any]]:
+        """Return the fields of every configuration by its name, with absolute paths. What is left on `auto` are dials:
+        another machine resolves them in its own way.
         """
         data, run, encoding = self.data, self.run, self.tokens.encoding_name
         sources = {"data": data.data, "validation_data": data.validation_data}
         places = {name: path if path == STANDARD_LIBRARY else from_root(path) for name, path in sources.items()}
         init = run.init if run.init in PACKAGED else from_root(run.init)
-        dials = {"scheduler": resolved_address(self.dataflow.scheduler), "threads": scheduler.threads}
-        dials["precision"] = self.precision.name
         return {
             "model": asdict(self.config),
             "data": asdict(data) | places | {"encoding": encoding, "order": self.order, "groups": self.groups},
             "optimizer": asdict(self.optimizer),
-            "dataflow": asdict(self.dataflow) | dials,
+            "dataflow": asdict(self.dataflow) | {"precision": self.precision.name},
             "run": asdict(run) | {"init": init, "out": from_root(run.out), "steps": self.steps},
         }
 

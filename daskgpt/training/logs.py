@@ -1,18 +1,24 @@
-"""The metrics of a run: `metrics.jsonl`, a line of JSON for each step."""
+"""The logs of a run, in lines of JSON: `metrics.jsonl` has a line for each step, `chain.jsonl` one for each checkpoint.
+
+The lines of the chain are the entries of every state.json, those of deleted checkpoints included. Each entry names the
+digest of the one before, so the digest of the last one determines them all: settings, data, the digests of models and
+moments, and the losses in between. The first entry is the beginning of the run.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any, cast
 
-from daskgpt.config.files import open_no_link, set_aside, sync, write_file, written
+from daskgpt.config.files import digest_of, open_no_link, set_aside, sync, write_file, written
+from daskgpt.training.checkpoint import DIGEST
 
-METRICS = "metrics.jsonl"
+METRICS, CHAIN = "metrics.jsonl", "chain.jsonl"
 WAITING_BYTES = 1 << 20  # of records for which there is no room: some thousand steps
 
 
@@ -47,9 +53,8 @@ class RecordFile:
 
     def sync(self) -> None:
         """Flush the records to the disk. Errors   OSError if there is no room"""
-        if not self.file.closed:
-            self.write()
-            sync(self.file.fileno())
+        self.write()
+        sync(self.file.fileno())
 
     def close(self) -> None:
         with suppress(OSError):  # there is no room for those that wait
@@ -60,19 +65,14 @@ def _valid(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def open_metrics(folder: Path, done: int | None) -> RecordFile:
-    """Open the metrics of a new run (`done` is None), or those of a resumed one behind its first steps.
-
-    Errors   FileExistsError if another run has begun here
-    """
-    path = folder / METRICS
-    if done is not None:
-        lines = [line for _, line in metrics_lines(path, done)]
-        if (content := b"".join(lines)) != path.read_bytes():
-            if len(lines) < done:  # the file is damaged, and a copy stays
-                set_aside(path, "damaged")
-            write_file(path, content, "RunFolder")
-    return RecordFile(path, new=done is None)
+def continued_metrics(path: Path, done: int) -> RecordFile:
+    """Open the metrics of a resumed run behind its first steps; what follows them is cut."""
+    lines = [line for _, line in metrics_lines(path, done)]
+    if (content := b"".join(lines)) != path.read_bytes():
+        if len(lines) < done:  # the file is damaged, and a copy stays
+            set_aside(path, "damaged")
+        write_file(path, content, "RunFolder")
+    return RecordFile(path)
 
 
 def metrics_lines(path: Path, steps: int) -> list[tuple[dict[str, Any], bytes]]:
@@ -101,3 +101,66 @@ def json_lines(path: Path, is_valid: Callable[[Any], bool]) -> list[tuple[bytes,
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             lines.append((line, None))
     return lines
+
+
+LINK = "chain"  # entry of state.json that makes it a link of the chain
+Entry = dict[str, Any]  # the entries of a state.json without its own digest
+PARTS = ("data", "configuration", "versions", "files")
+
+
+class Chain:
+    """Writes the chain of a run, a line a checkpoint.
+
+    numbered   step and digest of each entry
+    """
+
+    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
+        """Continue behind an entry: the beginning of a new run, or the state of the checkpoint that one continues from.
+
+        Lines behind it are cut. A file that lacks it is set aside, and the chain begins with this entry.
+        """
+        lines, wanted = read_chain(path), digest_of(entry)
+        digests = [digest_of(earlier) if earlier else "" for _, earlier in lines]
+        length = digests.index(wanted) + 1 if wanted in digests else 0
+        if lines and not length:
+            set_aside(path, "damaged")
+        elif length < len(lines):
+            write_file(path, b"".join(line for line, _ in lines[:length]), "RunFolder")
+        self.numbered = [(earlier["step"], digest) for (_, earlier), digest in zip(lines[:length], digests) if earlier]
+        self.file = RecordFile(path)
+        if not length:
+            self.add(entry)
+
+    def link(self, step: int, losses: Sequence[float]) -> dict[str, str]:
+        """Return the entry by which the state after some steps follows the one before.
+
+        losses   of all steps so far
+        """
+        since, previous = next(entry for entry in reversed(self.numbered) if entry[0] < step)
+        return {"previous": previous, "losses": digest_of(losses[since:step])}
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Append an entry, and flush it to the disk.
+
+        Errors   OSError if there is no room: the entry is written later
+        """
+        numbered = entry["step"], digest_of(entry)
+        if numbered not in self.numbered[-1:]:  # otherwise its checkpoint could not be written at first
+            self.numbered.append(numbered)
+            self.file.write({**entry, DIGEST: numbered[1]})
+        self.file.sync()
+
+
+def read_chain(path: Path) -> list[tuple[bytes, Entry | None]]:
+    """Return the lines of a chain, each with its entry; None for a line that is not as it was written."""
+
+    def is_unchanged(entry: Entry) -> bool:
+        return bool(entry.pop(DIGEST) == digest_of(entry)) and is_entry(entry)
+
+    return json_lines(path, is_unchanged) if path.exists() else []
+
+
+def is_entry(entry: Mapping[str, Any]) -> bool:
+    """Return whether the values of a state.json have the right types: its digest could be right all the same."""
+    parts = *map(entry.get, PARTS), entry.get(LINK, {})
+    return type(entry.get("step")) is int and all(type(part) is dict for part in parts)

@@ -1,8 +1,8 @@
 """Replays of runs: steps between checkpoints made again, and any tensor of one step.
 
 The bits of a run follow from its configuration and data, whatever computes them. So a replay begins at a checkpoint,
-or at the first parameters, and the normal trainer leads it to any later step under any dials. Audits compare what it
-leads to, `daskgpt rewind` shows a tensor of a step, and `daskgpt bisect` finds where two replays part.
+or at the first parameters, and the normal trainer leads it to any later step under any dials. `daskgpt audit` compares
+what it leads to, and `daskgpt rewind` shows a tensor of a step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
-from math import inf, nan
+from math import nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -34,24 +34,21 @@ from daskgpt.formats.stored_model import read_json
 from daskgpt.graph.calls import Origin
 from daskgpt.kernels.dropout import streams
 from daskgpt.model.layers import GATHER, SPLIT, Layer
-from daskgpt.model.parameters import RandomParameters, digest, tensors, trained_tensors
+from daskgpt.model.parameters import RandomParameters, digest, tensors
 from daskgpt.model.precision import Precision
 from daskgpt.model.step import Arrays, as_weights, gradients_of, input_leaves, input_values, state_leaves, weights_in
 from daskgpt.model.tape import Tape
 from daskgpt.model.transformer import mean_loss
-from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice
-from daskgpt.training.chain import CHAIN, LINK, Entry, is_entry, read_chain
 from daskgpt.training.checkpoint import STATE, DamagedCheckpoint, checked_state, checkpoints, read_checkpoint
 from daskgpt.training.engine import State
 from daskgpt.training.inference import compile_outputs
 from daskgpt.training.job import Job, require_memory
-from daskgpt.training.logs import METRICS, metrics_lines
+from daskgpt.training.logs import CHAIN, LINK, METRICS, Entry, is_entry, metrics_lines, read_chain
 from daskgpt.training.metrics import Diverged
 from daskgpt.training.run_folder import RunFolder
 from daskgpt.training.start import (
-    PACKAGES,
     SEEDED,
     Start,
     WarmStart,
@@ -163,20 +160,16 @@ class Replay:
         """Return the checkpoint of an entry, if it exists."""
         return self.folders.get(digest_of(entry))
 
-    def from_checkpoint(self, entries: Sequence[Entry], start: float = inf) -> list[Entry]:
-        """Return entries from the last one on, before the end, that has a checkpoint; all of them if none has.
-
-        start   number of steps after which they begin at the latest
-        """
-        there = (n for n, entry in enumerate(entries[:-1]) if entry["step"] <= start and self.folder_of(entry))
+    def from_checkpoint(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Return entries from the last one on, before the end, that has a checkpoint; all of them if none has."""
+        there = (number for number, entry in enumerate(entries[:-1]) if self.folder_of(entry))
         return list(entries[max(there, default=0) :])
 
-    def leading_to(self, step: int, start: float = inf) -> list[Entry]:
-        """Return the entries that lead to the state before a step, from the newest checkpoint on; the last one, whose
-        settings the step has, is after it.
+    def leading_to(self, step: int) -> list[Entry]:
+        """Return the entries that lead to the state before a step, from the newest checkpoint on. The last one stands
+        for that state; its settings are those of the step.
 
         step     counted from 0; at most the number of steps of the run, whose state is the last one
-        start    as of `from_checkpoint`
 
         Errors   ValueError for a step beyond the run
         """
@@ -184,15 +177,13 @@ class Replay:
         most = chain[-1]["configuration"]["run"]["steps"] if chain else -1
         rule, advice = f"the step must be one of 1 to {most + 1:,}, the last of which is to come", "Change --step."
         require(0 <= step <= most, self.where, rule, {"step": step + 1}, advice)
-        after = next((n for n, entry in enumerate(chain) if entry["step"] > step), len(chain))
+        before = [entry for entry in chain if entry["step"] <= step]
         # A killed run has made steps after its last checkpoint.
-        end = chain[after] if after < len(chain) else {**chain[-1], "step": step + 1}
-        return self.from_checkpoint([*chain[:after], end], start)
+        following = chain[len(before)] if len(before) < len(chain) else chain[-1]
+        return self.from_checkpoint([*before, {**following, "step": step}])
 
-    def job(self, entry: Entry, end: int = 0) -> Job:
+    def job(self, entry: Entry) -> Job:
         """Return the job of the steps before an entry: those of the process that wrote it, computed here.
-
-        end      number of steps after which it ends; 0 = those of the entry
 
         Errors   ValueError where the data, or the arithmetic of this machine, are not the run's
         """
@@ -202,23 +193,15 @@ class Replay:
         data = replace(c["data"], data=self.data)
         require_allowed_rows(entry, where)
         dataset = data_of_run(where, data, entry, self.open_dataset)
-        # The learning rate depends on the number of all steps; those after the end are not made.
-        steps = {"steps": c["run"].steps, "save_every": end or entry["step"]}
-        run = RunConfig(**steps, validate_every=0, validation_batches=1, seed=entry["seed"], keep_best=0)
+        # The learning rate depends on the number of all steps; those after the entry are not made.
+        steps = {"steps": c["run"].steps, "save_every": entry["step"]}
+        run = RunConfig(**steps, validate_every=0, validation_batches=1, seed=c["run"].seed, keep_best=0)
         job = Job(c["model"], data, c["optimizer"], dataflow, run, dataset)
-        then, here = (
-            f"{facts.get('precision')} by {facts.get('unit')}" for facts in (entry["arithmetic"], arithmetic(job))
-        )
+        then, here = entry.get("arithmetic"), arithmetic(job)
         rule, advice = "this machine must compute with the run's arithmetic", "Do it where that is the same."
         require(then == here, where, rule, {"run": f"{self.run} ({then})", "here": here}, advice)
         require_memory(job)
         return job
-
-    def other_versions(self) -> str:
-        """Return how the versions that wrote the last entry differ from those here: bits may differ with them."""
-        then, now = self.entries[self.head]["versions"] if self.head else {}, versions(*PACKAGES)
-        other = [name for name in now if then.get(name, now[name]) != now[name]]
-        return ", ".join(f"{name} {then[name]} -> {now[name]}" for name in other)
 
     def origin(self, entries: Sequence[Entry]) -> tuple[Arrays, str]:
         """Return the parameters that a replay of entries begins with, none for one that begins at a checkpoint; why
@@ -242,26 +225,25 @@ class Replay:
         return {}, "a program gave its parameters"
 
     def made_again(
-        self, entries: Sequence[Entry], parameters: Arrays, scheduler: Scheduler, folder: Path, end: int | None = None
+        self, entries: Sequence[Entry], parameters: Arrays, scheduler: Scheduler, folder: Path
     ) -> Iterator[Made]:
         """Make the steps between entries again, and yield those to each entry.
 
         entries      the first one is where they begin: at its checkpoint, or with the given parameters
         folder       that checkpoints are written to; each is deleted when the next one is there
-        end          number of steps after which they end, at most those of the last entry
         """
         at, state = self.folder_of(entries[0]), entries[0]
         for entry in entries[1:]:
-            steps = range(state["step"], entry["step"] if end is None else min(entry["step"], end))
-            if not steps:
+            steps = range(state["step"], entry["step"])
+            if not steps:  # the entry stands for the state before a step, which is that of a checkpoint
                 return
-            job, moments = self.job(entry, steps.stop), None
+            job, moments = self.job(entry), None
             if at:
                 parameters, moments = read_checkpoint(at, job.moments)
                 if at.is_relative_to(folder):
                     shutil.rmtree(at)
             out = RunFolder(str(folder / f"to-{steps.stop}"))
-            start = Start(out, parameters, moments, steps.start, [nan] * steps.start, entry=state)
+            start = Start(out, parameters, moments, [nan] * steps.start, entry=state)
             losses, at = _made(job, scheduler, start, steps.stop)
             state = read_json(at / STATE, self.where, STATE) if at else {}
             yield Made(entry, steps, losses, at, state)
@@ -269,46 +251,35 @@ class Replay:
                 return
 
     def tensors_of(self, step: int, scheduler: Scheduler) -> StepTensors:
-        """Return the tensors of a step, counted from 0, which have no values until `lead` has computed its state.
+        """Return the tensors of a step, counted from 0, which have no values until they `begin` with its state.
 
         Errors   as of `leading_to` and `job`
         """
-        return StepTensors(self.where, self.job_of(step), scheduler, step)
+        return StepTensors(self.where, self.job(self.leading_to(step)[-1]), scheduler, step)
 
-    def job_of(self, step: int) -> Job:
-        """Return the job of a step. Errors   as of `leading_to` and `job`"""
-        return self.job(self.leading_to(step)[-1], step)
+    def state_before(self, step: int, scheduler: Scheduler) -> dict[str, np.ndarray]:
+        """Compute the state before a step, counted from 0, from the newest checkpoint on; return it by name.
 
-    def lead(self, tensors: StepTensors, start: float = inf) -> None:
-        """Compute the state before the step of some tensors, from the newest checkpoint before it.
-
-        start    as of `from_checkpoint`
-
-        Errors   ValueError if there is nothing to begin with, or a number is not finite on the way
+        Errors   as of `leading_to` and `job`; ValueError if there is nothing to begin with, or a number is not finite
+                 on the way
         """
-        step, job, entries = tensors.step, tensors.job, self.leading_to(tensors.step, start)
+        entries = self.leading_to(step)
         parameters, unknown = self.origin(entries)
         there = ", ".join(path.name for path in checkpoints(self.run)) or "none"
         rule, advice = "a good checkpoint must be before the step", f"Give a step after one of them: {unknown}."
         require(not unknown, self.where, rule, {"run": self.run, "checkpoints": there}, advice)
-        at = self.folder_of(entries[0])
+        at, moments_of_run = self.folder_of(entries[0]), self.job(entries[-1]).moments
         with TemporaryDirectory(prefix=f"daskgpt-{self.where}-") as folder:
-            for made in self.made_again(entries, parameters, tensors.scheduler, Path(folder), step):
+            for made in self.made_again(entries, parameters, scheduler, Path(folder)):
                 at = made.folder
                 rule, got = "every number must be finite until the step", {"step": step + 1}
                 advice = f"Give --step {made.steps.start + len(made.losses)}, say."
                 require(at is not None, self.where, rule, got, advice)
             if at:
-                tensors.begin(state_in(at, job))
+                parameters, moments = read_checkpoint(at, moments_of_run)
             else:
-                moments = {name: np.zeros(tensor.shape, np.float32) for name, tensor in job.moments.items()}
-                tensors.begin(as_weights(parameters) | moments)
-
-
-def state_in(folder: Path, job: Job) -> dict[str, np.ndarray]:
-    """Return the state in a checkpoint by the names of a state."""
-    parameters, moments = read_checkpoint(folder, job.moments)
-    return as_weights(parameters) | moments
+                moments = {name: np.zeros(tensor.shape, np.float32) for name, tensor in moments_of_run.items()}
+            return as_weights(parameters) | moments
 
 
 def _made(job: Job, scheduler: Scheduler, start: Start, end: int) -> tuple[list[float], Path | None]:
@@ -369,7 +340,6 @@ class StepTensors:
     names   of all of them in the order of computation; `NamedTape` says how activations and their gradients are named,
             the others are `tokens`, `targets`, `weight.NAME`, `MOMENT.NAME`
     held    inputs and state by name; the state once it has begun
-    in_state  names of weights and moments, with their tensors
     """
 
     def __init__(self, where: str, job: Job, scheduler: Scheduler, step: int) -> None:
@@ -390,18 +360,12 @@ class StepTensors:
         gradients = gradients_of(tape, job.config, weights, loss)
         full_names = {array.name: full for full, array in tape.named.items()}
         shapes = {name: array.shape for name, array in self.held.items()}
-        self.in_state = as_weights(tensors(job.config)) | job.moments
-        shapes |= {name: tensor.shape for name, tensor in self.in_state.items()}
+        in_state = as_weights(tensors(job.config)) | job.moments
+        shapes |= {name: tensor.shape for name, tensor in in_state.items()}
         self.shapes = shapes | {name: array.shape for name, array in tape.named.items()}
         self.names = list(self.shapes)
         self.aliases = {name: f"weight.{name}" for name in weights} | tape.aliases
         self.aliases |= {f"gradient.{name}": full_names[array.name] for name, array in gradients.items()}
-
-    def updates(self) -> list[str]:
-        """Return the names of weights and moments in the order of their updates: that of the gradients."""
-        place = {name: number for number, name in enumerate(self.names)}
-        gradients = {name: place[self.aliases[f"gradient.{name}"]] for name in trained_tensors(self.job.config)}
-        return sorted(self.job.state, key=lambda name: (gradients[name.partition(".")[2]], name.startswith("weight.")))
 
     def begin(self, state: Arrays) -> None:
         """Set the state before the step, by the names of a state."""
@@ -430,9 +394,3 @@ class StepTensors:
             results = self.scheduler.run(compiled.submission([self.inputs], self.state.packs))
             arrays |= compiled.output(self.scheduler.fetch(results))
         return {name: arrays[full] for name, full in full_names.items()}
-
-    def losses_of_sequences(self) -> np.ndarray:
-        """Return the mean loss of each sequence of the batch, float64 (B,); of pairs that of the weighted targets."""
-        losses, shares = self.arrays(["losses.losses"])["losses.losses"], self.inputs["shares"]
-        means: np.ndarray = (losses * shares).sum(1) / np.maximum(shares.sum(1), np.finfo(float).tiny)
-        return means

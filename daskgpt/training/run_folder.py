@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import chain, count
@@ -20,7 +21,6 @@ from daskgpt.model.parameters import ReadLater, trained_tensors
 from daskgpt.model.precision import values_of
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.protocol import Scheduler, WorkerLost
-from daskgpt.training.chain import CHAIN, LINK, Chain
 from daskgpt.training.checkpoint import (
     BEST,
     LATEST,
@@ -36,7 +36,7 @@ from daskgpt.training.checkpoint import (
 )
 from daskgpt.training.engine import State
 from daskgpt.training.job import Job, Say
-from daskgpt.training.logs import METRICS, RecordFile, open_metrics
+from daskgpt.training.logs import CHAIN, LINK, METRICS, Chain, RecordFile, continued_metrics
 
 CONFIG, LOCK = "config.toml", ".lock"
 FILES = (CONFIG, METRICS, CHAIN, LOCK)
@@ -58,17 +58,20 @@ class RunFolder:
     """Writes a run. A new run writes nothing before `begin`; the folder of a resumed run is locked from the start.
 
     resumed   whether the folder holds a run that continues
+    metrics   and `chain`: logs, open from `begin` on
+    base      SHA-256 of the model that adapters adapt; empty if there are none
 
     Errors    FileExistsError if a new run's folder already holds one; ValueError if no folder can be made there;
               FileNotFoundError if there is no run to resume; RuntimeError if another process trains it
     """
 
+    metrics: RecordFile
+    chain: Chain
+
     def __init__(self, path: str, *, resumed: bool = False) -> None:
-        self.path, self.resumed = Path(path), resumed
-        self.metrics: RecordFile | None = None
-        self.chain: Chain | None = None
-        self.base = ""  # SHA-256 of the model that adapters adapt
+        self.path, self.resumed, self.base = Path(path), resumed, ""
         self.lock: BinaryIO | None = None
+        self.open_files = ExitStack()
         with written(path, "RunFolder"):  # its name may be too long
             present = [(self.path / name).exists() for name in (CONFIG, METRICS)]
         where, got = "RunFolder", {"out": self.path}
@@ -98,13 +101,15 @@ class RunFolder:
         """
         if self.resumed:
             tidy(self.path, entry["step"])
+            self.metrics = continued_metrics(self.path / METRICS, entry["step"])
         else:
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
                 with written(self.path, "RunFolder"):
                     self.path.mkdir(parents=True, exist_ok=True)
-                    self.metrics = open_metrics(self.path, None)
+                    self.metrics = RecordFile(self.path / METRICS, new=True)
             except FileExistsError:
                 raise self._taken() from None
+        self.open_files.callback(self.metrics.close)
         try:
             if not self.resumed:
                 self._lock()
@@ -112,8 +117,8 @@ class RunFolder:
             if base:
                 path = self.path / BASE
                 self.base = digest_of_base(path) if self.resumed else write_run_model(path, base)
-            self.metrics = self.metrics or open_metrics(self.path, entry["step"])
             self.chain = Chain(self.path / CHAIN, entry)
+            self.open_files.callback(self.chain.file.close)
         except BaseException:
             self.close()
             if not self.resumed:  # without a configuration there is no run, and the folder is free
@@ -125,6 +130,7 @@ class RunFolder:
         """Keep other processes from training this run until this one ends."""
         with written(self.path / LOCK, "RunFolder"):
             self.lock = locked(self.path / LOCK, "RunFolder", "no other process must train this run")
+        self.open_files.callback(self.lock.close)
 
     def require_held(self) -> None:
         """Check that the folder at this path still is this run's: its lock file is the one that is locked here.
@@ -152,7 +158,6 @@ class RunFolder:
 
     def log(self, record: Mapping[str, Any], say: Say) -> None:
         """Append the metrics of a step. Without room they wait and are written later, and a line says so once."""
-        assert self.metrics
         waited = self.metrics.waits
         try:
             self.metrics.write(record)
@@ -160,16 +165,9 @@ class RunFolder:
             if not waited:
                 say(f"metrics    {METRICS} is to be written later: {reason(error)}; training goes on")
 
-    def sync(self) -> None:
-        """Flush the metrics to the disk. Errors   OSError if there is no room"""
-        assert self.metrics
-        self.metrics.sync()
-
     def close(self) -> None:
         """Close the files and unlock the folder."""
-        for file in (self.metrics, self.chain.file if self.chain else None, self.lock):
-            if file is not None:
-                file.close()
+        self.open_files.close()
 
     def _taken(self) -> FileExistsError:
         rule, got = "the folder must not hold a run already", {"out": self.path}
@@ -202,6 +200,7 @@ class Saver:
     A checkpoint that cannot be written costs a line of output. Only the last one is an error of the run.
 
     saved   step of the newest checkpoint, 0 if there is none
+    best    the best checkpoint so far
     """
 
     def __init__(
@@ -210,23 +209,15 @@ class Saver:
         folder: RunFolder,
         scheduler: Scheduler,
         say: Say,
-        best: Best,
         losses: Sequence[float],
         news: dict[str, Any],
     ) -> None:
-        """best     the best checkpoint of earlier processes
-        losses   of all steps so far: in the beginning, of those before the newest checkpoint
+        """losses   of all steps so far: in the beginning, of those before the newest checkpoint
         news     gets the metrics of each checkpoint
         """
-        self.job, self.folder, self.scheduler, self.say, self.losses = job, folder, scheduler, say, losses
-        self.news = news
-        self.saved, self.best, self.since = len(losses), best if job.run.keep_best else Best(), time.monotonic()
-
-    @property
-    def chain(self) -> Chain:
-        """The chain of the run."""
-        assert self.folder.chain
-        return self.folder.chain
+        self.job, self.folder, self.scheduler, self.say = job, folder, scheduler, say
+        self.losses, self.news = losses, news
+        self.saved, self.best, self.since = len(losses), Best(), time.monotonic()
 
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
@@ -266,7 +257,7 @@ class Saver:
         start, path, run = time.perf_counter(), self.folder.path, self.job.run
         self.since = time.monotonic()
         best = Best(state.step, loss) if loss is not None and self.better(loss) else self.best
-        link = {LINK: self.chain.link(state.step, self.losses)}
+        link = {LINK: self.folder.chain.link(state.step, self.losses)}
         try:
             self._write(state, {**facts, **link, **({"best": asdict(best)} if best.step >= 0 else {})})
         except WorkerLost:
@@ -291,6 +282,8 @@ class Saver:
             size, encoding = replace(job.config, lora=0), job.tokens.encoding_name
             base = StoredModel(size, parameters, encoding, job.data.sequence_length)
         self.folder.begin(sections, entry, base)
+        if job.run.keep_best:
+            self.best = Best.of(self.folder.path, entry)
         self.best.point(self.folder.path)  # an earlier process may have been killed before it did
 
     def _write(self, state: State, facts: Mapping[str, Any]) -> None:
@@ -300,8 +293,8 @@ class Saver:
         model = StoredModel(job.config, weights, *text, base=self.folder.base)
         shapes = {name: tensor.shape for name, tensor in job.moments.items()}
         self.folder.require_held()
-        self.folder.sync()  # first: a run continues behind the metrics of its checkpoint
-        write_checkpoint(self.folder.path, state.step, model, arrays, shapes, facts, self.chain.add)
+        self.folder.metrics.sync()  # first: a run continues behind the metrics of its checkpoint
+        write_checkpoint(self.folder.path, state.step, model, arrays, shapes, facts, self.folder.chain.add)
 
     def _failed(self, step: int, error: Exception, *, last: bool) -> None:
         """Report that a checkpoint is not written. Errors   OSError if it is the last one of the run"""

@@ -32,7 +32,6 @@ from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, require_scheduler
 from daskgpt.training.checkpoint import (
     VERSION,
-    Best,
     checkpoints,
     is_checkpoint,
     newest_good,
@@ -64,7 +63,6 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = {
 # be moved.
 PLACES = ("data", "validation_data")
 PARTS = ("validation_data", "validation_fraction", "held_out")  # settings that divide text
-DIALS = MAY_CHANGE["dataflow"]
 SEEDED = "random, by the seed"  # the parameters of the beginning
 PACKAGES = ("numpy", "numba", "dask")
 
@@ -106,25 +104,24 @@ class Start:
 
     folder      where it is written; None for nowhere
     moments     "MOMENT.NAME"; None for zeros
-    step        how many steps earlier processes have made
-    losses      their losses
+    losses      of the steps that earlier processes have made
     validation  the last validation loss, nan if there was none
     messages    lines to print
-    seconds     how long earlier processes have trained
-    best        the best checkpoint of earlier processes
     entry       of the run's chain, behind which it continues; empty for a new run
     """
 
     folder: RunFolder | None
     parameters: Arrays
     moments: Arrays | None = None
-    step: int = 0
     losses: list[float] = field(default_factory=list)
     validation: float = nan
     messages: Sequence[str] = ()
-    seconds: float = 0.0
-    best: Best = field(default_factory=Best)
     entry: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """How many steps earlier processes have made."""
+        return len(self.losses)
 
 
 class WarmStart:
@@ -264,28 +261,19 @@ def with_adapters(job: Job, parameters: Arrays | None) -> Arrays:
     return dict(parameters) | {name: random[name] for name in trained_tensors(job.config)}
 
 
-def checkpoint_facts(job: Job, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a checkpoint's state.json by which a run is resumed, but for the number of its next batch.
-
-    settings   see `Job.resolved`
-
-    `configuration` has every setting resolved, `asked` the dials as they were given: another machine resolves `auto`
-    in its own way.
-    """
+def checkpoint_facts(job: Job) -> dict[str, Any]:
+    """Return the entries of a checkpoint's state.json by which a run is resumed."""
     return {
-        "seed": job.run.seed,
         "data": fingerprint(job.tokens),
-        "configuration": settings,
-        "asked": {name: getattr(job.dataflow, name) for name in DIALS},
-        "groups": job.groups,
+        "configuration": job.resolved(),
         "arithmetic": arithmetic(job),
         "versions": versions(*PACKAGES),
     }
 
 
-def arithmetic(job: Job) -> dict[str, str]:
-    """Return the settings that decide the bits of a matrix product: the precision, and the unit that multiplies."""
-    return {"precision": job.precision.name, "unit": unit().name.lower() if job.precision.packed else "fused"}
+def arithmetic(job: Job) -> str:
+    """Return what decides the bits of a matrix product: the precision, and the unit that multiplies."""
+    return f"{job.precision.name} by {unit().name.lower() if job.precision.packed else 'fused'}"
 
 
 def beginning(facts: Mapping[str, Any], parameters: Arrays) -> dict[str, Any]:
@@ -393,27 +381,16 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
     _require_steps_left(job, state, path)
     (parameters, moments), done = read_checkpoint(checkpoint_folder, job.moments), state["step"]
     messages.append(f"resumed    {checkpoint_folder}: {done} of {job.steps} steps are done")
-    units = state["arithmetic"], arithmetic(job)
-    if units[0] != units[1]:
-        change = " -> ".join(f"{unit['precision']} by {unit['unit']}" for unit in units)
-        messages.append(f"arithmetic {change}: bits differ from here on")
+    then, here = state["arithmetic"], arithmetic(job)
+    if then != here:
+        messages.append(f"arithmetic {then} -> {here}: bits differ from here on")
     records = {record["step"]: record for record, _ in metrics_lines(folder.path / METRICS, done)}
-    losses = [records.get(number, {}).get("loss") for number in range(done)]
-    if missing := losses.count(None):
+    written = [records.get(number, {}).get("loss") for number in range(done)]
+    if missing := written.count(None):
         messages.append(f"metrics    {missing} of {done} steps are missing")
+    losses = [nan if loss is None else loss for loss in written]
     validated = [loss for record in records.values() if (loss := record.get("validation_loss")) is not None]
-    return job, Start(
-        folder,
-        parameters,
-        moments,
-        done,
-        [nan if loss is None else loss for loss in losses],
-        validated[-1] if validated else nan,
-        messages,
-        state.get("seconds", 0.0),
-        Best.of(folder.path, state),
-        state,
-    )
+    return job, Start(folder, parameters, moments, losses, validated[-1] if validated else nan, messages, state)
 
 
 def _require_steps_left(job: Job, state: Mapping[str, Any], path: str) -> None:
@@ -432,8 +409,6 @@ def _changed_configuration(
     for section, values in stored_settings("train", state).items():
         given = changes.get(section, {})
         if section == "dataflow":
-            # As they were given, so that this machine resolves them.
-            values |= {name: value for name, value in state["asked"].items() if name in values}
             # Never an address from the folder: another person's could name theirs, whose data would be unpickled.
             values["scheduler"] = values["scheduler"] if values["scheduler"] in LOCAL_SCHEDULERS else "auto"
         if section == "run":

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -22,14 +22,13 @@ from daskgpt.data.dataset import BatchLoader
 from daskgpt.kernels.compilation import compile_later
 from daskgpt.model.parameters import check_config, check_dtypes, check_finite, check_parameters, merged
 from daskgpt.model.step import Arrays
-from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.schedulers.opening import open_scheduler, resolved_address
 from daskgpt.schedulers.protocol import TOPIC, ClusterLost, Scheduler, WorkerLost
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.engine import Engine, LocalEngine, State, TaskEngine
 from daskgpt.training.inference import Validation
 from daskgpt.training.job import Job, Say, compile_kernels, describe, require_memory
-from daskgpt.training.metrics import SHOWN, Finite, StepMetrics
-from daskgpt.training.progress import Progress
+from daskgpt.training.metrics import SHOWN, Finite, Progress, StepMetrics
 from daskgpt.training.run_folder import Saver, fetched_arrays
 from daskgpt.training.start import (
     Start,
@@ -71,8 +70,6 @@ class Result:
              bits_a_byte: float
                  the validation loss by the bytes of the text, which compares different encodings; nan where this
                  process has measured none [bits a byte]
-             timers: dict[str, float]
-                 seconds that steps waited for validation, logs, samples, checkpoints and recovery points [s]
     """
 
     config: ModelConfig
@@ -84,7 +81,6 @@ class Result:
     first: int = 0
     stopped: bool = False
     bits_a_byte: float = math.nan
-    timers: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, np.ndarray]:
@@ -109,11 +105,8 @@ Changes = Mapping[str, Any]  # of a configuration, by the names of its fields
 class Callback(Protocol):
     """An instrument that observes some steps of a run."""
 
-    def begin(self, job: Job, engine: Engine, steps: int) -> int:
-        """Prepare before the first step; return the number of the first step to observe.
-
-        steps   number of steps of the run
-        """
+    def begin(self, job: Job, engine: Engine) -> int:
+        """Prepare before the first step; return the number of the first step to observe."""
 
     def watch(self, steps: Sequence[int]) -> AbstractContextManager[None]:
         """Return a context manager that is entered around steps which are run together."""
@@ -205,7 +198,7 @@ def fit(
     return train(job, start, Observers(on_step, callbacks, quiet=quiet), client)
 
 
-def train(job: Job, start: Start, observers: Observers = Observers(), client: Any = None) -> Result:
+def train(job: Job, start: Start, observers: Observers, client: Any = None) -> Result:
     """Compile kernels, open the scheduler of a job, and train. The run's folder is closed."""
     try:
         compile_kernels(job.precision, job.uses)
@@ -286,14 +279,13 @@ class _Trainer:
         self.engine = engine_of(job, scheduler, say)
         self.loader = BatchLoader(job.tokens, *job.batch_shape, job.run.seed, job.order)
         self.finite = Finite(job, self.losses)
-        self.metrics = StepMetrics(job, scheduler, lambda: self.seconds)
-        self.timed, timers = self.metrics.timed, self.metrics.timers
+        self.metrics = StepMetrics(job, scheduler)
         config = replace(job.config, lora=0)  # of the merged model
-        self.result = Result(config, None, self.losses, start.validation, 0.0, first=start.step, timers=timers)
+        self.result = Result(config, None, self.losses, start.validation, 0.0, first=start.step)
         self.validation = Validation(job, self.engine, self.stop_requested)
         self.saver: Saver | None = None
         if self.folder:
-            self.saver = Saver(job, self.folder, scheduler, say, start.best, self.losses, self.news)
+            self.saver = Saver(job, self.folder, scheduler, say, self.losses, self.news)
         self.recovery: Recovery | None = None
         if self.engine.ranks:
             from daskgpt.training.recovery import Recovery
@@ -343,13 +335,11 @@ class _Trainer:
                     outcomes = engine.run(batches, length)
             seconds = time.perf_counter() - begin
             first_time = steps[-1] >= len(self.losses)  # else all of them are made again after a loss
-            with self.timed("logs"):
-                records = self.metrics.of_window(steps, outcomes, seconds)
+            records = self.metrics.of_window(steps, outcomes, seconds, self.seconds)
             if self.saver and self._dials() != dials:  # they were chosen with this step
                 self.saver.configure(self._settings())
             if first_time and engine.made == self._next_validation(steps[-1]):
-                with self.timed("validation"):
-                    records[-1].update(self.validation.measure())
+                records[-1].update(self.validation.measure())
             new = records[max(len(self.losses) - steps.start, 0) :]
             for record in new:
                 self._report(record)
@@ -362,8 +352,7 @@ class _Trainer:
                 self.progress.say(f"stopped after {engine.made} of {length} steps")
                 return True
             if self.recovery:
-                with self.timed("recovery points"):
-                    self.recovery.after_window()
+                self.recovery.after_window()
             if first_time and self.job.run.sample_every and engine.made % self.job.run.sample_every == 0:
                 self._sample()
             self._save_if_due(checked="validation_loss" in records[-1])
@@ -373,11 +362,12 @@ class _Trainer:
         """Begin to observe, write the folder's first files, print the header, and begin to watch workers."""
         job, progress, engine, start = self.job, self.progress, self.engine, self.start
         # Before anything is written: an instrument may refuse the run.
-        self.callbacks = [(one.begin(job, engine, job.steps), one) for one in self.observers.callbacks]
+        self.callbacks = [(one.begin(job, engine), one) for one in self.observers.callbacks]
         if self.saver:
             # Once: places and versions are those of the beginning, even where a working directory or a file goes.
-            self.facts = checkpoint_facts(job, job.resolved(self.scheduler))
-            entry = start.entry or beginning(self._facts(0), start.parameters)
+            self.facts = checkpoint_facts(job)
+            self.place = {"scheduler": resolved_address(job.dataflow.scheduler), "threads": self.scheduler.threads}
+            entry = start.entry or beginning(self.facts, start.parameters)
             self.saver.begin(self._settings(), entry, start.parameters)
         progress.say("\n".join([describe(job, self.scheduler, engine.described_chunks), *start.messages]))
         run = job.run
@@ -412,37 +402,33 @@ class _Trainer:
 
     def _report(self, metrics: dict[str, Any]) -> None:
         """Show and log the metrics of a step, and end the run if a number is not finite."""
-        with self.timed("logs"):
-            self.losses.append(metrics["loss"])
-            if "validation_loss" in metrics:
-                loss = self.result.validation_loss = self.validated[metrics["step"] + 1] = metrics["validation_loss"]
-                self.result.bits_a_byte = metrics.get("validation_bits_a_byte", math.nan)
-                if self.saver and self.saver.better(loss):
-                    metrics["best"] = True
-            self.progress.step(metrics)
-            metrics |= self.news
-            self.news.clear()
-            if self.saver:
-                self.saver.folder.log(metrics, self.progress.say)
+        self.losses.append(metrics["loss"])
+        if "validation_loss" in metrics:
+            loss = self.result.validation_loss = self.validated[metrics["step"] + 1] = metrics["validation_loss"]
+            self.result.bits_a_byte = metrics.get("validation_bits_a_byte", math.nan)
+            if self.saver and self.saver.better(loss):
+                metrics["best"] = True
+        self.progress.step(metrics)
+        metrics |= self.news
+        self.news.clear()
+        if self.saver:
+            self.saver.folder.log(metrics, self.progress.say)
         if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
             self.enough = True
-        with self.timed("validation" if "validation_loss" in metrics else "logs"):
-            self.finite.require(self.engine, metrics)
+        self.finite.require(self.engine, metrics)
 
     def _sample(self) -> None:
         """Print a sample, if there is to be one."""
         if sampler := self.observers.sampler:
-            with self.timed("samples"):
-                self.progress.say(sampler(self.scheduler, self.engine.weights()))
+            self.progress.say(sampler(self.scheduler, self.engine.weights()))
 
     def _save_if_due(self, *, checked: bool) -> None:
         """Write a checkpoint if one is due; checked: whether the parameters are known to be finite."""
         made = self.engine.made
         if self.saver and self.saver.due(made, self.validated.get(made)):
-            with self.timed("checkpoints"):
-                if not checked:
-                    self.finite.require_weights(self.engine, made - 1)
-                self._save(self.saver, self.engine.state())
+            if not checked:
+                self.finite.require_weights(self.engine, made - 1)
+            self._save(self.saver, self.engine.state())
 
     def _dials(self) -> dict[str, Any]:
         """Return the dials that the engine chooses, as they are now."""
@@ -450,15 +436,12 @@ class _Trainer:
         return {"batch_chunk": sequences, "sequence_chunk": length, "grain": grain}
 
     def _settings(self) -> dict[str, Any]:
+        """Return the settings of the run, with the dials that were chosen."""
         settings: dict[str, Any] = self.facts["configuration"]
-        return settings | {"dataflow": settings["dataflow"] | self._dials()}
-
-    def _facts(self, step: int) -> dict[str, Any]:
-        """Return the entries of a checkpoint's state.json."""
-        return self.facts | {"data": {"next_batch": step} | self.facts["data"], "configuration": self._settings()}
+        return settings | {"dataflow": settings["dataflow"] | self.place | self._dials()}
 
     def _save(self, saver: Saver, state: State, *, last: bool = False) -> None:
-        facts = self._facts(state.step) | {"seconds": round(self.seconds, 3)}
+        facts = self.facts | {"seconds": round(self.seconds, 3)}
         saver.save(state, facts, self.validated.get(state.step), last=last)
 
     def _save_what_is_left(self) -> None:
@@ -481,13 +464,13 @@ class _Trainer:
         del self.losses[engine.made :]  # of steps that a loss has taken back
         if self.saver:
             self._save(self.saver, engine.state(), last=True)
-            self.saver.folder.sync()
+            self.saver.folder.metrics.sync()
         return result
 
     @property
     def seconds(self) -> float:
         """Seconds that the run has trained, earlier processes included."""
-        return self.start.seconds + time.perf_counter() - self.began
+        return float(self.start.entry.get("seconds", 0.0)) + time.perf_counter() - self.began
 
     def close(self) -> None:
         """Release what the run holds, on a cluster its state and the copies of it."""

@@ -55,7 +55,7 @@ SHORTER = {
     r"daskgpt\.study": "--quick --window 1 --threads 1 --barrier layer,step",
     r"daskgpt\.prepare": "--encoding learn:300",
     r"daskgpt\.rewind": "--step 2",
-    r"daskgpt\.(evaluate|convert|plot|audit|bisect)": "",
+    r"daskgpt\.(evaluate|convert|plot|audit)": "",
 }
 
 
