@@ -101,7 +101,7 @@ def test_ids_beyond_the_encoding_of_a_larger_model_are_refused():
     tokens, options = np.array([1, 280, 2]), evaluate.EvaluateConfig(data="tokens")
     examples = Examples(tokens, np.array([3]), tokens > 1, 256)
     for loss, data in ((evaluate.loss_of_text, tokens), (evaluate.loss_of_pairs, examples)):
-        with pytest.raises(ValueError, match="id=280, position=1, vocabulary=257"):
+        with pytest.raises(ValueError, match="largest=280, vocabulary=257"):
             loss(weights, options, get_encoding("bytes"), data, 8)
 
 

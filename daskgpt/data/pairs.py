@@ -17,9 +17,8 @@ import numpy as np
 from daskgpt.config.errors import number_of, require
 from daskgpt.config.files import digest_of
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
-from daskgpt.data.reading import WHERE, records, whole
 from daskgpt.data.source import CHATS, Source, pair_fields
-from daskgpt.data.text import runs
+from daskgpt.data.text import WHERE, records, runs, whole
 from daskgpt.data.tokenizer import encode
 from daskgpt.formats.encoding import Encoding
 
@@ -141,7 +140,7 @@ def read_examples(
 ) -> tuple[list[Examples], str, str]:
     """Return the examples for training and those held out, a description of the source, and a digest of its pairs.
 
-    fraction   held out; with 0, all examples are in the first part, and the second one is empty
+    fraction   held out; with 0 or 1, all examples are in the one part that is returned
 
     An example that is longer than a sequence and the token after it is cut there; one whose response would be lost is
     left out.
@@ -149,12 +148,12 @@ def read_examples(
     Errors   as of read_pairs; ValueError if a part would have no example, or for chats without a chat template
     """
     conversations, places, wrong = read_pairs(source)
-    plain = [tuple(role for role, _ in conversation) == PAIR for conversation in conversations]
+    plain = all(tuple(role for role, _ in conversation) == PAIR for conversation in conversations)
     parts: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = ([], [])
     most, cut, lost = sequence_length + 1, 0, 0
     template, rule = template_of(codec), "the model's tokenizer must have a chat template, for chats of other roles"
     advice = "Start from a chat model (--init), or give pairs of prompt and response."
-    require(template is not None or all(plain), WHERE, rule, {"data": source.name, "encoding": codec.name}, advice)
+    require(template is not None or plain, WHERE, rule, {"data": source.name, "encoding": codec.name}, advice)
     for run in runs(len(conversations), 1, fraction, held_out):
         for number in range(run.start, run.stop):
             tokens, counted = _example(conversations[number], codec, template, places[number])
@@ -163,11 +162,12 @@ def read_examples(
                 continue
             cut += tokens.size > most
             parts[run.held_out].append((tokens[:most], counted[:most]))
-    rule, got = "each part must have an example that fits", {"data": source.name, "pairs": len(conversations)}
     unused = f"{len(wrong):,} left out: empty, or without an assistant ({wrong[0]})" if wrong else ""
+    rule, got = "each part must have an example that fits", {"data": source.name, "pairs": len(conversations)}
     got |= {"too long": lost} | ({"others": unused} if wrong else {})
     advice = "Give more pairs, a larger --sequence-length, or another --validation-fraction."
-    require(all(parts[: 1 + (fraction > 0)]), WHERE, rule, got, advice)
+    filled = [rows for rows in parts if rows]
+    require(len(filled) == (2 if 0 < fraction < 1 else 1), WHERE, rule, got, advice)
     examples = [
         Examples(
             np.concatenate([tokens for tokens, _ in rows]),
@@ -175,17 +175,16 @@ def read_examples(
             np.concatenate([counted for _, counted in rows]),
             codec.eot_token,
         )
-        for rows in parts
-        if rows
+        for rows in filled
     ]
-    noun = "pair" if all(plain) else "conversation"
+    noun = "pair" if plain else "conversation"
     facts = [source.described, number_of(len(parts[0]), noun) + f" and {len(parts[1]):,} held out" * bool(parts[1])]
     facts += ["in the form of the chat template"] if template else []
     facts += [f"{cut:,} cut to {most:,} tokens"] if cut else []
     facts += [f"{lost:,} left out for prompts that alone are longer"] if lost else []
     facts += [unused] if wrong else []
     texts = [tuple(text for _, text in conversation) for conversation in conversations]
-    return examples, f"{source.name} ({'; '.join(facts)})", digest_of(texts if all(plain) else conversations)
+    return examples, f"{source.name} ({'; '.join(facts)})", digest_of(texts if plain else conversations)
 
 
 def _example(

@@ -1,4 +1,4 @@
-"""Text as documents, and the part of it that is held out.
+"""Text: files, the blocks, records and documents in them, and the part that is held out.
 
 Every n-th span is held out for validation unless the settings name the end: the end of a book, or the last files of a
 library, differ from the rest, so a loss measured there tells little about the whole. Spans are long compared with a
@@ -8,33 +8,158 @@ before it is encoded: the held-out text does not depend on the encoding, and los
 
 from __future__ import annotations
 
+import codecs
+import gzip
+import json
 import math
+import sys
+import zlib
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby, pairwise
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 
-from daskgpt.config.errors import require
-from daskgpt.data.reading import DOCUMENT, WHERE, texts
-from daskgpt.data.source import Source
+from daskgpt.config.errors import refusal, refusing
+from daskgpt.config.files import readable
+
+WHERE = "data"
+T = TypeVar("T")
+FIELD = "text"  # of records, by default
+BLOCK_BYTES = 2**22  # bytes of text that are read together
+LAST = sys.maxsize  # behind the end of every file
 
 
-def read_text(source: Source) -> list[str]:
-    """Return the documents of a source of text in the order of its files, without empty ones.
+@dataclass(frozen=True)
+class File:
+    """One file of a source.
 
-    Cost     reads every file once; the text stays in memory
-    Errors   ValueError if there is no text, or it is not UTF-8; OSError if a file cannot be read
+    name        its path below the source's folder, or its own
+    kind        one of source.KINDS; "" for what cannot be used
+    lines       whether each line is a record in JSON; otherwise the file is one document
+    compressed  whether it is compressed, by gzip
+    fields      names in the first record of pairs
+    reason      what it is, if it cannot be used
+    advice      what helps then
+    size        in bytes
+    modified    time of the last change [ns]
     """
-    documents = list[str]()
-    for file in source.files:
-        parts = [text for _, text in texts(file)]
-        documents += ["".join(parts)] if file.form == DOCUMENT else parts
-    documents = [document for document in documents if document.strip()]
-    rule, advice = "the text must not be empty", "Give a source that holds text."
-    require(bool(documents), WHERE, rule, {"source": source.name}, advice)
-    return documents
+
+    path: str
+    name: str
+    kind: str = ""
+    lines: bool = False
+    compressed: bool = False
+    fields: tuple[str, ...] = ()
+    reason: str = ""
+    advice: str = ""
+    size: int = 0
+    modified: int = 0
+
+    @property
+    def described(self) -> str:
+        """What it is, if it is not used."""
+        return self.reason or f"holds {self.kind}"
+
+
+@contextmanager
+def opened(file: File) -> Iterator[BinaryIO]:
+    """Yield the bytes of a file, decompressed.
+
+    Errors   OSError if it cannot be read; ValueError for damaged compression
+    """
+    damages, rule = (EOFError, zlib.error, gzip.BadGzipFile), "a compressed file must be complete"
+    with (
+        readable(file.path, WHERE),
+        refusing(damages, WHERE, rule, {"file": file.path}, "Make it again."),
+        cast(BinaryIO, gzip.open(file.path) if file.compressed else open(file.path, "rb")) as stream,
+    ):
+        yield stream
+
+
+def blocks(file: File, start: int = 0, stop: int = LAST) -> Iterator[tuple[int, bytes]]:
+    """Yield a text in blocks of whole lines, with their places [bytes]: a block has the lines that begin between
+    neighboring multiples of BLOCK_BYTES.
+
+    start, stop   multiples of BLOCK_BYTES, between which lines begin
+
+    Errors        as of `opened`
+    """
+    with opened(file) as stream:
+        if start:
+            stream.seek(start - 1)
+            start += len(stream.readline()) - 1
+        while start < stop and (content := stream.read(BLOCK_BYTES - start % BLOCK_BYTES - 1) + stream.readline()):
+            yield start, content if start else content.removeprefix(codecs.BOM_UTF8)
+            start += len(content)
+
+
+def records(
+    parse: Callable[[Any], T], rule: str, advice: str, file: File, start: int = 0, stop: int = LAST
+) -> Iterator[tuple[str, T]]:
+    """Yield what `parse` makes of each record of a file, with its place: the number of its line.
+
+    start, stop   as of `blocks`; lines are counted from there
+
+    Errors   ValueError with the rule, naming the first record for which `parse` raises an error for another content,
+             or the first line that is not JSON, or not UTF-8; as of `opened`
+    """
+    counted = f" from byte {start:,} on" if start else ""
+    lines = (line for _, block in blocks(file, start, stop) for line in block.removesuffix(b"\n").split(b"\n"))
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"line {number}{counted}"
+        try:
+            value = parse(json.loads(line.decode()))
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, RecursionError)):
+                rule = "every line must be JSON in UTF-8"
+                advice = "Correct it; texts that are no JSON need an ending such as .txt."
+            got = {"path": f"{file.path}, {place}", "found": f"{type(error).__name__}: {str(error)[:120]}"}
+            raise refusal(ValueError, WHERE, rule, got, advice) from None
+        yield place, value
+
+
+def texts(file: File, field: str = FIELD, start: int = 0, stop: int = LAST) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a file's records, or the blocks of a document, with their places.
+
+    start, stop   as of `blocks`
+
+    Errors   ValueError naming the first record without a text, or the first byte that is not UTF-8; as of `records`
+    """
+    if not file.lines:
+        for place, content in blocks(file, start, stop):
+            try:
+                yield f"from byte {place:,} on", content.decode()
+            except UnicodeDecodeError as error:
+                got = {"source": file.path, "first wrong byte": place + error.start}
+                advice = "Convert it, for example with iconv -t UTF-8 (-c leaves out what is none)."
+                raise refusal(ValueError, WHERE, "the file must be UTF-8 text", got, advice) from error
+        return
+
+    def text_of(record: Any) -> str:
+        text = record.get(field, record) if isinstance(record, dict) else record
+        if not (text is None or isinstance(text, str)):
+            names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            raise TypeError(f"{repr(text)[:40]}, fields={names}")
+        return whole(text)
+
+    rule = f"the field {field} of every record must be text"
+    advice = "Correct it, or name another with prepare --field."
+    yield from records(text_of, rule, advice, file, start, stop)
+
+
+def whole(text: str | None) -> str:
+    """Return a text with ? for each half of a character, as JSON may hold; null is empty.
+
+    Errors   TypeError for what is no text
+    """
+    return "" if text is None else str.encode(text, errors="replace").decode()
 
 
 # What is held out
@@ -60,12 +185,12 @@ def runs(total: int, span: int, fraction: float, held_out: str = SPANS) -> list[
     """Cut `total` items into runs, so that a fraction of the spans is held out, evenly spread; or the end, to the item.
 
     Span i is held out where floor(i * fraction + 1/2) grows: 4, 14, 24, ... for a tenth. A short text is cut into
-    shorter spans.
+    shorter spans. With a fraction of 0 or 1, all items are one run.
     """
     # As a fraction: the float 0.1 is not quite a tenth, and its multiples would fall to either side of a whole number.
     share = Fraction(fraction).limit_denominator(1_000_000)
-    if share == 0:
-        return [Run(0, total, False)]
+    if share in (0, 1):
+        return [Run(0, total, share == 1)]
     if held_out == END:
         cut = math.floor(total * (1 - share))
         return [Run(0, cut, False), Run(cut, total, True)]

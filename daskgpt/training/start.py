@@ -197,10 +197,7 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
         advice = "Start from another model." if start else "Leave --vocabulary to the encoding."
         require(ids <= most, "train", rule, got | {"vocabulary": most}, advice)
     parts = {name: getattr(data, name) for name in PARTS}
-    dataset = load_dataset(source, encoding, sequence_length=data.sequence_length, **parts)
-    if source.kind == PREPARED:
-        dataset.checked(data.sequences, data.sequence_length)
-    return dataset
+    return load_dataset(source, encoding, sequence_length=data.sequence_length, **parts)
 
 
 def _require_division(given: Mapping[str, Any], data: DataConfig) -> None:
