@@ -160,19 +160,17 @@ def chat(writer: Writer, form: str) -> Texts | None:
         except EOFError:
             print()
             return texts
-        if writer.template:
-            if line or texts is None or writer.encoding.eot_token in texts.tokens[0][length:]:
+        if line or texts is None or (writer.template and writer.encoding.eot_token in texts.tokens[0][length:]):
+            if writer.template:
                 messages.append({"role": USER, "content": line})
-                texts = continued(writer, texts, writer.ids(writer.asking(messages)))
-                length = len(texts.tokens[0])
-            else:  # its reply goes on
-                messages.pop()
-        elif form != PLACE and (line or texts is None):
-            texts = continued(writer, texts, writer.ids(form.replace(PLACE, line)))
-        elif texts is None:
-            texts = writer.texts([writer.ids(line + "\n")])
-        elif line:
-            texts.tokens[0] += writer.ids(line + "\n")
+                ids = writer.ids(writer.asking(messages))
+            elif form != PLACE:
+                ids = writer.ids(form.replace(PLACE, line))
+            else:
+                ids = (texts.tokens[0] if texts else []) + writer.ids(line + "\n")
+            texts, length = continued(writer, texts, ids), len(ids)
+        elif messages:  # its reply goes on
+            messages.pop()
         with suppress(KeyboardInterrupt):  # ends the reply, not the chat
             writer.print(tokens[0] for tokens in writer.write(texts))
         print(flush=True)

@@ -69,7 +69,6 @@ def test_one_token_file_is_split_into_spans(tmp_path: Path):
 
 REFUSED = [
     ({"encoding": "byte"}, "Did you mean bytes"),
-    *[({"validation_fraction": fraction}, "must lie between 0 and 1") for fraction in (0.0, 1.0, -1.0)],
     ({"encoding": "learn:many"}, "learn: and a number"),
     ({"encoding": "learn:12"}, "from 258 to"),
     ({"source": "tokens.bin", "encoding": "learn:300"}, "learned from text"),

@@ -25,7 +25,6 @@ from daskgpt.formats.llmc import id_dtype, read_tokens
 Batch = tuple[Any, ...]  # tokens, targets, and of pairs loss weights of the targets; each (B, T)
 RANDOM, EPOCHS = "random", "epochs"
 WHERE = "load_dataset"
-HASHED_TOKENS = 2**22  # at a time
 
 
 class MappedTokens:
@@ -102,9 +101,8 @@ class Dataset:
         """
         digest, dtype = hashlib.sha256("".join(self.shards).encode()), id_dtype(self.vocabulary).newbyteorder("<")
         for tokens in () if self.shards else (self.training, self.validation):
-            assert not isinstance(tokens, Examples), "their digest is that of the pairs"
-            for first in range(0, tokens.size, HASHED_TOKENS):
-                digest.update(np.ascontiguousarray(tokens[first : first + HASHED_TOKENS], dtype).data)
+            assert isinstance(tokens, np.ndarray), "the digests of others are known"
+            digest.update(np.ascontiguousarray(tokens, dtype).data)
         return digest.hexdigest()
 
 
@@ -135,11 +133,9 @@ def load_dataset(
     Shapes   each part at least (sequence_length + 1,), one sequence and its targets
     Dtype    that of the ids
     Cost     everything but token files is held in memory
-    Errors   ValueError for an unknown encoding, a fraction outside 0 and 1, ids beyond the vocabulary, too little text,
-             changed shards; FileNotFoundError if a source or GPT-2's vocabulary is missing
+    Errors   ValueError for an unknown encoding, ids beyond the vocabulary, too little text, changed shards;
+             FileNotFoundError if a source or GPT-2's vocabulary is missing
     """
-    rule = "validation_fraction must lie between 0 and 1"
-    require(0 < validation_fraction < 1, WHERE, rule, {"validation_fraction": validation_fraction}, "Try 0.1.")
     training = recognize(source) if isinstance(source, str) else source
     validating = recognize(validation_data) if validation_data else None
     name = encoding_for(training, encoding)
@@ -179,10 +175,10 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
     """
     written = source.encoding
     name = wanted or written or ("gpt2" if source.kind == TOKENS else default)
-    learned = tokenizer.is_to_be_learned(name)
-    tokenizer.size_to_learn(name) if learned else tokenizer.vocabulary_size(name)  # known without reading anything
+    tokenizer.vocabulary_size(name)  # known without reading anything
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source.name}
-    require(source.kind == TEXT or not learned, WHERE, rule, got, "Name the encoding of these tokens.")
+    fine = source.kind == TEXT or not tokenizer.is_to_be_learned(name)
+    require(fine, WHERE, rule, got, "Name the encoding of these tokens.")
     rule, got = "the encoding must be that of the tokens", {"encoding": name, "source": f"{source.name} ({written})"}
     require(written in ("", name), WHERE, rule, got, "Leave --encoding out.")
     return name
@@ -214,7 +210,7 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
     origin = f"{library if source.name == STANDARD_LIBRARY else source.name} ({source.described})"
     parts_of_text = split_text(documents, fraction, held_out)
     if tokenizer.is_to_be_learned(name):
-        name = tokenizer.learn_encoding(parts_of_text[0], tokenizer.size_to_learn(name), name)
+        name = tokenizer.learn_encoding(parts_of_text[0], tokenizer.vocabulary_size(name), name)
     codec = tokenizer.get_encoding(name)
     encoded = ([tokenizer.encode(codec, text, source.name) for text in part] for part in parts_of_text)
     training, validation = (_join(part, codec.eot_token) for part in encoded)
@@ -274,9 +270,9 @@ def _prepared(folder: Path) -> Dataset:
         for shard in part.shards:
             path = folder / shard.file
             rows.append(read_tokens(path))
-            same, got = rows[-1].size == shard.tokens, {"path": path, "tokens": rows[-1].size}
-            if path.stat().st_mtime_ns > written:
-                same = same and digest_of_file(path) == shard.sha256
+            old = path.stat().st_mtime_ns <= written
+            same = rows[-1].size == shard.tokens and (old or digest_of_file(path) == shard.sha256)
+            got = {"path": path, "tokens": rows[-1].size}
             require(same, WHERE, "a shard must be unchanged", got, "Prepare it again.")
             shards.append(shard.sha256)
     training, validation = map(MappedTokens, parts)

@@ -126,11 +126,8 @@ class Preparation:
         self.files = [replace(file, path=os.path.abspath(file.path)) for file in files]
         rule, advice = "the inputs must hold text", "Give files, folders or globs that do."
         require(bool(files), WHERE, rule, {"inputs": " ".join(inputs)[:200]}, advice)
-        self.encoding = config.encoding
-        if tokenizer.is_to_be_learned(config.encoding):
-            tokenizer.size_to_learn(config.encoding)
-        else:
-            self.encoding = tokenizer.encoding_named(config.encoding)
+        self.encoding = tokenizer.encoding_named(config.encoding)
+        if not tokenizer.is_to_be_learned(self.encoding):
             tokenizer.get_encoding(self.encoding)
         # The settings that, with the inputs, decide the tokens and their files.
         settings = {n: value for n, value in asdict(config).items() if n not in ("out", "scheduler", "threads")}
@@ -185,7 +182,7 @@ class Preparation:
         sections = (section for partition in partitions for section in partition)
         contents = (content for section in sections for content in documents(section, self.config))
         sample = islice((content for content, held_out, _ in contents if not held_out), 0, None, every)
-        return tokenizer.learn_encoding(sample, tokenizer.size_to_learn(self.encoding), str(kept))
+        return tokenizer.learn_encoding(sample, tokenizer.vocabulary_size(self.encoding), str(kept))
 
     def _manifest(self, folder: Path, encoding: str, partitions: int) -> Manifest:
         """Return the manifest of the partitions in a folder.

@@ -272,11 +272,10 @@ def standard_library(root: Path) -> tuple[File, ...]:
         name = path.relative_to(root)
         if path.suffix == ".py" and name.parts[0].removesuffix(".py") in modules:
             status = path.stat()
-            files.append(File(str(path), name.as_posix(), TEXT, size=status.st_size, modified=status.st_mtime_ns))
             size += status.st_size
             if size > STANDARD_LIBRARY_BYTES:
-                files.pop()
                 break
+            files.append(File(str(path), name.as_posix(), TEXT, size=status.st_size, modified=status.st_mtime_ns))
     rule, advice = "the source of the standard library must be installed", "Give a text file instead."
     require(bool(files), WHERE, rule, {"folder": root}, advice, FileNotFoundError)
     return tuple(files)
