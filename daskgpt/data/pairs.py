@@ -9,7 +9,7 @@ attention never reads another example.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from daskgpt.config.errors import number_of, require
 from daskgpt.config.files import digest_of
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
-from daskgpt.data.source import CHATS, Source, pair_fields
+from daskgpt.data.source import CHATS, PAIR_FIELDS, Source
 from daskgpt.data.text import WHERE, records, runs, whole
 from daskgpt.data.tokenizer import encode
 from daskgpt.formats.encoding import Encoding
@@ -33,35 +33,32 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
     """Return the conversations of a source's files, their places there, and those of what was left out: conversations
     with an empty text, or nothing that the assistant says.
 
-    The names of prompt and response are those of each file's first record (`source.PAIR_FIELDS`), and so is that of the
-    messages of chats. A prompt of two fields, an instruction and its input, has a line break between them.
+    A prompt of two fields, an instruction and its input, has a line break between them.
 
     Errors   ValueError naming the first record without such texts
     """
     conversations, places, left_out = list[Conversation](), list[str](), list[str]()
+    rule = (
+        'a record must have "prompt" and "response", or "messages", each with "role" and "content", or their synonyms'
+    )
     for file in source.files:
-        if names := pair_fields(file.fields):
-            parse, rule = partial(_pair, *names), f'a record must have "{names[0][0]}" and "{names[1]}", texts'
-        else:
-            field = next(name for name in CHATS if name in file.fields)
-            role, content = CHATS[field]
-            parse, rule = partial(_chat, field), f'a record must have "{field}", each with "{role}" and "{content}"'
-        for place, conversation in records(parse, rule, "Correct it.", file):
+        for place, conversation in records(_conversation, rule, "Correct it.", file):
             fine = all(map(all, conversation)) and any(role == ASSISTANT for role, _ in conversation)
             conversations += [conversation] * fine
             (places if fine else left_out).append(f"{file.name} {place}")
     return conversations, places, left_out
 
 
-def _pair(asking: tuple[str, ...], answering: str, record: Any) -> Conversation:
-    questions = [record[asking[0]], *(record.get(name) for name in asking[1:])]
-    return (USER, "\n".join(filter(None, map(whole, questions)))), (ASSISTANT, whole(record[answering]))
-
-
-def _chat(field: str, record: Any) -> Conversation:
-    role, content = CHATS[field]
-    messages = [(whole(message[role]), whole(message[content])) for message in record[field]]
-    return tuple((ROLES.get(name, name), text) for name, text in messages)
+def _conversation(record: Any) -> Conversation:
+    for asking, answering in PAIR_FIELDS:
+        if asking[0] in record and answering in record:
+            prompt = "\n".join(filter(None, (whole(record.get(name)) for name in asking)))
+            return (USER, prompt), (ASSISTANT, whole(record[answering]))
+    for field, (role, content) in CHATS.items():
+        if field in record:
+            messages = [(whole(message[role]), whole(message[content])) for message in record[field]]
+            return tuple((ROLES.get(name, name), text) for name, text in messages)
+    raise KeyError("no such names")
 
 
 @dataclass(frozen=True, eq=False)

@@ -163,8 +163,8 @@ def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
     if ending not in _RECORD_ENDINGS:
         return replace(file, kind=TEXT)
     fields = _first_fields(file)
-    if (pair_fields(fields) or CHATS.keys() & fields) and (PAIRS in accepted or field not in fields):
-        return replace(file, kind=PAIRS, lines=True, fields=fields)
+    if holds_conversation(fields) and (PAIRS in accepted or field not in fields):
+        return replace(file, kind=PAIRS, lines=True)
     if field in fields:
         return replace(file, kind=TEXT, lines=True)
     if ending == ".json":  # any other JSON is text, but for a list of records
@@ -214,9 +214,10 @@ def _first_fields(file: File) -> tuple[str, ...]:
     return ()
 
 
-def pair_fields(names: Collection[str]) -> tuple[tuple[str, ...], str] | None:
-    """Return the names of prompt and response among the names of a record, None without them."""
-    return next((pair for pair in PAIR_FIELDS if {pair[0][0], pair[1]} <= set(names)), None)
+def holds_conversation(names: Collection[str]) -> bool:
+    """Return whether a record with these names is a pair or a chat."""
+    pairs = any(asking[0] in names and answering in names for asking, answering in PAIR_FIELDS)
+    return pairs or any(name in names for name in CHATS)
 
 
 # Folders

@@ -42,7 +42,6 @@ class File:
     kind        one of source.KINDS; "" for what cannot be used
     lines       whether each line is a record in JSON; otherwise the file is one document
     compressed  whether it is compressed, by gzip
-    fields      names in the first record of pairs
     reason      what it is, if it cannot be used
     advice      what helps then
     size        in bytes
@@ -54,7 +53,6 @@ class File:
     kind: str = ""
     lines: bool = False
     compressed: bool = False
-    fields: tuple[str, ...] = ()
     reason: str = ""
     advice: str = ""
     size: int = 0
