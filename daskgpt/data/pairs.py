@@ -38,9 +38,7 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
     Errors   ValueError naming the first record without such texts
     """
     conversations, places, left_out = list[Conversation](), list[str](), list[str]()
-    rule = (
-        'a record must have "prompt" and "response", or "messages", each with "role" and "content", or their synonyms'
-    )
+    rule = 'a record must have texts: "prompt" and "response", or "messages", each with "role" and "content"'
     for file in source.files:
         for place, conversation in records(_conversation, rule, "Correct it.", file):
             fine = all(map(all, conversation)) and any(role == ASSISTANT for role, _ in conversation)

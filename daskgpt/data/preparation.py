@@ -167,8 +167,8 @@ class Preparation:
             for file in self.files:
                 with readable(file.path, WHERE):
                     status = os.stat(file.path)
-                rule, same = "an input must not change while it is read", status.st_size == file.size
-                same &= status.st_mtime_ns == file.modified
+                same = (status.st_size, status.st_mtime_ns) == (file.size, file.modified)
+                rule = "an input must not change while it is read"
                 require(same, WHERE, rule, {"file": file.path}, "Prepare into a new folder.")
             manifest = self._manifest(folder, encoding, len(partitions))
             token_folder.complete(folder, manifest)

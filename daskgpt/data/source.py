@@ -108,7 +108,8 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
         files = [look(file, file.name, kinds, field) for file in matching_files(source, WHERE)]
     kind = next((kind for kind in kinds if any(file.kind == kind for file in files)), "")
     if kind:
-        taken, left_out = (tuple(file for file in files if (file.kind == kind) == used) for used in (True, False))
+        taken = tuple(file for file in files if file.kind == kind)
+        left_out = tuple(file for file in files if file.kind != kind)
         return Source(source, kind, taken, left_out, _encoding_beside(taken) if kind == TOKENS else "")
     if file := next((file for file in files if file.size or file.reason), None):
         place = source if path.is_file() else f"{source}: {file.name}"
