@@ -39,7 +39,7 @@ def fit(pairs, out, *, data=None, optimizer=DROPPING, dataflow=None, on_step=Non
 
 def test_examples_and_their_counted_targets(pairs):
     dataset = load_dataset(str(pairs), sequence_length=16)
-    assert "35 pairs and 4 held out; 1 cut to 17 tokens; 1 left out" in dataset.description
+    assert "35 pairs and 4 pairs held out; 1 cut to 17 tokens; 1 left out" in dataset.description
     seen = {}
     for step in range(9):  # an epoch, and a sequence of the next one
         tokens, targets, weights = batch(dataset.training, **SHAPE, seed=3, step=step, order=dataset.order)

@@ -185,8 +185,8 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
 
 
 def _load(source: Source, name: str, fraction: float, held_out: str, sequence_length: int) -> Dataset:
-    """Return both parts of a source. With a fraction of 0 the validation is of no use, and with 1 the training, unless
-    the source has both parts itself.
+    """Return both parts of a source. With a fraction of 0 the validation is empty, and with 1 the training, unless the
+    source has both parts itself; of pairs, the other part stands in its place.
     """
     if source.kind == PREPARED:
         return _prepared(expanded(source.name))
@@ -200,7 +200,7 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
         for file, row in zip(source.files, rows):
             check_tokens(row, vocabulary, file.path)
         tokens = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        training = validation = tokens
+        training, validation = (tokens[:0], tokens) if fraction == 1 else (tokens, tokens[:0])
         if 0 < fraction < 1:
             end_of_text = tokenizer.end_of_text_id(name)
             training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))

@@ -173,7 +173,8 @@ def read_examples(
         for rows in filled
     ]
     noun = "pair" if plain else "conversation"
-    facts = [source.described, number_of(len(parts[0]), noun) + f" and {len(parts[1]):,} held out" * bool(parts[1])]
+    counts = " and ".join(number_of(len(rows), noun) for rows in filled)
+    facts = [source.described, counts + " held out" * (len(filled) > 1)]
     facts += ["in the form of the chat template"] if template else []
     facts += [f"{cut:,} cut to {most:,} tokens"] if cut else []
     facts += [f"{lost:,} left out for prompts that alone are longer"] if lost else []
