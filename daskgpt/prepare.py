@@ -1,8 +1,8 @@
 """Turn text into folders of tokens that training reads.
 
 INPUT is a file, a folder (all text below it that is not hidden) or a glob: text or lines of JSON, each of them
-compressed (gzip) or not. The tokens are a pure function of the inputs and the flags, with any scheduler. To continue
-after a stop, give the same command again.
+compressed (gzip) or not, or Parquet. The tokens are a pure function of the inputs and the flags, with any scheduler. To
+continue after a stop, give the same command again.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,40 @@ def test_lists_of_records_are_refused(tmp_path):
         assert texts_of(written(tmp_path / name, content)) == [content]
 
 
+def test_parquet_holds_text_pairs_or_chats(tmp_path, monkeypatch):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = {
+        "pairs": pairs_as("prompt", "response"),
+        "chats": [{"messages": [TALK, TALK | {"role": "assistant"}]}] * 2,
+        "text": [{"id": 1, "text": "one"}, {"id": 2, "text": None}, {"id": 3, "text": "three"}],
+    }
+    paths = {name: str(tmp_path / f"{name}.parquet") for name in rows}
+    for name, path in paths.items():
+        parquet.write_table(arrow.Table.from_pylist(rows[name]), path)
+    assert pairs_of(recognize(paths["pairs"]))[0] == PAIRS
+    assert pairs_of(recognize(paths["chats"]))[0] == [("a", "a")] * 2
+    assert recognize(paths["pairs"]).described == "1 file, 1 of Parquet"
+    assert texts_of(paths["text"]) == ["one", "three"]
+    content = Path(paths["text"]).read_bytes()
+    # A page, not what describes it; and the end, which describes all pages.
+    for damaged in (content[:4] + b"\xff" * (len(content) // 4) + content[4 + len(content) // 4 :], content[:-9]):
+        with pytest.raises(ValueError, match=r"data: the file must be complete Parquet; got file=.*text.* Make it"):
+            texts_of(written(tmp_path / "text.parquet", damaged))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(RuntimeError, match=r"data: pyarrow must be installed; .*daskgpt\[prepare\]"):
+        recognize(paths["pairs"])
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "large_string", "string_view"])
+def test_every_kind_of_a_column_of_texts_is_read(kind, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"text {number % 70} of some" for number in range(200)]
+    column = arrow.array(texts)
+    column = column.dictionary_encode() if kind == "dictionary" else column.cast(getattr(arrow, kind)())
+    parquet.write_table(arrow.table({"text": column}), tmp_path / "a.parquet")
+    assert texts_of(str(tmp_path / "a.parquet")) == texts
+
+
 def test_empty_pairs_are_left_out_by_number_and_half_characters_replaced(tmp_path):
     content = lines(pairs_as("prompt", "response"))
     content += '{"prompt": "a \\ud83d b", "response": "c"}\n{"prompt": "a", "response": null}\n'
@@ -261,7 +296,6 @@ BINARY = bytes(range(256))
 OTHERS = {
     "a.docx": (b"PK\x03\x04" + BINARY, "not UTF-8 text.*Export it as text"),
     "a.tar.gz": (gzip.compress(bytes(257) + b"ustar" + bytes(300)), "not UTF-8 text.*unpack it"),
-    "a.parquet": (b"PAR1\x15\x04" + BINARY, "not UTF-8 text.*JSON lines .Parquet."),
     "a.txt.zst": (b"\x28\xb5\x2f\xfd" + BINARY, "not UTF-8 text.*unpack it"),
     "a.gguf": (b"GGUF\x03\0\0\0" + BINARY, "not UTF-8 text.*--init"),
     "a.pt": (b"\x80\x02}", "not UTF-8 text"),

@@ -141,6 +141,26 @@ def test_a_wrong_line_of_a_later_block_is_found(wrong, tmp_path, monkeypatch):
         prepared(tmp_path, tmp_path / "a.jsonl", *BYTES, "--scheduler", "sync")
 
 
+def test_row_groups_are_partitions(tmp_path, monkeypatch):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    bodies = [text_of(500, seed=number) for number in range(60)]
+    parquet.write_table(arrow.table({"id": range(60), "body": bodies}), tmp_path / "a.parquet", row_group_size=7)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": body}) + "\n" for body in bodies))
+    monkeypatch.setattr(text, "BLOCK_BYTES", 20_000)
+    flags = (*BYTES, "--field", "body")
+    lines, many = (prepared(tmp_path, tmp_path / name, *flags, out=f"of {name}") for name in ("a.jsonl", "a.parquet"))
+    assert len(read_manifest(many).train.shards) > 3
+    monkeypatch.setattr(preparation, "PARTITIONS", 1)
+    one = prepared(tmp_path, tmp_path / "a.parquet", *flags, out="one")
+    for part in ("train", "val"):
+        np.testing.assert_array_equal(tokens_of(one, part), tokens_of(many, part))
+        np.testing.assert_array_equal(tokens_of(one, part), tokens_of(lines, part))
+    (file,) = source.recognize(str(tmp_path / "a.parquet"), field="body").files
+    assert [place for place, _ in text.texts(file, 2, 3)] == [f"row {number}" for number in range(15, 22)]
+    with pytest.raises(ValueError, match=r"field id of every record must be text; .*a\.parquet, row [0-9]+, found="):
+        prepared(tmp_path, tmp_path / "a.parquet", *BYTES, "--field", "id", out="refused")
+
+
 def test_a_partition_without_held_out_text_has_no_file_of_it(tmp_path):
     """Most records are not held out."""
     paths = [tmp_path / f"{number:02}.jsonl" for number in range(30)]

@@ -226,7 +226,7 @@ def read_text(source: Source) -> list[str]:
     documents = list[str]()
     for file in source.files:
         parts = [text for _, text in texts(file)]
-        documents += parts if file.lines else ["".join(parts)]
+        documents += parts if file.records else ["".join(parts)]
     documents = [document for document in documents if document.strip()]
     rule, advice = "the text must not be empty", "Give a source that holds text."
     require(bool(documents), WHERE, rule, {"source": source.name}, advice)

@@ -25,7 +25,7 @@ from daskgpt.config.files import digest_of, digest_of_file, readable, replacing,
 from daskgpt.config.settings import Checked, setting
 from daskgpt.data import text, token_folder, tokenizer
 from daskgpt.data.source import TEXT, recognize
-from daskgpt.data.text import FIELD, LAST, File, split_text
+from daskgpt.data.text import FIELD, LAST, PARQUET, File, opened_parquet, split_text
 from daskgpt.data.token_folder import MANIFEST, PARTS, VOCABULARY_FILE, WHERE, Manifest, Part, Shard
 from daskgpt.formats.encoding import KNOWN, is_learned, known_encoding, read_vocabulary
 from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, id_dtype, token_header
@@ -49,7 +49,7 @@ class PrepareConfig(Checked):
     validation_fraction: float = setting(
         0.1, "share that is held out: of records, by hash; of text, spans all over it", above=0, below=1
     )
-    field: str = setting(FIELD, "name of the text field in JSONL objects")
+    field: str = setting(FIELD, "name of the text field in JSONL objects, and of the column in Parquet files")
     scheduler: str = setting(
         "auto", "sync, threads, local, or an address (see train); auto = DASK_SCHEDULER_ADDRESS, else threads"
     )
@@ -62,8 +62,8 @@ class PrepareConfig(Checked):
 
 
 class Section(NamedTuple):
-    """A part of a file that can be read by itself: the lines that begin between two multiples of BLOCK_BYTES, or all of
-    a compressed file.
+    """A part of a file that can be read by itself: the lines that begin between two multiples of BLOCK_BYTES, all of a
+    compressed file, or a row group of Parquet.
     """
 
     file: File
@@ -74,17 +74,25 @@ class Section(NamedTuple):
 def partitions_of(files: list[File]) -> list[list[Section]]:
     """Return the sections of the files as partitions, each of which a task reads: sections up to a total size, or a
     single larger one.
+
+    Cost     reads the descriptions of Parquet files
+    Errors   as of `opened_parquet`
     """
     limit = text.BLOCK_BYTES * max(1, -(-sum(file.size for file in files) // (text.BLOCK_BYTES * PARTITIONS)))
     partitions, total = list[list[Section]](), limit
     for file in files:
-        step = LAST if file.compressed else text.BLOCK_BYTES
-        for start in range(0, file.size, step):
-            size = min(step, file.size - start)
+        if file.records == PARQUET:
+            with opened_parquet(file) as parquet:
+                step, groups = 1, range(parquet.num_row_groups)
+                sizes = [parquet.metadata.row_group(group).total_byte_size for group in groups]
+        else:
+            step = LAST if file.compressed else text.BLOCK_BYTES
+            sizes = [min(step, file.size - start) for start in range(0, file.size, step)]
+        for number, size in enumerate(sizes):
             if total + size > limit:
                 partitions.append([])
                 total = 0
-            partitions[-1].append(Section(file, start, start + step))
+            partitions[-1].append(Section(file, number * step, (number + 1) * step))
             total += size
     return partitions
 
@@ -96,9 +104,9 @@ def documents(section: Section, config: PrepareConfig) -> Iterator[tuple[str, bo
     Errors   ValueError for invalid files, OSError for unreadable ones, when they are reached
     """
     file, fraction = section.file, config.validation_fraction
-    for place, content in text.texts(file, config.field, section.start, section.stop):
+    for place, content in text.texts(file, section.start, section.stop):
         origin = f"{file.path}, {place}"
-        if file.lines:
+        if file.records:
             digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
             pieces = [(content, int.from_bytes(digest, "little") < fraction * 2**64)]
         else:
@@ -140,8 +148,8 @@ class Preparation:
         compute   see schedulers.protocol.Scheduler.compute
         tell      called with the bytes of text of each partition that is complete
 
-        Cost      memory for a block of 4 MiB, or a longer line or record, with its tokens a task; for a vocabulary that
-                  is learned, for the different words
+        Cost      memory for a block of 4 MiB, or a longer line or some rows of Parquet, with its tokens a task; for a
+                  vocabulary that is learned, for the different words
         Errors    ValueError for invalid texts, inputs that change, and a folder of other inputs or settings; OSError if
                   the system refuses
         """

@@ -22,7 +22,7 @@ import numpy as np
 
 from daskgpt.config.errors import number_of, refusal, require
 from daskgpt.config.files import expanded, matching_files, printable, readable
-from daskgpt.data.text import FIELD, WHERE, File, opened
+from daskgpt.data.text import FIELD, LINES, PARQUET, WHERE, File, opened, opened_parquet
 from daskgpt.data.token_folder import encoding_of, is_prepared
 from daskgpt.formats import llmc
 from daskgpt.formats.stored_model import is_pickled
@@ -68,8 +68,9 @@ class Source:
     def described(self) -> str:
         """The line for people: what was taken and what was left out."""
         text = number_of(len(self.files) + len(self.left_out), "file")
-        if lines := sum(file.lines for file in self.files):
-            text += f", {lines:,} of JSON lines"
+        for form in (LINES, PARQUET):
+            if number := sum(file.records == form for file in self.files):
+                text += f", {number:,} of {form}"
         if self.left_out:
             shown = "; ".join(f"{file.name} {file.described}" for file in self.left_out[:3])
             more = f"; and {len(self.left_out) - 3:,} more" if len(self.left_out) > 3 else ""
@@ -83,9 +84,9 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
     accepted   kinds that the caller can use
     field      name of the text in records
 
-    Cost       some kilobytes of each file are read, of JSON lines the first one
+    Cost       some kilobytes of each file are read, of JSON lines the first one, of Parquet the description
     Errors     FileNotFoundError if nothing is there; ValueError naming what cannot be used, with what helps, and as of
-               `encoding_of`; OSError if a file cannot be read
+               `encoding_of` and `opened_parquet`; OSError if a file cannot be read
     """
     rule = "a source must be named"
     require(bool(source.strip()), WHERE, rule, {"source": repr(source)}, f"Give a path, or {STANDARD_LIBRARY}.")
@@ -134,8 +135,7 @@ _USES = {
     TOKENS: "Name token files by a glob, as in --data 'FOLDER/train*.bin' --validation-data 'FOLDER/val*.bin'.",
 }
 _GIVE_TEXT = "Give the text that it was made from."
-_EXPORT = "Export it as text in UTF-8 (iconv, pdftotext), or as JSON lines (Parquet), or unpack it; a model belongs to "
-_EXPORT += "--init."
+_EXPORT = "Export it as text in UTF-8 (iconv, pdftotext), or unpack it; a model belongs to --init."
 _GZIP = b"\x1f\x8b\x08"
 _RECORD_ENDINGS = (".jsonl", ".ndjson", ".json")
 
@@ -147,8 +147,11 @@ def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
     """
     with readable(path, WHERE):
         status = path.stat()
-    file = File(str(path), name, size=status.st_size, modified=status.st_mtime_ns)
+    file = File(str(path), name, field=field, size=status.st_size, modified=status.st_mtime_ns)
     start = _beginning(file)
+    if start.startswith(b"PAR1"):
+        with opened_parquet(file) as parquet:
+            return _of_records(replace(file, records=PARQUET), parquet.schema_arrow.names, accepted)
     if start.startswith(_GZIP):
         file = replace(file, compressed=True)
         start = _beginning(file)
@@ -164,17 +167,24 @@ def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
     if ending not in _RECORD_ENDINGS:
         return replace(file, kind=TEXT)
     fields = _first_fields(file)
-    if holds_conversation(fields) and (PAIRS in accepted or field not in fields):
-        return replace(file, kind=PAIRS, lines=True)
-    if field in fields:
-        return replace(file, kind=TEXT, lines=True)
+    found = _of_records(replace(file, records=LINES), fields, accepted)
+    if found.kind:
+        return found
     if ending == ".json":  # any other JSON is text, but for a list of records
         advice = "Write each record on a line of its own: jq -c '.[]' LIST.json > LINES.jsonl."
         listed = re.match(rb"\s*\[\s*\{", start)
         return replace(file, reason="is a JSON list of records", advice=advice) if listed else replace(file, kind=TEXT)
-    if not fields:  # the reader of lines names the first wrong one
-        return replace(file, kind=TEXT, lines=True)
-    reason = f"holds records without the field {field}; fields={', '.join(fields)[:80]}"
+    # Without fields, the reader of lines names the first wrong one.
+    return found if fields else replace(file, kind=TEXT, records=LINES)
+
+
+def _of_records(file: File, fields: Collection[str], accepted: Collection[str]) -> File:
+    """Return a file of records with its kind, by the names of their fields; without one, with the reason."""
+    if holds_conversation(fields) and (PAIRS in accepted or file.field not in fields):
+        return replace(file, kind=PAIRS, field="")
+    if file.field in fields:
+        return replace(file, kind=TEXT)
+    reason = f"holds records without the field {file.field}; fields={', '.join(fields)[:80]}"
     return replace(file, reason=reason, advice="daskgpt prepare takes another name by --field.")
 
 

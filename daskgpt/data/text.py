@@ -24,14 +24,16 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, refusing
+from daskgpt.config.errors import refusal, refusing, require_package
 from daskgpt.config.files import readable
 
 WHERE = "data"
 T = TypeVar("T")
+LINES, PARQUET = "JSON lines", "Parquet"  # what records are written in
 FIELD = "text"  # of records, by default
 BLOCK_BYTES = 2**22  # bytes of text that are read together
 LAST = sys.maxsize  # behind the end of every file
+ROWS = 16  # of Parquet that are read together: few, since a text may be a book
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class File:
 
     name        its path below the source's folder, or its own
     kind        one of source.KINDS; "" for what cannot be used
-    lines       whether each line is a record in JSON; otherwise the file is one document
+    records     what its records are written in, LINES or PARQUET; "" for a file that is one document
+    field       name of the text in its records; "" if all of their fields are read
     compressed  whether it is compressed, by gzip
     reason      what it is, if it cannot be used
     advice      what helps then
@@ -51,7 +54,8 @@ class File:
     path: str
     name: str
     kind: str = ""
-    lines: bool = False
+    records: str = ""
+    field: str = FIELD
     compressed: bool = False
     reason: str = ""
     advice: str = ""
@@ -79,6 +83,26 @@ def opened(file: File) -> Iterator[BinaryIO]:
         yield stream
 
 
+@contextmanager
+def opened_parquet(file: File) -> Iterator[Any]:
+    """Yield a file of Parquet.
+
+    Errors   RuntimeError if pyarrow is not installed; ValueError for a damaged file; as of `opened`
+    """
+    require_package("pyarrow", "prepare", WHERE)
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    damages, rule = (ArrowException, OSError, ValueError), "the file must be complete Parquet"
+    with (
+        opened(file) as stream,
+        refusing(damages, WHERE, rule, {"file": file.path}, "Make it again."),
+        # By default, it would hold the whole column of a row group.
+        ParquetFile(stream, buffer_size=BLOCK_BYTES, pre_buffer=False) as parquet,
+    ):
+        yield parquet
+
+
 def blocks(file: File, start: int = 0, stop: int = LAST) -> Iterator[tuple[int, bytes]]:
     """Yield a text in blocks of whole lines, with their places [bytes]: a block has the lines that begin between
     neighboring multiples of BLOCK_BYTES.
@@ -96,24 +120,37 @@ def blocks(file: File, start: int = 0, stop: int = LAST) -> Iterator[tuple[int, 
             start += len(content)
 
 
+def _lines(file: File, start: int, stop: int) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a file that are not blank, with their places."""
+    counted = f" from byte {start:,} on" if start else ""
+    lines = (line for _, block in blocks(file, start, stop) for line in block.removesuffix(b"\n").split(b"\n"))
+    yield from ((f"line {number}{counted}", line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _rows(file: File, start: int, stop: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of some row groups of Parquet, with their places in the file."""
+    with opened_parquet(file) as parquet:
+        first = 1 + sum(parquet.metadata.row_group(group).num_rows for group in range(start))
+        groups = range(start, min(stop, parquet.num_row_groups))
+        batches = parquet.iter_batches(ROWS, groups, [file.field] if file.field else None)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from ((f"row {number}", row) for number, row in enumerate(rows, first))
+
+
 def records(
     parse: Callable[[Any], T], rule: str, advice: str, file: File, start: int = 0, stop: int = LAST
 ) -> Iterator[tuple[str, T]]:
-    """Yield what `parse` makes of each record of a file, with its place: the number of its line.
+    """Yield what `parse` makes of each record of a file, with its place: the number of its line or row.
 
-    start, stop   as of `blocks`; lines are counted from there
+    start, stop   of lines as of `blocks`, and lines are counted from there; of Parquet, row groups
 
     Errors   ValueError with the rule, naming the first record for which `parse` raises an error for another content,
-             or the first line that is not JSON, or not UTF-8; as of `opened`
+             or the first line that is not JSON, or not UTF-8; as of `opened` and `opened_parquet`
     """
-    counted = f" from byte {start:,} on" if start else ""
-    lines = (line for _, block in blocks(file, start, stop) for line in block.removesuffix(b"\n").split(b"\n"))
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place = f"line {number}{counted}"
+    found = _rows(file, start, stop) if file.records == PARQUET else _lines(file, start, stop)
+    for place, record in found:
         try:
-            value = parse(json.loads(line.decode()))
+            value = parse(json.loads(record.decode()) if isinstance(record, bytes) else record)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, RecursionError)):
                 rule = "every line must be JSON in UTF-8"
@@ -123,14 +160,14 @@ def records(
         yield place, value
 
 
-def texts(file: File, field: str = FIELD, start: int = 0, stop: int = LAST) -> Iterator[tuple[str, str]]:
+def texts(file: File, start: int = 0, stop: int = LAST) -> Iterator[tuple[str, str]]:
     """Yield the texts of a file's records, or the blocks of a document, with their places.
 
-    start, stop   as of `blocks`
+    start, stop   as of `records`
 
     Errors   ValueError naming the first record without a text, or the first byte that is not UTF-8; as of `records`
     """
-    if not file.lines:
+    if not file.records:
         for place, content in blocks(file, start, stop):
             try:
                 yield f"from byte {place:,} on", content.decode()
@@ -141,13 +178,13 @@ def texts(file: File, field: str = FIELD, start: int = 0, stop: int = LAST) -> I
         return
 
     def text_of(record: Any) -> str:
-        text = record.get(field, record) if isinstance(record, dict) else record
+        text = record.get(file.field, record) if isinstance(record, dict) else record
         if not (text is None or isinstance(text, str)):
             names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
             raise TypeError(f"{repr(text)[:40]}, fields={names}")
         return whole(text)
 
-    rule = f"the field {field} of every record must be text"
+    rule = f"the field {file.field} of every record must be text"
     advice = "Correct it, or name another with prepare --field."
     yield from records(text_of, rule, advice, file, start, stop)
 
