@@ -69,7 +69,10 @@ class Writing(_OfThisProcess):
     @property
     def read(self) -> int:
         """Bytes of weights, keys and values that a step reads, in the middle of a turn."""
-        return self.texts.decoder.bytes_read([self.position + TOKENS // 2] * len(self.prompts))
+        decoder = self.texts.decoder
+        config, positions = decoder.weights.config, len(self.prompts) * (self.position + TOKENS // 2 + 1)
+        numbers: int = config.blocks * config.key_heads * (config.head_channels + decoder.row.shape[1])
+        return decoder.weights.bytes + positions * numbers * int(decoder.keys.itemsize)
 
 
 class Copying(_OfThisProcess):

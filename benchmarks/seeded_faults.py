@@ -48,8 +48,7 @@ TURNED = {
 # Tests of each folder of the package, which run after those that mention the changed module.
 NEAR = {
     "config": "flags settings command_lines start",
-    "data": "data_dataset data_text data_encodings data_loading data_split data_token_files prepare tokenizers "
-    "added_tokens",
+    "data": "data_dataset data_encodings data_loading data_split data_token_files prepare tokenizers added_tokens",
     "formats": "formats_huggingface formats_run_model formats_gguf formats_llama safetensors_files "
     "convert fuzz data_token_files",
     "generation": "generating sampling evaluate readable model_choices",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,17 +24,17 @@ from tqdm import tqdm
 from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command
 from daskgpt.config.settings import setting
-from daskgpt.data.dataset import MappedTokens, check_tokens, load_validation
+from daskgpt.data.dataset import Tokens, check_tokens, load_validation
 from daskgpt.data.pairs import Examples
 from daskgpt.data.source import PREPARED, recognize
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.formats.encoding import Encoding
-from daskgpt.generation.decoder import Weights
-from daskgpt.generation.likelihood import response_losses, sequence_losses
+from daskgpt.generation.decoder import Decoder, EagerDecoder, Weights, decoder_of
 from daskgpt.generation.sampler import DecodingConfig
 from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
 
+Row = tuple[np.ndarray, np.ndarray]  # tokens, and whether the loss of each counts, but of the first one
 MOST_NATS = math.log(sys.float_info.max)  # a larger loss has no perplexity, which JSON can only say as null
 Figures = dict[str, Any]  # numbers by name, in the order of `--json`
 
@@ -65,46 +65,26 @@ def main(arguments: list[str]) -> int:
     require(length <= model.config.positions, "evaluate", rule, got, "Shorten the sequence.")
     dataset = load_validation(source, encoding_name, length)
     data = f"{dataset.origin}{' (what is held out)' * (source.kind == PREPARED)}"
-    tokens = dataset.validation
-    if isinstance(tokens, Examples):
-        figures = loss_of_pairs(weights, options, encoding, tokens, length)
-    else:
-        figures = loss_of_text(weights, options, encoding, tokens, length)
+    figures = measure(weights, options, encoding, dataset.validation, length)
     facts = {"model": str(values.model), "data": options.data, "precision": options.precision}
     print(json.dumps(facts | figures) if values.json else describe(facts | {"data": data}, figures))
     return 0
 
 
-def loss_of_text(
-    weights: Weights, options: EvaluateConfig, encoding: Encoding, tokens: np.ndarray | MappedTokens, length: int
-) -> Figures:
-    """Return loss, perplexity and bits per byte of a text."""
-    row = np.asarray(tokens[: options.limit + 1] if options.limit else tokens[:])
-    check_tokens(row, min(weights.config.vocabulary, encoding.n_vocab))
-    rule, got = "there must be at least two tokens", {"data": options.data, "tokens": len(row)}
-    require(len(row) > 1, "evaluate", rule, got, "Give more text.")
-    losses = sequence_losses(weights, row, length, options.threads)
-    return _summed(weights, losses, encoding, row[1:]) | {"sequence_length": length}
-
-
-def loss_of_pairs(
-    weights: Weights, options: EvaluateConfig, encoding: Encoding, examples: Examples, length: int
-) -> Figures:
-    """Return loss, perplexity and bits per byte of responses and the end-of-text after each."""
-    count = min(options.limit or examples.count, examples.count)
-    rows = [examples.row(number) for number in range(count)]
-    check_tokens(np.concatenate([tokens for tokens, _ in rows]), min(weights.config.vocabulary, encoding.n_vocab))
-    counted = np.concatenate([tokens[counts] for tokens, counts in rows])
-    losses = response_losses(weights, rows, length, options.threads)
-    return {"pairs": count} | _summed(weights, losses, encoding, counted) | {"sequence_length": length}
-
-
-def _summed(weights: Weights, coming: Iterator[np.ndarray], encoding: Encoding, counted: np.ndarray) -> Figures:
-    """Return the figures of some losses as they come; counted: the tokens that are predicted."""
+def measure(weights: Weights, options: EvaluateConfig, encoding: Encoding, tokens: Tokens, length: int) -> Figures:
+    """Return loss, perplexity and bits per byte of a text, or of responses and the end-of-text after each."""
+    rows, pairs = rows_of(tokens, options.limit, length), {}
+    if isinstance(tokens, Examples):
+        pairs = {"pairs": len(rows)}
+    counted = np.concatenate([row[1:][counts[1:]] for row, counts in rows]) if rows else np.empty(0, np.int64)
+    rule, got = "there must be at least two tokens", {"data": options.data, "tokens": tokens.size}
+    require(counted.size > 0, "evaluate", rule, got, "Give more text.")
+    for row, _ in rows:
+        check_tokens(row, min(weights.config.vocabulary, encoding.n_vocab))
     compile_kernels(uses=weights.config.uses | {"decoding"})
     nats, count = 0.0, 0
-    with tqdm(total=len(counted), unit="token", unit_scale=True, disable=None, leave=False) as line:
-        for losses in coming:
+    with tqdm(total=counted.size, unit="token", unit_scale=True, disable=None, leave=False) as line:
+        for losses in losses_of(weights, rows, length, options.threads):
             nats, count = nats + float(losses.sum()), count + len(losses)
             line.update(len(losses))
             line.set_postfix_str(f"loss {nats / count:.4f}", refresh=False)
@@ -112,13 +92,54 @@ def _summed(weights: Weights, coming: Iterator[np.ndarray], encoding: Encoding, 
     loss = nats / count
     rule, advice = "a model's loss must be finite", "Its weights are damaged, or its training has diverged."
     require(math.isfinite(loss), "evaluate", rule, {"loss": loss}, advice)
-    return {
+    return pairs | {
         "tokens": count,
         "bytes": size,
         "loss": round(loss, 6),
         "perplexity": round(math.exp(loss), 4) if loss < MOST_NATS else None,
         "bits_a_byte": round(nats / math.log(2) / size, 6) if size else None,
+        "sequence_length": length,
     }
+
+
+def rows_of(tokens: Tokens, limit: int, length: int) -> list[Row]:
+    """Return the sequences that are read: examples, or a text cut so that every token but the first is predicted once.
+
+    limit   pairs, or tokens to predict; 0 = all
+    """
+    if isinstance(tokens, Examples):
+        return [tokens.row(number) for number in range(min(limit or tokens.count, tokens.count))]
+    text = np.asarray(tokens[: limit + 1] if limit else tokens[:])
+    parts = (text[first : first + length + 1] for first in range(0, len(text) - 1, length))
+    return [(part, np.ones(len(part), bool)) for part in parts]
+
+
+def losses_of(weights: Weights, rows: Iterable[Row], length: int, threads: int = 0) -> Iterator[np.ndarray]:
+    """Yield an array per row with the loss, in nats, of each token that counts.
+
+    rows     at most `length` tokens and one more; each is read from its first token on, with positions from 0
+
+    Shapes   -> (number that count,) float64
+    """
+    decoder = decoder_of(weights, 1, length, threads)
+    for tokens, counted in rows:
+        wanted = np.where(counted, tokens.astype(np.int64), -1)[1:]
+        read = [(0, position, token) for position, token in enumerate(tokens[:-1].tolist())]
+        most = decoder.most_rows
+        parts = (slice(first, first + most) for first in range(0, len(read), most))
+        yield np.concatenate([_losses(decoder, read[part], wanted[part]) for part in parts])
+
+
+def _losses(decoder: Decoder | EagerDecoder, rows: Sequence[tuple[int, int, int]], targets: np.ndarray) -> np.ndarray:
+    """Return the losses of the tokens after rows as `Decoder.read` takes them; a target is -1 if it is not wanted."""
+    (scored,) = np.nonzero(targets >= 0)
+    logits = decoder.read(rows, scored.tolist())
+    top = logits.max(axis=1, initial=-np.inf)
+    likely = logits[np.arange(len(scored)), targets[scored]].astype(np.float64)
+    logits -= top[:, None]
+    sums = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
+    losses: np.ndarray = np.log(sums) + top - likely
+    return losses
 
 
 def describe(facts: dict[str, str], figures: Figures) -> str:

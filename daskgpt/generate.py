@@ -1,8 +1,7 @@
 """Generate text with a trained model.
 
 Keys and values of the tokens so far are cached, so a new token reads every weight once. When a text outgrows the
-model's context, the model rereads the newer half. The last line, on standard error, reports the rate of tokens and the
-rate at which weights, keys and values were read.
+model's context, the model rereads the newer half. The last line, on standard error, reports the rate of tokens.
 
 -i chats: a typed line is added to the text, and the model continues the text until end-of-text, --until, or --tokens.
 An empty line lets it continue. Ctrl-C ends its reply, Ctrl-D the chat. A model that was not trained on questions and
@@ -30,7 +29,7 @@ from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Message, template_o
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats.encoding import Encoding
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.sampler import Choice, DecodingConfig, Rate, Texts, prompt_ids
+from daskgpt.generation.sampler import Choice, DecodingConfig, Texts, prompt_ids
 from daskgpt.generation.sanitize import readable, shown
 from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
@@ -53,7 +52,6 @@ class GenerateConfig(DecodingConfig, Choice):
         blank=True,
     )
     system: str = setting("", "what a model with a chat template is told before a conversation", blank=True)
-    end: str = setting("stop", "whether end-of-text ends a text", choices=("stop", "ignore"))
 
 
 @dataclass
@@ -80,16 +78,12 @@ class Writer:
         return self.template.text([*told, *messages], reply=True)
 
     def write(self, texts: Texts) -> Iterator[list[int | None]]:
-        return texts.write(self.options.tokens, self.options, self.options.seed, self.end)
-
-    @property
-    def end(self) -> int | None:
-        """The token that ends a text."""
-        return self.encoding.eot_token if self.options.end == "stop" else None
+        return texts.write(self.options.tokens, self.options, self.options.seed, self.encoding.eot_token)
 
     def print(self, tokens: Iterable[int | None]) -> None:
         """Print the text of tokens as they arrive."""
-        for part in readable(self.encoding, shown(self.encoding, tokens, self.end, unescaped(self.options.until))):
+        wanted = shown(self.encoding, tokens, self.encoding.eot_token, unescaped(self.options.until))
+        for part in readable(self.encoding, wanted):
             print(part, end="", flush=True)
 
 
@@ -125,7 +119,9 @@ def main(arguments: list[str]) -> int:
     compile_kernels(uses=model.config.uses | {"decoding"})
     texts = chat(writer, form) if values.interactive else write_all(writer, prompts)
     if texts is not None and texts.rate.tokens:
-        print(describe_rate(texts.rate, texts.decoder.threads, options.precision), file=sys.stderr)
+        rate, per = texts.rate, f"{options.precision}, {number_of(texts.decoder.threads, 'thread')}"
+        took = f"({rate.tokens:,} in {rate.seconds:.1f} s; {per})"
+        print(f"{rate.tokens / rate.seconds:,.1f} tokens/s {took}", file=sys.stderr)
     return 0
 
 
@@ -164,19 +160,17 @@ def chat(writer: Writer, form: str) -> Texts | None:
         except EOFError:
             print()
             return texts
-        if writer.template:
-            if line or texts is None or writer.end in texts.tokens[0][length:]:
+        if line or texts is None or (writer.template and writer.encoding.eot_token in texts.tokens[0][length:]):
+            if writer.template:
                 messages.append({"role": USER, "content": line})
-                texts = continued(writer, texts, writer.ids(writer.asking(messages)))
-                length = len(texts.tokens[0])
-            else:  # its reply goes on
-                messages.pop()
-        elif form != PLACE and (line or texts is None):
-            texts = continued(writer, texts, writer.ids(form.replace(PLACE, line)))
-        elif texts is None:
-            texts = writer.texts([writer.ids(line + "\n")])
-        elif line:
-            texts.tokens[0] += writer.ids(line + "\n")
+                ids = writer.ids(writer.asking(messages))
+            elif form != PLACE:
+                ids = writer.ids(form.replace(PLACE, line))
+            else:
+                ids = (texts.tokens[0] if texts else []) + writer.ids(line + "\n")
+            texts, length = continued(writer, texts, ids), len(ids)
+        elif messages:  # its reply goes on
+            messages.pop()
         with suppress(KeyboardInterrupt):  # ends the reply, not the chat
             writer.print(tokens[0] for tokens in writer.write(texts))
         print(flush=True)
@@ -194,13 +188,6 @@ def continued(writer: Writer, texts: Texts | None, ids: list[int]) -> Texts:
     if texts:
         new.rate, new.random = texts.rate, texts.random
     return new
-
-
-def describe_rate(rate: Rate, threads: int, precision: str) -> str:
-    """Return a line on the rate of tokens."""
-    per = f"{precision}, {number_of(threads, 'thread')}"
-    speed = f"{rate.tokens / rate.seconds:,.1f} tokens/s ({rate.tokens:,} in {rate.seconds:.1f} s; {per})"
-    return f"{speed}; {rate.read / rate.seconds / 1e9:.1f} GB/s of weights, keys and values read"
 
 
 if __name__ == "__main__":

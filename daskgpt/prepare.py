@@ -1,8 +1,8 @@
 """Turn text into folders of tokens that training reads.
 
-INPUT is a file, a folder (all text below it that is not hidden) or a glob: text, lines of JSON, each of them
-compressed (gzip, zstd) or not, or Parquet. The tokens are a pure function of the inputs and the flags, with any
-scheduler. To continue after a stop, give the same command again.
+INPUT is a file, a folder (all text below it that is not hidden) or a glob: text or lines of JSON, each of them
+compressed (gzip) or not, or Parquet. The tokens are a pure function of the inputs and the flags, with any scheduler. To
+continue after a stop, give the same command again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from tqdm import tqdm
 
 from daskgpt.config.errors import number_of
 from daskgpt.config.flags import Parser, called, run_command
-from daskgpt.data.corpus import PrepareConfig
-from daskgpt.data.preparation import Preparation
+from daskgpt.data.preparation import Preparation, PrepareConfig
 from daskgpt.data.token_folder import Manifest, Part
-from daskgpt.data.tokenizer import is_to_be_learned, size_to_learn
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 
 
@@ -42,10 +40,8 @@ def main(arguments: list[str]) -> int:
 
 def report(folder: str, manifest: Manifest, took: str) -> list[str]:
     """Return lines on the content of a folder."""
-    wanted = manifest.settings["encoding"]
-    fewer = is_to_be_learned(wanted) and manifest.ids < size_to_learn(wanted)
     return [
-        f"encoding   {manifest.encoding}, {manifest.ids:,} ids{f'; no pairs were left to merge for {wanted}' * fewer}",
+        f"encoding   {manifest.encoding}, {manifest.ids:,} ids",
         f"train      {_part(manifest.train)}",
         f"val        {_part(manifest.val)}",
         f"tokens written to {folder} {took}",

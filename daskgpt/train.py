@@ -178,7 +178,7 @@ def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
 
     For a run on pairs, the text is a held-out prompt and the response of the model.
     """
-    encoding, steps, asked = get_encoding(job.tokens.encoding_name), state.step, list(job.tokens.prompt)
+    encoding, steps, asked = get_encoding(job.tokens.encoding_name), state.step, job.tokens.prompt
     options: dict[str, Any] = {"temperature": 0.8, "seed": job.run.seed, "context": job.data.sequence_length}
     end = encoding.eot_token if asked else None
     prompt = asked or encode(encoding, "\n").tolist() or [encoding.eot_token]

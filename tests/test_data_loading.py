@@ -12,7 +12,7 @@ from small_runs import MODEL, fit, losses_of
 
 import daskgpt
 from daskgpt import train
-from daskgpt.data import corpus, reading
+from daskgpt.data import preparation, text
 from daskgpt.data.dataset import (
     EPOCHS,
     BatchLoader,
@@ -80,11 +80,11 @@ def test_batches_do_not_depend_on_file_ends():
             np.testing.assert_array_equal(parts, whole)
     # An id beyond the vocabulary ends a batch.
     sizes = {"sequence_length": 10, "vocabulary": 900}
-    with pytest.raises(ValueError, match="id=9[0-9][0-9], vocabulary=900"):
+    with pytest.raises(ValueError, match="largest=9[0-9][0-9], vocabulary=900"):
         batch(ROW, batch_size=99, seed=0, step=0, order=EPOCHS, **sizes)
-    with pytest.raises(ValueError, match="id=9[0-9][0-9], vocabulary=900"):
+    with pytest.raises(ValueError, match="largest=9[0-9][0-9], vocabulary=900"):
         list(validation_batches(ROW, batch_size=99, count=1, **sizes))
-    with pytest.raises(ValueError, match="id=4294967295"):
+    with pytest.raises(ValueError, match="largest=4294967295"):
         batch(np.array([1, 2**32 - 1] * 9, np.uint32), batch_size=1, seed=0, step=0, **sizes)
 
 
@@ -114,9 +114,9 @@ def folders(tmp_path_factory):
     (folder / "text.txt").write_bytes(text_of(100_000).encode())
     made = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "BLOCK_BYTES", 9999)
+        patch.setattr(text, "BLOCK_BYTES", 9999)
         for most in (1, 1024):
-            patch.setattr(corpus, "PARTITIONS", most)
+            patch.setattr(preparation, "PARTITIONS", most)
             made.append(prepared(folder, folder / "text.txt", *BYTES, out=f"at most {most}"))
     return made
 

@@ -1,5 +1,6 @@
 """Tests of token files: llm.c's and nanoGPT's, written and read back, and refusals."""
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +49,10 @@ def test_ids_of_a_vocabulary_that_is_pickled(tmp_path: Path):
 def test_glob_puts_files_in_a_row(tmp_path: Path):
     for name in ("part_000002.bin", "part_000001.bin", "other.bin"):
         write_tokens(tmp_path / name, np.array([len(name), int("2" in name)]))
-    tokens = load_validation(recognize(str(tmp_path / "part_*.bin")), "bytes").validation
-    assert tokens.tolist() == [15, 0, 15, 1]
+    dataset = load_validation(recognize(str(tmp_path / "part_*.bin")), "bytes")
+    assert dataset.validation.tolist() == [15, 0, 15, 1]
+    # Checkpoints have the digest, so it must not change.
+    assert dataset.digest == hashlib.sha256(np.array([15, 0, 15, 1], "<u2")).hexdigest()
 
 
 def header(*numbers: int) -> bytes:

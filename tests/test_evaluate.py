@@ -16,7 +16,6 @@ from daskgpt import evaluate
 from daskgpt.data.pairs import Examples
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.likelihood import sequence_losses
 
 CONFIG = daskgpt.ModelConfig(blocks=2, heads=2, channels=16, vocabulary=257, positions=40)
 
@@ -56,8 +55,9 @@ def test_every_token_but_the_first_is_predicted_once(parameters, random):
     for length in (24, 40, 33, 1):
         expected = np.concatenate([nats_of(parameters, tokens[s : s + length + 1]) for s in range(0, 99, length)])
         assert expected.size == 99
+        rows = evaluate.rows_of(tokens, 0, length)
         for threads in (1, 2):
-            losses = sequence_losses(Weights(CONFIG, parameters, "float32"), tokens, length, threads)
+            losses = evaluate.losses_of(Weights(CONFIG, parameters, "float32"), rows, length, threads)
             assert_allclose(np.concatenate(list(losses)), expected, **TOLERANCES["nats a token"])
 
 
@@ -83,7 +83,7 @@ def test_loss_perplexity_and_bits(evaluated, parameters, tmp_path):
 def test_a_perplexity_beyond_every_float(tmp_path, parameters, evaluated, monkeypatch):
     (tmp_path / "text.txt").write_text("text")
     for nats, shown in ((705.0, math.exp(705)), (710.0, None)):
-        monkeypatch.setattr(evaluate, "sequence_losses", lambda *_, nats=nats: iter([np.full(4, nats)]))
+        monkeypatch.setattr(evaluate, "losses_of", lambda *_, nats=nats: iter([np.full(4, nats)]))
         assert json.loads(evaluated("--data", tmp_path / "text.txt", "--json"))["perplexity"] == shown
     assert "\nperplexity   inf\n" in evaluated("--data", tmp_path / "text.txt")
 
@@ -100,9 +100,9 @@ def test_ids_beyond_the_encoding_of_a_larger_model_are_refused():
     weights = Weights(config, daskgpt.initial_parameters(config, seed=0), "float32")
     tokens, options = np.array([1, 280, 2]), evaluate.EvaluateConfig(data="tokens")
     examples = Examples(tokens, np.array([3]), tokens > 1, 256)
-    for loss, data in ((evaluate.loss_of_text, tokens), (evaluate.loss_of_pairs, examples)):
-        with pytest.raises(ValueError, match="id=280, position=1, vocabulary=257"):
-            loss(weights, options, get_encoding("bytes"), data, 8)
+    for data in (tokens, examples):
+        with pytest.raises(ValueError, match="largest=280, vocabulary=257"):
+            evaluate.measure(weights, options, get_encoding("bytes"), data, 8)
 
 
 def test_flags_that_do_not_fit_are_refused(evaluated, tmp_path):

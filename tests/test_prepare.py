@@ -3,10 +3,7 @@
 import fcntl
 import gzip
 import json
-import pickle
 import shutil
-from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,16 +15,12 @@ from machines import KillItself, on_workers
 from prepared_texts import BYTES, files_of, forget_vocabularies, prepared, text_of, tokens_of, write_corpus
 
 from daskgpt import train
-from daskgpt.config.files import locked
-from daskgpt.config.run import DataConfig
-from daskgpt.data import corpus as corpora
-from daskgpt.data import reading, source, token_folder
+from daskgpt.data import preparation, source, text
 from daskgpt.data.dataset import load_dataset
-from daskgpt.data.preparation import Preparation, Stop
-from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE, TokenWriter, read_manifest
+from daskgpt.data.preparation import Preparation, PrepareConfig
+from daskgpt.data.token_folder import JOURNAL, MANIFEST, VOCABULARY_FILE, read_manifest
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats.encoding import Encoding
-from daskgpt.training.start import open_dataset
 
 
 def codec_of(folder: Path) -> Encoding:
@@ -72,14 +65,14 @@ def learned(corpus, tmp_path_factory):
 @pytest.mark.parametrize("encoding", ["bytes", "learned"])
 def test_pieces_of_both_parts_are_the_whole_text(encoding, learned, tmp_path):
     """Of a text in several blocks; pieces are whole lines."""
-    text, path = text_of(800_000), tmp_path / "text.txt"
-    path.write_bytes(text.encode())
-    assert path.stat().st_size > reading.BLOCK_BYTES
+    whole, path = text_of(800_000).encode(), tmp_path / "text.txt"
+    path.write_bytes(whole)
+    assert len(whole) > text.BLOCK_BYTES
     flags = ("--encoding", learned if encoding == "learned" else encoding, "--scheduler", "sync")
     folder = prepared(tmp_path, path, *flags)
     left = {part: pieces_of(folder, part) for part in ("train", "val")}
     assert 0.08 < sum(map(len, left["val"])) / path.stat().st_size < 0.12
-    rest = text.encode()
+    rest = whole
     while rest:
         piece = next(pieces.pop(0) for pieces in left.values() if pieces and rest.startswith(pieces[0]))
         rest = rest[len(piece) :]
@@ -103,40 +96,24 @@ def test_manifest_and_shards_agree(expected, corpus):
     assert files == [f"train_{number:06}.bin" for number in range(4)]
 
 
-@pytest.mark.parametrize("kind", ["gz", "zst", "jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("kind", ["txt.gz", "jsonl.gz"])
 def test_compressed_files_give_the_same_tokens(kind, tmp_path):
-    """Whatever carries the documents; of packed text also where it is cut into blocks."""
+    """Also where they are cut into blocks, and of several parts."""
     documents = [text_of(2000, seed=number) for number in range(400)]
-    packed = tmp_path / "packed"
-    packed.mkdir()
-    plain = tmp_path / ("a.txt" if kind in ("gz", "zst") else "a.jsonl")
     lines = "".join(json.dumps({"id": 1, "body": document}) + "\n" for document in documents)
-    content = ("\n\n".join(documents) if kind in ("gz", "zst") else lines).encode()
+    content = ("\n\n".join(documents) if kind == "txt.gz" else lines).encode()
+    assert len(content) > text.BLOCK_BYTES
+    plain, packed = tmp_path / f"a.{kind.removesuffix('.gz')}", tmp_path / f"a.{kind}"
     plain.write_bytes(content)
-    assert len(content) > reading.BLOCK_BYTES
-    if kind.endswith("gz"):
-        (packed / f"a.{kind}").write_bytes(gzip.compress(content[:999], 1) + gzip.compress(content[999:], 1))
-    elif kind == "zst":
-        pack = partial(pytest.importorskip("pyarrow").compress, codec="zstd", asbytes=True)
-        (packed / "a.txt.zst").write_bytes(pack(content[:999]) + pack(content[999:]))
-    elif kind == "parquet":
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(arrow.table({"id": [1] * 400, "body": documents}), packed / "a.parquet")
-    else:
-        for number in range(4):
-            records = [json.dumps({"body": document}, ensure_ascii=False) for document in documents[number::4]]
-            (packed / f"{number}.jsonl").write_text("\n".join(records))
+    packed.write_bytes(gzip.compress(content[:999], 1) + gzip.compress(content[999:], 1))
     one, other = (prepared(tmp_path, of, *BYTES, "--field", "body", out=f"{of.name}-tokens") for of in (plain, packed))
     for part in ("train", "val"):
-        if kind == "jsonl":  # in another order
-            assert sorted(pieces_of(one, part)) == sorted(pieces_of(other, part))
-        else:
-            np.testing.assert_array_equal(tokens_of(one, part), tokens_of(other, part))
+        np.testing.assert_array_equal(tokens_of(one, part), tokens_of(other, part))
 
 
 def test_partitions_change_no_token(tmp_path, monkeypatch):
     """Texts and lines, some longer than a block, cut where blocks end or in one piece."""
-    block = reading.BLOCK_BYTES
+    block = text.BLOCK_BYTES
     lines = [json.dumps({"text": text_of(size, seed=size)}) for size in (9, 900_000, 99, 80_000, *range(5, 500))]
     exact = json.dumps({"text": "x" * (block - 13)})  # with its line break, it ends where a block does
     (tmp_path / "1.jsonl").write_text("\n".join([exact, *lines]))
@@ -146,7 +123,7 @@ def test_partitions_change_no_token(tmp_path, monkeypatch):
     (tmp_path / "5.txt").write_text("the end")
     folders = []
     for most in (1024, 2, 1):
-        monkeypatch.setattr(corpora, "PARTITIONS", most)
+        monkeypatch.setattr(preparation, "PARTITIONS", most)
         folders.append(prepared(tmp_path, *sorted(tmp_path.glob("?.*")), *BYTES, out=f"most {most}"))
     counts = [len(read_manifest(folder).train.shards) for folder in folders]
     assert counts[0] > 6 > counts[1] > counts[2] == 1
@@ -158,7 +135,7 @@ def test_partitions_change_no_token(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["no json", "[1]"])
 def test_a_wrong_line_of_a_later_block_is_found(wrong, tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(text, "BLOCK_BYTES", 100)
     (tmp_path / "a.jsonl").write_text((json.dumps({"text": "x" * 37}) + "\n") * 5 + wrong)  # lines of 50 bytes
     with pytest.raises(ValueError, match=r"path=.*/a.jsonl, line 2 from byte 200 on, found="):
         prepared(tmp_path, tmp_path / "a.jsonl", *BYTES, "--scheduler", "sync")
@@ -166,24 +143,29 @@ def test_a_wrong_line_of_a_later_block_is_found(wrong, tmp_path, monkeypatch):
 
 def test_row_groups_are_partitions(tmp_path, monkeypatch):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    documents = [text_of(500, seed=number) for number in range(60)]
-    parquet.write_table(arrow.table({"text": documents}), tmp_path / "a.parquet", row_group_size=7)
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 20_000)
-    many = prepared(tmp_path, tmp_path / "a.parquet", *BYTES, out="many")
+    bodies = [text_of(500, seed=number) for number in range(60)]
+    parquet.write_table(arrow.table({"id": range(60), "body": bodies}), tmp_path / "a.parquet", row_group_size=7)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": body}) + "\n" for body in bodies))
+    monkeypatch.setattr(text, "BLOCK_BYTES", 20_000)
+    flags = (*BYTES, "--field", "body")
+    lines, many = (prepared(tmp_path, tmp_path / name, *flags, out=f"of {name}") for name in ("a.jsonl", "a.parquet"))
     assert len(read_manifest(many).train.shards) > 3
-    monkeypatch.setattr(corpora, "PARTITIONS", 1)
-    one = prepared(tmp_path, tmp_path / "a.parquet", *BYTES, out="one")
+    monkeypatch.setattr(preparation, "PARTITIONS", 1)
+    one = prepared(tmp_path, tmp_path / "a.parquet", *flags, out="one")
     for part in ("train", "val"):
         np.testing.assert_array_equal(tokens_of(one, part), tokens_of(many, part))
-    pieces = [piece.decode() for part in ("train", "val") for piece in pieces_of(one, part)]
-    assert sorted(pieces) == sorted(documents)
+        np.testing.assert_array_equal(tokens_of(one, part), tokens_of(lines, part))
+    (file,) = source.recognize(str(tmp_path / "a.parquet"), field="body").files
+    assert [place for place, _ in text.texts(file, 2, 3)] == [f"row {number}" for number in range(15, 22)]
+    with pytest.raises(ValueError, match=r"field id of every record must be text; .*a\.parquet, row [0-9]+, found="):
+        prepared(tmp_path, tmp_path / "a.parquet", *BYTES, "--field", "id", out="refused")
 
 
 def test_a_partition_without_held_out_text_has_no_file_of_it(tmp_path):
     """Most records are not held out."""
     paths = [tmp_path / f"{number:02}.jsonl" for number in range(30)]
     for number, path in enumerate(paths):
-        path.write_text(json.dumps({"text": f"{number}" * (reading.BLOCK_BYTES // 3)}))
+        path.write_text(json.dumps({"text": f"{number}" * (text.BLOCK_BYTES // 3)}))
     folder = prepared(tmp_path, *paths, *BYTES)
     manifest = read_manifest(folder)
     assert 0 < len(manifest.val.shards) < len(manifest.train.shards)
@@ -199,9 +181,6 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     with pytest.raises(ValueError, match="JSON in UTF-8.*line 5001"):
         prepared(tmp_path, path, *BYTES, out="refused")
     assert not (tmp_path / "refused" / MANIFEST).exists()
-    (tmp_path / "a.txt").write_bytes(b"a text\n" * 9000 + b"\xff")
-    with pytest.raises(ValueError, match="must be UTF-8 text.*first wrong byte=63000.*iconv"):
-        prepared(tmp_path, tmp_path / "a.txt", *BYTES, out="refused too")
 
 
 # Whoever encodes, however often it was stopped
@@ -213,7 +192,7 @@ def test_schedulers_give_the_same_bytes(who, corpus, expected, tmp_path):
 
 
 def test_other_schedulers_of_dask_give_the_same_bytes(corpus, expected, tmp_path):
-    config = corpora.PrepareConfig(out=str(tmp_path / "out"), encoding="bytes")
+    config = PrepareConfig(out=str(tmp_path / "out"), encoding="bytes")
     Preparation([str(corpus)], config).run(lambda bag, _: bag.compute(scheduler="processes", num_workers=2), print)
     assert files_of(tmp_path / "out") == files_of(expected)
 
@@ -237,7 +216,7 @@ def test_partitions_of_a_lost_worker_are_made_again(cluster, corpus, expected, t
         found = files_of(prepared(tmp_path, corpus, *BYTES, "--scheduler", cluster.address))
     assert found == files_of(expected)
     assert once.exists()
-    assert hidden(tmp_path / "out") == {JOURNAL, LOCK}
+    assert hidden(tmp_path / "out") == {JOURNAL}
 
 
 def test_workers_that_do_not_share_the_folder_are_named(corpus, tmp_path):
@@ -247,7 +226,7 @@ def test_workers_that_do_not_share_the_folder_are_named(corpus, tmp_path):
         shutil.rmtree(tmp_path / "out")
         bag.compute(scheduler="sync")
 
-    config = corpora.PrepareConfig(out=str(tmp_path / "out"), encoding="bytes")
+    config = PrepareConfig(out=str(tmp_path / "out"), encoding="bytes")
     with pytest.raises(FileNotFoundError, match="worker must find the folder"):
         Preparation([str(corpus)], config).run(elsewhere, print)
 
@@ -256,8 +235,7 @@ def test_stopped_preparation_continues_to_the_same_bytes(corpus, expected, tmp_p
     """Stopped within the second partition that it begins: the first one is complete then, and made by no other."""
     out, rounds = tmp_path / "out", []
     out.mkdir()
-    for name in (LOCK, f".{JOURNAL}.1-0a1b2c3d.tmp"):  # of a process that was killed at its very beginning
-        (out / name).touch()
+    (out / JOURNAL).touch()  # of a process that was killed at its very beginning
     for _ in range(3):
         with monkeypatch.context() as patch:
             rounds.append(stop_within(2, patch))
@@ -270,7 +248,7 @@ def test_stopped_preparation_continues_to_the_same_bytes(corpus, expected, tmp_p
         prepared(tmp_path, corpus, *BYTES, "--validation-fraction", 0.2)
     rounds.append(stop_within(9, monkeypatch))
     assert files_of(prepared(tmp_path, corpus, *BYTES)) == files_of(expected)
-    assert hidden(out) == {JOURNAL, LOCK}
+    assert hidden(out) == {JOURNAL}
     assert [len(begun) for begun in rounds] == [2, 2, 2, 1]
     assert all(begun[1] == following[0] for begun, following in pairwise(rounds))
     assert len({name for begun in rounds for name in begun}) == 4
@@ -278,16 +256,15 @@ def test_stopped_preparation_continues_to_the_same_bytes(corpus, expected, tmp_p
 
 def stop_within(partitions: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Raise an error in this partition of those that are begun, whose numbers are returned."""
-    append, begun = TokenWriter.append, []
+    replacing, begun = preparation.replacing, []
 
-    def stopped(writer, *arguments):
-        number = writer.path.stem[-6:]
-        begun.extend({number} - {*begun})
-        append(writer, *arguments)
-        if len(begun) == partitions:
+    def stopped(path, where):
+        begun.extend({path.stem[-6:]} - {*begun})
+        if len(begun) == partitions and path.name.startswith("val"):
             raise RuntimeError("stopped")
+        return replacing(path, where)
 
-    monkeypatch.setattr(TokenWriter, "append", stopped)
+    monkeypatch.setattr(preparation, "replacing", stopped)
     return begun
 
 
@@ -298,7 +275,7 @@ def hidden(folder: Path) -> set[str]:
 def test_an_input_that_changes_is_refused(tmp_path):
     changing = tmp_path / "changing.txt"
     changing.write_text("one line\n" * 1000)
-    config = corpora.PrepareConfig(out=str(tmp_path / "out"), encoding="bytes")
+    config = PrepareConfig(out=str(tmp_path / "out"), encoding="bytes")
 
     def computed(bag, take):
         changing.write_text("another line\n" * 1000)
@@ -322,15 +299,12 @@ def test_tasks_write_nothing_once_their_preparation_has_ended(corpus, tmp_path):
         bags.append(bag)
         raise KeyboardInterrupt
 
-    config = corpora.PrepareConfig(out=str(tmp_path / "out"), encoding="bytes")
+    config = PrepareConfig(out=str(tmp_path / "out"), encoding="bytes")
     with pytest.raises(KeyboardInterrupt):
         Preparation([str(corpus)], config).run(interrupted, print)
     with pytest.raises(RuntimeError, match="has ended"):
         bags[0].compute(scheduler="sync")
     assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".bin", ".tmp")]
-    stop = Stop()
-    stop.set()
-    assert not pickle.loads(pickle.dumps(stop)).is_set(), "workers know nothing of it"
 
 
 def test_preparation_continues_after_a_full_disk(corpus, expected, tmp_path):
@@ -359,9 +333,8 @@ def inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "inputs")
     contents = {"a.jsonl": '{"title": "x", "body": 3}\n', "b.jsonl": "no json\n", "c.jsonl": "[1]\n"}
     contents |= {"empty.txt": "", "short.txt": "s", "wrong.tiktoken": "AAAA 0\nAAAB 7\n"}
-    for name, content in (contents | {"cut.parquet": "PAR1 and no more"}).items():
+    for name, content in contents.items():
         Path(name).write_text(content)
-    Path("wrong.zst").write_bytes(b"\x28\xb5\x2f\xfd neither")
     Path("cut.gz").write_bytes(gzip.compress(text_of(9000).encode())[:-20])
 
 
@@ -375,8 +348,6 @@ REFUSED = [
     ("b.jsonl", ValueError, "must be JSON"),
     ("~nobody-here/a.txt", ValueError, "folder of the user must be known.*path=~nobody-here/a.txt"),
     ("cut.gz", ValueError, "compressed file must be complete"),
-    ("wrong.zst", ValueError, "compressed file must be complete"),
-    ("cut.parquet", ValueError, "must be complete Parquet"),
     ("short.txt --encoding wrong.tiktoken", ValueError, "vocabulary must be JSON"),
     ("short.txt --encoding learn:12", ValueError, "from 258 to"),
     ("short.txt --scheduler thread", ValueError, "scheduler must be known"),
@@ -391,22 +362,11 @@ def test_inputs_that_are_refused(arguments, error, keyword, inputs, tmp_path):
     assert not (tmp_path / "out" / MANIFEST).exists()
 
 
-def test_columns_that_are_refused(tmp_path):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    for name, column, keyword in (
-        ("body", ["x"], "without the field text; fields=body"),
-        ("text", [1], "every record must be text.*found=.*1, fields=text"),
-    ):
-        parquet.write_table(arrow.table({name: column}), tmp_path / "a.parquet")
-        with pytest.raises(ValueError, match=keyword):
-            prepared(tmp_path, tmp_path / "a.parquet", *BYTES, out=name)
-
-
 def test_foreign_folders_are_left_alone(corpus, tmp_path):
     flags = (corpus / "below", *BYTES)
     with pytest.raises(ValueError, match="must be new, empty, or left"):
         prepared(tmp_path, *flags, out=corpus)
-    assert not (corpus / LOCK).exists()
+    assert not (corpus / JOURNAL).exists()
     prepared(tmp_path, *flags)
     (tmp_path / "out" / JOURNAL).unlink()
     with pytest.raises(ValueError, match="must be new, empty, or left"):
@@ -415,23 +375,12 @@ def test_foreign_folders_are_left_alone(corpus, tmp_path):
 
 def test_folder_is_locked(corpus, tmp_path):
     (tmp_path / "out").mkdir()
-    with (tmp_path / "out" / LOCK).open("ab") as lock:
+    with (tmp_path / "out" / JOURNAL).open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RuntimeError, match="no other process"):
             prepared(tmp_path, corpus / "below", *BYTES)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [LOCK]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [JOURNAL]
     prepared(tmp_path, corpus / "below", *BYTES)
-
-
-def test_a_folder_that_another_process_begins_before_the_lock(corpus, tmp_path, monkeypatch):
-    def late(*arguments):
-        (tmp_path / "out" / JOURNAL).write_text("another")
-        return locked(*arguments)
-
-    monkeypatch.setattr(token_folder, "locked", late)
-    with pytest.raises(ValueError, match="other inputs or settings"):
-        prepared(tmp_path, corpus / "below", *BYTES)
-    assert (tmp_path / "out" / JOURNAL).read_text() == "another"
 
 
 DAMAGES = [
@@ -460,15 +409,3 @@ def test_training_refuses_mismatched_tokens(expected, tmp_path):
     ):
         with pytest.raises(ValueError, match=keyword):
             train.main(["--data", str(expected), *flags.split(), "--out", str(tmp_path / "run")])
-
-
-def test_a_part_holds_one_token_more_than_its_sequences(expected):
-    manifest = read_manifest(expected)
-    tokens, batches = manifest.val.tokens, (manifest.train.tokens - 1) // 64
-    data = DataConfig(data=str(expected))
-    for batch_size, length in ((1, tokens - 1), (batches, 64)):
-        dataset = open_dataset(replace(data, batch_size=batch_size, sequence_length=length), 257)
-        assert (dataset.validation.size, dataset.training.size) == (tokens, manifest.train.tokens)
-    for batch_size, length in ((1, tokens), (batches + 1, 64)):
-        with pytest.raises(ValueError, match="must hold a"):
-            open_dataset(replace(data, batch_size=batch_size, sequence_length=length), 257)

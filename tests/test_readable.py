@@ -50,7 +50,7 @@ def test_generate_and_the_sample_of_a_training_show_no_control_character(tmp_pat
     (tmp_path / "text.txt").write_text("the quick brown fox\n" * 300)
     flags = "--steps 1 --batch-size 2 --sequence-length 16 --validation-batches 1 --vocabulary 300"
     flags += " --learning-rate 0 --final-learning-rate 0"
-    more = "--tokens 300 --temperature 100 --end ignore"
+    more = "--tokens 300 --temperature 100"
     for command, arguments in (
         (generate, [tmp_path / "model.safetensors", *more.split()]),
         (train, ["--data", tmp_path / "text.txt", *flags.split(), "--out", tmp_path / "out"]),

@@ -1,1 +1,1 @@
-"""Text, tokens and batches. This package does not use Dask."""
+"""Text, tokens and batches; only `preparation` uses Dask."""

@@ -11,7 +11,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from daskgpt.config.errors import refusal, refusing, require, short, tells_of_content
+from daskgpt.config.errors import refusing, require, short
 from daskgpt.formats.encoding import Encoding
 
 WHERE = "chat"
@@ -62,14 +62,9 @@ class ChatTemplate:
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _refuse
         self.names = names
-        try:
+        advice = "Correct the tokenizer's files, or give another --template."
+        with refusing(None, WHERE, "the chat template must be valid", {"template": short(source)}, advice):
             self.template = environment.from_string(source)
-        except Exception as error:
-            if not tells_of_content(error):
-                raise
-            got = {"line": getattr(error, "lineno", 0), "error": short(error, 80)}
-            advice = "Correct the tokenizer's files, or give another --template."
-            raise refusal(ValueError, WHERE, "the chat template must be valid", got, advice) from None
 
     def text(self, messages: Sequence[Message], reply: bool = False, where: str = WHERE) -> str:
         """Return a conversation as text; with `reply`, up to where the assistant's next message begins.

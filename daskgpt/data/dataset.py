@@ -13,19 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import number_of, refusal, require
+from daskgpt.config.errors import number_of, require
 from daskgpt.config.files import digest_of_file, expanded
 from daskgpt.data import tokenizer
 from daskgpt.data.pairs import Examples, read_examples
 from daskgpt.data.source import PAIRS, PREPARED, STANDARD_LIBRARY, TEXT, TOKENS, Source, recognize
-from daskgpt.data.text import SPANS, read_text, split_text, split_tokens
-from daskgpt.data.token_folder import MANIFEST, encoding_of, read_manifest
+from daskgpt.data.text import SPANS, split_text, split_tokens, texts
+from daskgpt.data.token_folder import MANIFEST, read_manifest
 from daskgpt.formats.llmc import id_dtype, read_tokens
 
 Batch = tuple[Any, ...]  # tokens, targets, and of pairs loss weights of the targets; each (B, T)
 RANDOM, EPOCHS = "random", "epochs"
 WHERE = "load_dataset"
-HASHED_TOKENS = 2**22  # at a time
 
 
 class MappedTokens:
@@ -61,9 +60,7 @@ class Dataset:
     """Two disjoint rows of tokens.
 
     origin   a description of their source
-    order    default order of sequences: see `batch`
     shards   SHA-256 of the token files, if known
-    prompt   tokens of a held-out prompt; empty for text
 
     Shapes   training (N,), validation (M,)
     Dtype    uint16 or uint32
@@ -74,9 +71,7 @@ class Dataset:
     vocabulary: int
     encoding_name: str
     origin: str
-    order: str = RANDOM
     shards: tuple[str, ...] = ()
-    prompt: Sequence[int] = ()
 
     @property
     def description(self) -> str:
@@ -84,22 +79,19 @@ class Dataset:
         sizes = f"{self.training.size:,} training and {self.validation.size:,} validation tokens"
         return f"{self.origin}: {sizes} ({self.encoding_name})"
 
+    @property
+    def order(self) -> str:
+        """Default order of sequences: see `batch`."""
+        return RANDOM if isinstance(self.training, np.ndarray) else EPOCHS
+
+    @property
+    def prompt(self) -> list[int]:
+        """Tokens of a held-out prompt; empty for text."""
+        return self.validation.prompt(0) if isinstance(self.validation, Examples) else []
+
     def epoch(self, sequence_length: int) -> int:
         """Return the number of sequences that hold the training part once."""
         return _sequences(self.training, sequence_length, sequence_length)
-
-    def checked(self, batch_size: int, sequence_length: int) -> Dataset:
-        """Return the dataset. Each pair fills a sequence, so any number of them suffices.
-
-        Errors   ValueError if training has fewer tokens than a batch and one more, or validation fewer than a sequence
-                 and one more
-        """
-        parts = (("training", self.training, batch_size), ("validation", self.validation, 1))
-        for kind, tokens, sequences in () if isinstance(self.training, Examples) else parts:
-            rule = f"the {kind} part must hold a batch of {sequences} x {sequence_length} tokens and one more"
-            got, advice = {"data": self.origin, "tokens": tokens.size}, "Give more text or a smaller batch."
-            require(tokens.size > sequences * sequence_length, WHERE, rule, got, advice)
-        return self
 
     @cached_property
     def digest(self) -> str:
@@ -109,9 +101,8 @@ class Dataset:
         """
         digest, dtype = hashlib.sha256("".join(self.shards).encode()), id_dtype(self.vocabulary).newbyteorder("<")
         for tokens in () if self.shards else (self.training, self.validation):
-            assert not isinstance(tokens, Examples), "their digest is that of the pairs"
-            for first in range(0, tokens.size, HASHED_TOKENS):
-                digest.update(np.ascontiguousarray(tokens[first : first + HASHED_TOKENS], dtype).data)
+            assert isinstance(tokens, np.ndarray), "the digests of others are known"
+            digest.update(np.ascontiguousarray(tokens, dtype).data)
         return digest.hexdigest()
 
 
@@ -142,11 +133,9 @@ def load_dataset(
     Shapes   each part at least (sequence_length + 1,), one sequence and its targets
     Dtype    that of the ids
     Cost     everything but token files is held in memory
-    Errors   ValueError for an unknown encoding, a fraction outside 0 and 1, ids beyond the vocabulary, too little text,
-             changed shards; FileNotFoundError if a source or GPT-2's vocabulary is missing
+    Errors   ValueError for an unknown encoding, ids beyond the vocabulary, too little text, changed shards;
+             FileNotFoundError if a source or GPT-2's vocabulary is missing
     """
-    rule = "validation_fraction must lie between 0 and 1"
-    require(0 < validation_fraction < 1, WHERE, rule, {"validation_fraction": validation_fraction}, "Try 0.1.")
     training = recognize(source) if isinstance(source, str) else source
     validating = recognize(validation_data) if validation_data else None
     name = encoding_for(training, encoding)
@@ -159,8 +148,14 @@ def load_dataset(
         other = load_validation(validating, dataset.encoding_name, sequence_length)
         origin = f"{dataset.origin}, validation on {other.origin}"
         shards = (dataset.digest, other.digest)
-        dataset = replace(dataset, validation=other.validation, origin=origin, shards=shards, prompt=other.prompt)
-    return dataset.checked(1, sequence_length)
+        dataset = replace(dataset, validation=other.validation, origin=origin, shards=shards)
+    for kind, tokens in (("training", dataset.training), ("validation", dataset.validation)):
+        # Each pair fills a sequence.
+        fine = isinstance(tokens, Examples) or tokens.size > sequence_length
+        rule = f"the {kind} part must hold a sequence of {sequence_length} tokens and one more"
+        advice = "Give more text or a smaller --sequence-length."
+        require(fine, WHERE, rule, {"data": dataset.origin, "tokens": tokens.size}, advice)
+    return dataset
 
 
 def load_validation(source: Source, encoding: str, sequence_length: int = 1) -> Dataset:
@@ -168,12 +163,7 @@ def load_validation(source: Source, encoding: str, sequence_length: int = 1) -> 
 
     Errors   as of load_dataset
     """
-    dataset = _load(source, encoding_for(source, encoding), 0.0, SPANS, sequence_length)
-    if source.kind == PREPARED:
-        return dataset
-    held = dataset.training
-    prompt = held.prompt(0) if isinstance(held, Examples) else ()
-    return replace(dataset, training=dataset.validation, validation=held, prompt=prompt)
+    return _load(source, encoding_for(source, encoding), 1.0, SPANS, sequence_length)
 
 
 def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> str:
@@ -184,49 +174,63 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
     Errors    ValueError for an unknown encoding, or another one than that of the token files
     """
     written = source.encoding
-    if source.kind == PREPARED:
-        written = encoding_of(expanded(source.name))
     name = wanted or written or ("gpt2" if source.kind == TOKENS else default)
-    learned = tokenizer.is_to_be_learned(name)
-    tokenizer.size_to_learn(name) if learned else tokenizer.vocabulary_size(name)  # known without reading anything
+    tokenizer.vocabulary_size(name)  # known without reading anything
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source.name}
-    require(source.kind == TEXT or not learned, WHERE, rule, got, "Name the encoding of these tokens.")
+    fine = source.kind == TEXT or not tokenizer.is_to_be_learned(name)
+    require(fine, WHERE, rule, got, "Name the encoding of these tokens.")
     rule, got = "the encoding must be that of the tokens", {"encoding": name, "source": f"{source.name} ({written})"}
     require(written in ("", name), WHERE, rule, got, "Leave --encoding out.")
     return name
 
 
 def _load(source: Source, name: str, fraction: float, held_out: str, sequence_length: int) -> Dataset:
-    """Return both parts of a source; a fraction of 0 leaves the validation empty, unless the source has one itself."""
+    """Return both parts of a source. With a fraction of 0 the validation is empty, and with 1 the training, unless the
+    source has both parts itself; of pairs, the other part stands in its place.
+    """
     if source.kind == PREPARED:
         return _prepared(expanded(source.name))
     if source.kind == PAIRS:
         codec = tokenizer.get_encoding(name)
         parts, origin, digest = read_examples(source, codec, fraction, held_out, sequence_length)
-        prompt = parts[1].prompt(0) if fraction else ()
-        return Dataset(parts[0], parts[-1], codec.n_vocab, name, origin, EPOCHS, (digest,), prompt)
+        return Dataset(parts[0], parts[-1], codec.n_vocab, name, origin, (digest,))
     if source.kind == TOKENS:
         vocabulary = tokenizer.vocabulary_size(name)
         rows = [read_tokens(file.path) for file in source.files]
         for file, row in zip(source.files, rows):
             check_tokens(row, vocabulary, file.path)
         tokens = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        origin = f"{source.name} ({source.described})"
-        if fraction == 0:
-            return Dataset(tokens, tokens[:0], vocabulary, name, origin)
-        end_of_text = tokenizer.end_of_text_id(name)
-        training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))
-        return Dataset(training, validation, vocabulary, name, origin)
+        training, validation = (tokens[:0], tokens) if fraction == 1 else (tokens, tokens[:0])
+        if 0 < fraction < 1:
+            end_of_text = tokenizer.end_of_text_id(name)
+            training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))
+        return Dataset(training, validation, vocabulary, name, f"{source.name} ({source.described})")
     documents = read_text(source)
     library = f"standard library of Python {platform.python_version()}"
     origin = f"{library if source.name == STANDARD_LIBRARY else source.name} ({source.described})"
-    texts = split_text(documents, fraction, held_out)
+    parts_of_text = split_text(documents, fraction, held_out)
     if tokenizer.is_to_be_learned(name):
-        name = tokenizer.learn_encoding(texts[0], tokenizer.size_to_learn(name), name)
+        name = tokenizer.learn_encoding(parts_of_text[0], tokenizer.vocabulary_size(name), name)
     codec = tokenizer.get_encoding(name)
-    encoded = ([tokenizer.encode(codec, text, source.name) for text in part] for part in texts)
+    encoded = ([tokenizer.encode(codec, text, source.name) for text in part] for part in parts_of_text)
     training, validation = (_join(part, codec.eot_token) for part in encoded)
     return Dataset(training, validation, codec.n_vocab, name, origin)
+
+
+def read_text(source: Source) -> list[str]:
+    """Return the documents of a source of text in the order of its files, without empty ones.
+
+    Cost     reads every file once; the text stays in memory
+    Errors   ValueError if there is no text, or it is not UTF-8; OSError if a file cannot be read
+    """
+    documents = list[str]()
+    for file in source.files:
+        parts = [text for _, text in texts(file)]
+        documents += parts if file.records else ["".join(parts)]
+    documents = [document for document in documents if document.strip()]
+    rule, advice = "the text must not be empty", "Give a source that holds text."
+    require(bool(documents), WHERE, rule, {"source": source.name}, advice)
+    return documents
 
 
 def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
@@ -242,16 +246,15 @@ def check_tokens(tokens: np.ndarray, vocabulary: int, path: str = "") -> None:
 
     path     of their file, for the message
 
-    Cost     reads all tokens once, and once more to locate a wrong one
-    Errors   ValueError for the first id that is not, with its place
+    Cost     reads all tokens once
+    Errors   ValueError if one is not
     """
-    if tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < vocabulary):
-        return
-    place = int(np.argmax((tokens < 0) | (tokens >= vocabulary)))
-    got = {"id": int(tokens[place]), "position": place, "vocabulary": vocabulary} | ({"path": path} if path else {})
+    least, largest = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+    got = {"least": least, "largest": largest, "vocabulary": vocabulary} | ({"path": path} if path else {})
     advice = "Name the --encoding of these tokens, or make their files again if they are damaged; ids without a header "
     advice += "must be little-endian, of 2 bytes each."
-    raise refusal(ValueError, "check_tokens", "every id must be at least 0 and below the vocabulary", got, advice)
+    rule = "every id must be at least 0 and below the vocabulary"
+    require(least >= 0 and largest < vocabulary, "check_tokens", rule, got, advice)
 
 
 def _prepared(folder: Path) -> Dataset:
@@ -267,14 +270,14 @@ def _prepared(folder: Path) -> Dataset:
         for shard in part.shards:
             path = folder / shard.file
             rows.append(read_tokens(path))
-            same, got = rows[-1].size == shard.tokens, {"path": path, "tokens": rows[-1].size}
-            if path.stat().st_mtime_ns > written:
-                same = same and digest_of_file(path) == shard.sha256
+            old = path.stat().st_mtime_ns <= written
+            same = rows[-1].size == shard.tokens and (old or digest_of_file(path) == shard.sha256)
+            got = {"path": path, "tokens": rows[-1].size}
             require(same, WHERE, "a shard must be unchanged", got, "Prepare it again.")
             shards.append(shard.sha256)
     training, validation = map(MappedTokens, parts)
     origin = f"{folder} ({number_of(len(shards), 'shard')})"
-    return Dataset(training, validation, manifest.ids, manifest.encoding, origin, EPOCHS, tuple(shards))
+    return Dataset(training, validation, manifest.ids, manifest.encoding, origin, tuple(shards))
 
 
 # Batches
@@ -300,14 +303,10 @@ def batch(
                  sequences, of which an epoch sees each once, in an order of its own (`shuffled`)
     vocabulary   bound of every id, but of those of pairs, which are made here; 0 = not checked
 
-    Shapes   tokens (N,) -> tokens (B, T), targets (B, T), of pairs weights (B, T)
+    Shapes   tokens (N,), N > T -> tokens (B, T), targets (B, T), of pairs weights (B, T)
     Dtype    int32, weights float64
-    Errors   ValueError for sizes below 1, a negative seed or step, fewer than T + 1 tokens, or an id beyond the
-             vocabulary
+    Errors   ValueError for an id beyond the vocabulary
     """
-    _check_sizes("batch", tokens, batch_size=batch_size, sequence_length=sequence_length)
-    got = {"seed": seed, "step": step}
-    require(seed >= 0 and step >= 0, "batch", "seed and step must not be negative", got, "Give 0 or more.")
     stride = sequence_length if order == EPOCHS else 1
     count = _sequences(tokens, sequence_length, stride)
     if order == EPOCHS:
@@ -343,12 +342,10 @@ def validation_batches(
 
     vocabulary   bound of every id; 0 = not checked
 
-    Shapes   tokens (N,) -> count times tokens (B, T), targets (B, T), of pairs weights (B, T)
+    Shapes   tokens (N,), N > T -> count times tokens (B, T), targets (B, T), of pairs weights (B, T)
     Dtype    int32, weights float64
-    Errors   ValueError for sizes below 1 or fewer than T + 1 tokens, before the first batch is made, and for an id
-             beyond the vocabulary
+    Errors   ValueError for an id beyond the vocabulary
     """
-    _check_sizes("validation_batches", tokens, batch_size=batch_size, sequence_length=sequence_length, count=count)
     if isinstance(tokens, Examples):
         return iter(tokens.validation_batches(batch_size, sequence_length, count))
     windows = batch_size * count
@@ -360,19 +357,9 @@ def validation_batches(
 def _windows(tokens: np.ndarray | MappedTokens, starts: np.ndarray, sequence_length: int, vocabulary: int) -> Batch:
     windows = tokens[starts[:, None] + np.arange(sequence_length + 1)]
     if vocabulary:
-        largest = int(windows.max())  # before int32, in which the largest ids of 4 bytes are negative
-        rule, got = "every id must be below the vocabulary", {"id": largest, "vocabulary": vocabulary}
-        require(largest < vocabulary, "batch", rule, got, "The token files are damaged: prepare them again.")
+        check_tokens(windows, vocabulary)  # before int32, in which the largest ids of 4 bytes are negative
     windows = windows.astype(np.int32)
     return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
-
-
-def _check_sizes(where: str, tokens: Tokens, **sizes: int) -> None:
-    for name, size in sizes.items():
-        require(size >= 1, where, f"{name} must be at least 1", {name: size}, "Give a positive number.")
-    least = sizes["sequence_length"] + 1
-    rule, advice = f"there must be at least {least} tokens", "Give more text or a smaller sequence_length."
-    require(isinstance(tokens, Examples) or tokens.size >= least, where, rule, {"tokens": tokens.size}, advice)
 
 
 class BatchLoader:

@@ -9,7 +9,7 @@ attention never reads another example.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,8 @@ import numpy as np
 from daskgpt.config.errors import number_of, require
 from daskgpt.config.files import digest_of
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
-from daskgpt.data.reading import WHERE, records, whole
-from daskgpt.data.source import CHATS, Source, pair_fields
-from daskgpt.data.text import runs
+from daskgpt.data.source import CHATS, PAIR_FIELDS, Source
+from daskgpt.data.text import WHERE, records, runs, whole
 from daskgpt.data.tokenizer import encode
 from daskgpt.formats.encoding import Encoding
 
@@ -34,35 +33,30 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
     """Return the conversations of a source's files, their places there, and those of what was left out: conversations
     with an empty text, or nothing that the assistant says.
 
-    The names of prompt and response are those of each file's first record (`source.PAIR_FIELDS`), and so is that of the
-    messages of chats. A prompt of two fields, an instruction and its input, has a line break between them.
+    A prompt of two fields, an instruction and its input, has a line break between them.
 
     Errors   ValueError naming the first record without such texts
     """
     conversations, places, left_out = list[Conversation](), list[str](), list[str]()
+    rule = 'a record must have texts: "prompt" and "response", or "messages", each with "role" and "content"'
     for file in source.files:
-        if names := pair_fields(file.fields):
-            parse, rule = partial(_pair, *names), f'a record must have "{names[0][0]}" and "{names[1]}", texts'
-        else:
-            field = next(name for name in CHATS if name in file.fields)
-            role, content = CHATS[field]
-            parse, rule = partial(_chat, field), f'a record must have "{field}", each with "{role}" and "{content}"'
-        for place, conversation in records(parse, rule, "Correct it.", file):
+        for place, conversation in records(_conversation, rule, "Correct it.", file):
             fine = all(map(all, conversation)) and any(role == ASSISTANT for role, _ in conversation)
             conversations += [conversation] * fine
             (places if fine else left_out).append(f"{file.name} {place}")
     return conversations, places, left_out
 
 
-def _pair(asking: tuple[str, ...], answering: str, record: Any) -> Conversation:
-    questions = [record[asking[0]], *(record.get(name) for name in asking[1:])]
-    return (USER, "\n".join(filter(None, map(whole, questions)))), (ASSISTANT, whole(record[answering]))
-
-
-def _chat(field: str, record: Any) -> Conversation:
-    role, content = CHATS[field]
-    messages = [(whole(message[role]), whole(message[content])) for message in record[field]]
-    return tuple((ROLES.get(name, name), text) for name, text in messages)
+def _conversation(record: Any) -> Conversation:
+    for asking, answering in PAIR_FIELDS:
+        if asking[0] in record and answering in record:
+            prompt = "\n".join(filter(None, (whole(record.get(name)) for name in asking)))
+            return (USER, prompt), (ASSISTANT, whole(record[answering]))
+    for field, (role, content) in CHATS.items():
+        if field in record:
+            messages = [(whole(message[role]), whole(message[content])) for message in record[field]]
+            return tuple((ROLES.get(name, name), text) for name, text in messages)
+    raise KeyError("no such names")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +135,7 @@ def read_examples(
 ) -> tuple[list[Examples], str, str]:
     """Return the examples for training and those held out, a description of the source, and a digest of its pairs.
 
-    fraction   held out; with 0, all examples are in the first part, and the second one is empty
+    fraction   held out; with 0 or 1, all examples are in the one part that is returned
 
     An example that is longer than a sequence and the token after it is cut there; one whose response would be lost is
     left out.
@@ -149,12 +143,12 @@ def read_examples(
     Errors   as of read_pairs; ValueError if a part would have no example, or for chats without a chat template
     """
     conversations, places, wrong = read_pairs(source)
-    plain = [tuple(role for role, _ in conversation) == PAIR for conversation in conversations]
+    plain = all(tuple(role for role, _ in conversation) == PAIR for conversation in conversations)
     parts: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = ([], [])
     most, cut, lost = sequence_length + 1, 0, 0
     template, rule = template_of(codec), "the model's tokenizer must have a chat template, for chats of other roles"
     advice = "Start from a chat model (--init), or give pairs of prompt and response."
-    require(template is not None or all(plain), WHERE, rule, {"data": source.name, "encoding": codec.name}, advice)
+    require(template is not None or plain, WHERE, rule, {"data": source.name, "encoding": codec.name}, advice)
     for run in runs(len(conversations), 1, fraction, held_out):
         for number in range(run.start, run.stop):
             tokens, counted = _example(conversations[number], codec, template, places[number])
@@ -163,11 +157,12 @@ def read_examples(
                 continue
             cut += tokens.size > most
             parts[run.held_out].append((tokens[:most], counted[:most]))
-    rule, got = "each part must have an example that fits", {"data": source.name, "pairs": len(conversations)}
     unused = f"{len(wrong):,} left out: empty, or without an assistant ({wrong[0]})" if wrong else ""
+    rule, got = "each part must have an example that fits", {"data": source.name, "pairs": len(conversations)}
     got |= {"too long": lost} | ({"others": unused} if wrong else {})
     advice = "Give more pairs, a larger --sequence-length, or another --validation-fraction."
-    require(all(parts[: 1 + (fraction > 0)]), WHERE, rule, got, advice)
+    filled = [rows for rows in parts if rows]
+    require(len(filled) == (2 if 0 < fraction < 1 else 1), WHERE, rule, got, advice)
     examples = [
         Examples(
             np.concatenate([tokens for tokens, _ in rows]),
@@ -175,17 +170,17 @@ def read_examples(
             np.concatenate([counted for _, counted in rows]),
             codec.eot_token,
         )
-        for rows in parts
-        if rows
+        for rows in filled
     ]
-    noun = "pair" if all(plain) else "conversation"
-    facts = [source.described, number_of(len(parts[0]), noun) + f" and {len(parts[1]):,} held out" * bool(parts[1])]
+    noun = "pair" if plain else "conversation"
+    counts = " and ".join(number_of(len(rows), noun) for rows in filled)
+    facts = [source.described, counts + " held out" * (len(filled) > 1)]
     facts += ["in the form of the chat template"] if template else []
     facts += [f"{cut:,} cut to {most:,} tokens"] if cut else []
     facts += [f"{lost:,} left out for prompts that alone are longer"] if lost else []
     facts += [unused] if wrong else []
     texts = [tuple(text for _, text in conversation) for conversation in conversations]
-    return examples, f"{source.name} ({'; '.join(facts)})", digest_of(texts if all(plain) else conversations)
+    return examples, f"{source.name} ({'; '.join(facts)})", digest_of(texts if plain else conversations)
 
 
 def _example(

@@ -1,44 +1,118 @@
 """Preparation of tokens: from the files of a corpus to a folder that training reads, with any of Dask's schedulers.
 
-A bag holds the partitions of the text. A task reads one, encodes it and writes its token files, so workers of a cluster
-need the inputs and the folder under the same paths.
+A bag holds the partitions of the text. They follow from names and sizes of the files. A text is cut into blocks by its
+bytes alone, so its tokens depend on neither the scheduler nor the compression. Lines belong to the block in which they
+begin. A task reads a partition, encodes it and writes its token files, so workers of a cluster need the inputs and the
+folder under the same paths.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import digest_of, readable, write_file
-from daskgpt.data import corpus, reading, token_folder, tokenizer
-from daskgpt.data.corpus import WHERE, PrepareConfig, Section
-from daskgpt.data.token_folder import MANIFEST, PARTS, VOCABULARY_FILE, Contents, Manifest, TokenWriter
+from daskgpt.config.files import digest_of, digest_of_file, readable, replacing, write_file
+from daskgpt.config.settings import Checked, setting
+from daskgpt.data import text, token_folder, tokenizer
+from daskgpt.data.source import TEXT, recognize
+from daskgpt.data.text import FIELD, LAST, PARQUET, File, opened_parquet, split_text
+from daskgpt.data.token_folder import MANIFEST, PARTS, VOCABULARY_FILE, WHERE, Manifest, Part, Shard
 from daskgpt.formats.encoding import KNOWN, is_learned, known_encoding, read_vocabulary
-from daskgpt.formats.llmc import id_dtype
+from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, id_dtype, token_header
 
+PARTITIONS = 1024  # most partitions of plain text; more blocks than that are divided among so many
 LEARNED_BYTES = 100_000_000  # bytes of text from which a vocabulary is learned, spread over the corpus
 # Computes a bag, and calls a function with the results of each partition.
-Compute = Callable[[Any, Callable[[list[Contents]], object]], None]
+Compute = Callable[[Any, Callable[[list[list[Part]]], object]], None]
 
 
-class Stop(threading.Event):
-    """Is set when a preparation ends early: tasks in threads of its process write nothing from then on.
+class PrepareConfig(Checked):
+    """Input, output and workers of the preparation.
 
-    Its copies on workers are never set: what they write is in the folder of the same inputs and settings.
+    Scheduler and threads change no byte.
     """
 
-    def __reduce__(self) -> tuple[type[Stop], tuple[()]]:
-        return Stop, ()
+    out: str = setting("", "folder to write, or to continue after the same command was stopped")
+    encoding: str = setting(
+        "gpt2", "gpt2, bytes, a vocabulary's file or a tokenizer's folder; learn:4096 learns a vocabulary of 4,096 ids"
+    )
+    validation_fraction: float = setting(
+        0.1, "share that is held out: of records, by hash; of text, spans all over it", above=0, below=1
+    )
+    field: str = setting(FIELD, "name of the text field in JSONL objects, and of the column in Parquet files")
+    scheduler: str = setting(
+        "auto", "sync, threads, local, or an address (see train); auto = DASK_SCHEDULER_ADDRESS, else threads"
+    )
+    threads: int = setting(0, "threads, or worker processes of local; 0 = one per core", most=2**12)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule, advice = "the tokens need a folder", "Add --out FOLDER."
+        require(bool(self.out), WHERE, rule, {"out": "none"}, advice)
+
+
+class Section(NamedTuple):
+    """A part of a file that can be read by itself: the lines that begin between two multiples of BLOCK_BYTES, all of a
+    compressed file, or a row group of Parquet.
+    """
+
+    file: File
+    start: int
+    stop: int
+
+
+def partitions_of(files: list[File]) -> list[list[Section]]:
+    """Return the sections of the files as partitions, each of which a task reads: sections up to a total size, or a
+    single larger one.
+
+    Cost     reads the descriptions of Parquet files
+    Errors   as of `opened_parquet`
+    """
+    limit = text.BLOCK_BYTES * max(1, -(-sum(file.size for file in files) // (text.BLOCK_BYTES * PARTITIONS)))
+    partitions, total = list[list[Section]](), limit
+    for file in files:
+        if file.records == PARQUET:
+            with opened_parquet(file) as parquet:
+                step, groups = 1, range(parquet.num_row_groups)
+                sizes = [parquet.metadata.row_group(group).total_byte_size for group in groups]
+        else:
+            step = LAST if file.compressed else text.BLOCK_BYTES
+            sizes = [min(step, file.size - start) for start in range(0, file.size, step)]
+        for number, size in enumerate(sizes):
+            if total + size > limit:
+                partitions.append([])
+                total = 0
+            partitions[-1].append(Section(file, number * step, (number + 1) * step))
+            total += size
+    return partitions
+
+
+def documents(section: Section, config: PrepareConfig) -> Iterator[tuple[str, bool, str]]:
+    """Yield the records of a section, or the parts of its text, that are not blank: the text, whether it is held out,
+    and its place for error messages.
+
+    Errors   ValueError for invalid files, OSError for unreadable ones, when they are reached
+    """
+    file, fraction = section.file, config.validation_fraction
+    for place, content in text.texts(file, section.start, section.stop):
+        origin = f"{file.path}, {place}"
+        if file.records:
+            digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
+            pieces = [(content, int.from_bytes(digest, "little") < fraction * 2**64)]
+        else:
+            training, validation = split_text([content], fraction)
+            pieces = [(piece, False) for piece in training] + [(piece, True) for piece in validation]
+        yield from ((piece, held_out, origin) for piece, held_out in pieces if piece.strip())
 
 
 class Preparation:
@@ -54,17 +128,18 @@ class Preparation:
         Errors   ValueError for inputs without text and unknown encodings, OSError for unreadable inputs
         """
         self.config = config
-        self.files, self.taken = corpus.list_sources(inputs, config)
-        self.size = sum(file.size for file in self.files)
-        self.encoding = config.encoding
-        if tokenizer.is_to_be_learned(config.encoding):
-            tokenizer.size_to_learn(config.encoding)
-        else:
-            self.encoding = tokenizer.encoding_named(config.encoding)
+        sources = [recognize(name, (TEXT,), config.field) for name in inputs]
+        self.taken = [f"{source.name} ({source.described})" for source in sources]
+        files = [file for source in sources for file in source.files if file.size]
+        self.files = [replace(file, path=os.path.abspath(file.path)) for file in files]
+        rule, advice = "the inputs must hold text", "Give files, folders or globs that do."
+        require(bool(files), WHERE, rule, {"inputs": " ".join(inputs)[:200]}, advice)
+        self.encoding = tokenizer.encoding_named(config.encoding)
+        if not tokenizer.is_to_be_learned(self.encoding):
             tokenizer.get_encoding(self.encoding)
         # The settings that, with the inputs, decide the tokens and their files.
         settings = {n: value for n, value in asdict(config).items() if n not in ("out", "scheduler", "threads")}
-        sizes = {"block_bytes": reading.BLOCK_BYTES, "partitions": corpus.PARTITIONS}
+        sizes = {"block_bytes": text.BLOCK_BYTES, "partitions": PARTITIONS}
         self.settings = settings | {"encoding": self.encoding} | sizes
 
     def run(self, compute: Compute, tell: Callable[[int], object]) -> Manifest:
@@ -73,8 +148,8 @@ class Preparation:
         compute   see schedulers.protocol.Scheduler.compute
         tell      called with the bytes of text of each partition that is complete
 
-        Cost      memory for a block of 4 MiB, or a longer line or record, with its tokens a task; for a vocabulary that
-                  is learned, for the different words
+        Cost      memory for a block of 4 MiB, or a longer line or some rows of Parquet, with its tokens a task; for a
+                  vocabulary that is learned, for the different words
         Errors    ValueError for invalid texts, inputs that change, and a folder of other inputs or settings; OSError if
                   the system refuses
         """
@@ -85,38 +160,37 @@ class Preparation:
             self.existed = (folder / MANIFEST).is_file()
             if self.existed:
                 return token_folder.read_manifest(folder)
-            partitions, stop = corpus.partitions(self.files), Stop()
-            learned = tokenizer.is_to_be_learned(self.encoding)
-            encoding = self._learned(folder, partitions) if learned else self.encoding
+            partitions, encoding = partitions_of(self.files), self.encoding
+            if tokenizer.is_to_be_learned(encoding):
+                encoding = self._learned(folder / VOCABULARY_FILE, partitions)
             if is_learned(encoding):
                 write_file(folder / VOCABULARY_FILE, known_encoding(encoding).content.encode(), WHERE)
-            task = partial(tokenize, encoding=encoding, config=self.config, folder=folder.absolute(), stop=stop)
+            ended = list[bool]()
+            task = partial(tokenize, encoding=encoding, config=self.config, folder=folder.absolute(), ended=ended)
             tokens = bag.from_sequence(enumerate(partitions), partition_size=1).map(task)
             try:
-                compute(tokens, lambda results: tell(sum(part.train.bytes + part.val.bytes for part in results)))
+                compute(tokens, lambda results: tell(sum(part.bytes for parts in results for part in parts)))
             finally:
-                stop.set()
+                ended.append(True)
             for file in self.files:
                 with readable(file.path, WHERE):
                     status = os.stat(file.path)
-                rule, same = "an input must not change while it is read", status.st_size == file.size
-                same &= status.st_mtime_ns == file.modified
+                same = (status.st_size, status.st_mtime_ns) == (file.size, file.modified)
+                rule = "an input must not change while it is read"
                 require(same, WHERE, rule, {"file": file.path}, "Prepare into a new folder.")
             manifest = self._manifest(folder, encoding, len(partitions))
             token_folder.complete(folder, manifest)
             return manifest
 
-    def _learned(self, folder: Path, partitions: list[list[Section]]) -> str:
+    def _learned(self, kept: Path, partitions: list[list[Section]]) -> str:
         """Return the name of the corpus's own vocabulary, learned now or by an earlier process."""
-        kept = folder / VOCABULARY_FILE
         if kept.is_file():
             return read_vocabulary(kept)
-        every = max(1, -(-self.size // LEARNED_BYTES))
+        every = max(1, -(-sum(file.size for file in self.files) // LEARNED_BYTES))
         sections = (section for partition in partitions for section in partition)
-        documents = (document for section in sections for document in corpus.documents(section, self.config))
-        texts = (document.text for document in documents if not document.held_out)
-        sample = islice(texts, 0, None, every)
-        return tokenizer.learn_encoding(sample, tokenizer.size_to_learn(self.encoding), str(kept))
+        contents = (content for section in sections for content in documents(section, self.config))
+        sample = islice((content for content, held_out, _ in contents if not held_out), 0, None, every)
+        return tokenizer.learn_encoding(sample, tokenizer.vocabulary_size(self.encoding), str(kept))
 
     def _manifest(self, folder: Path, encoding: str, partitions: int) -> Manifest:
         """Return the manifest of the partitions in a folder.
@@ -124,30 +198,28 @@ class Preparation:
         Errors   ValueError if a part has no text
         """
         sizes = [[file.name, file.size] for file in self.files]
-        inputs = {"files": len(sizes), "bytes": self.size, "digest": digest_of(sizes)}
-        ids = tokenizer.vocabulary_size(encoding)
-        whole = Manifest(encoding=encoding, ids=ids, settings=self.settings, inputs=inputs)
+        inputs = {"files": len(sizes), "bytes": sum(file.size for file in self.files), "digest": digest_of(sizes)}
+        train, val = Part(), Part()
         for number in range(partitions):
-            contents = token_folder.read_contents(folder, number)
-            assert contents is not None, f"partition {number} was written"
-            whole.train.add(contents.train)
-            whole.val.add(contents.val)
-        documents, fraction = whole.train.documents + whole.val.documents, self.config.validation_fraction
-        got = {"documents": documents, "validation_fraction": fraction}
-        for kind, part in (("training", whole.train), ("validation", whole.val)):
+            parts = token_folder.read_contents(folder, number)
+            assert parts is not None, f"partition {number} was written"
+            train.add(parts[0])
+            val.add(parts[1])
+        got = {"documents": train.documents + val.documents, "validation_fraction": self.config.validation_fraction}
+        for kind, part in (("training", train), ("validation", val)):
             rule, advice = f"the {kind} part must hold text", "Give more text, or another --validation-fraction."
             require(part.tokens > 0, WHERE, rule, got, advice)
-        return whole
+        return Manifest(train, val, encoding, tokenizer.vocabulary_size(encoding), self.settings, inputs)
 
 
 def tokenize(
-    partition: tuple[int, list[Section]], encoding: str, config: PrepareConfig, folder: Path, stop: Stop
-) -> Contents:
-    """Write the token files of a partition into a folder, unless they are there; return their contents.
+    partition: tuple[int, list[Section]], encoding: str, config: PrepareConfig, folder: Path, ended: list[bool]
+) -> list[Part]:
+    """Write the token files of a partition into a folder, unless they are there; return what is in them.
 
     partition  its number and its sections
     encoding   name; the file of a learned one is in the folder
-    stop       ends the task after a document
+    ended      is filled when the preparation ends early: tasks in threads of its process write nothing from then on
 
     Cost       tiktoken's time, without Python's lock; memory for a block, or a longer line or record, with its tokens
     Errors     ValueError for invalid texts, OSError if the system refuses
@@ -155,21 +227,34 @@ def tokenize(
     rule, advice = "a worker must find the folder that the client has made", "Name one on a file system that both have."
     require(folder.is_dir(), WHERE, rule, {"out": config.out}, advice, FileNotFoundError)
     number, sections = partition
-    if (contents := token_folder.read_contents(folder, number)) is not None:
-        return contents
+    if (parts := token_folder.read_contents(folder, number)) is not None:
+        return parts
     if is_learned(encoding) and encoding not in KNOWN:
         read_vocabulary(folder / VOCABULARY_FILE)
-    codec, contents = tokenizer.get_encoding(encoding), Contents()
-    dtype = id_dtype(codec.n_vocab)
+    codec = tokenizer.get_encoding(encoding)
+    dtype = id_dtype(codec.n_vocab).newbyteorder("<")
     mark = np.array([codec.eot_token], dtype)
-    with ExitStack() as files:
-        writers = [TokenWriter(files, folder / f"{name}_{number:06}.bin", dtype) for name in PARTS]
+    paths, parts = [folder / f"{name}_{number:06}.bin" for name in PARTS], [Part(), Part()]
+    with ExitStack() as stack:
+        files = [stack.enter_context(replacing(path, WHERE)) for path in paths]
+        for file in files:
+            file.seek(HEADER_BYTES)
         for section in sections:
-            for text, held_out, origin in corpus.documents(section, config):
-                tokens = np.concatenate([mark, tokenizer.encode(codec, text, origin)])
-                writers[held_out].append(tokens, len(text.encode()))
-                if stop.is_set():
+            for content, held_out, origin in documents(section, config):
+                tokens = np.concatenate([mark, tokenizer.encode(codec, content, origin)], dtype=dtype)
+                files[held_out].write(tokens.data)
+                parts[held_out].add(Part(tokens.size, 1, len(content.encode())))
+                if ended:
                     raise RuntimeError("the preparation has ended")
-    contents.train, contents.val = (writer.part for writer in writers)
-    token_folder.write_contents(folder, number, contents)
-    return contents
+        for path, file, part in zip(paths, files, parts):
+            rule, got = f"a token file must have at most {LARGEST_COUNT} tokens", {"path": path, "tokens": part.tokens}
+            require(part.tokens <= LARGEST_COUNT, WHERE, rule, got, "Divide the compressed file.")
+            file.seek(0)
+            file.write(token_header(dtype, part.tokens))
+    for path, part in zip(paths, parts):
+        if part.tokens:
+            part.shards.append(Shard(path.name, part.tokens, digest_of_file(path)))
+        else:
+            path.unlink()
+    token_folder.write_contents(folder, number, parts)
+    return parts

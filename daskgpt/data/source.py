@@ -10,9 +10,9 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import re
 import sys
 import sysconfig
-from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,10 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from daskgpt.config.errors import number_of, refusal, require, require_package
+from daskgpt.config.errors import number_of, refusal, require
 from daskgpt.config.files import expanded, matching_files, printable, readable
-from daskgpt.data import reading
-from daskgpt.data.reading import DOCUMENT, FIELD, LINES, PARQUET, WHERE, File
+from daskgpt.data.text import FIELD, LINES, PARQUET, WHERE, File, opened, opened_parquet
 from daskgpt.data.token_folder import encoding_of, is_prepared
 from daskgpt.formats import llmc
 from daskgpt.formats.stored_model import is_pickled
@@ -34,8 +33,7 @@ KINDS = TEXT, PAIRS, TOKENS = "text", "pairs", "token ids"
 PREPARED = "prepared tokens"
 TRAINING = (*KINDS, PREPARED)
 
-LOOKED_AT = 2**14  # first bytes of a file; more only if its first record is longer
-LONGEST_RECORD = 2**26
+LOOKED_AT = 2**14  # first bytes of a file
 # Names of a prompt and its response in records. The second name of a prompt may be missing or empty.
 PAIR_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("prompt",), "response"),
@@ -56,26 +54,25 @@ class Source:
     name      the path as it was given
     kind      one of KINDS or PREPARED
     files     those that are taken, in order; of prepared tokens none
-    left_out  names and reasons of the others
-    encoding  of token ids, where the manifest beside them names it
+    left_out  other files, and folders below the path
+    encoding  of prepared tokens, and of token ids where the manifest beside them names it
     """
 
     name: str
     kind: str
     files: tuple[File, ...] = ()
-    left_out: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[File, ...] = ()
     encoding: str = ""
 
     @property
     def described(self) -> str:
         """The line for people: what was taken and what was left out."""
-        count = len(self.files) + len(self.left_out)
-        notes = Counter(note for file in self.files for note in (file.form, file.packing) if note not in ("", DOCUMENT))
-        shared = ", ".join(note for note, number in notes.items() if number == count)
-        text = number_of(count, "file") + (f" of {shared}" if shared else "")
-        text += "".join(f", {number:,} of {note}" for note, number in notes.items() if number < count)
+        text = number_of(len(self.files) + len(self.left_out), "file")
+        for form in (LINES, PARQUET):
+            if number := sum(file.records == form for file in self.files):
+                text += f", {number:,} of {form}"
         if self.left_out:
-            shown = "; ".join(f"{name} {reason}" for name, reason in self.left_out[:3])
+            shown = "; ".join(f"{file.name} {file.described}" for file in self.left_out[:3])
             more = f"; and {len(self.left_out) - 3:,} more" if len(self.left_out) > 3 else ""
             text += f", {len(self.left_out):,} left out: {printable(shown)}{more}"
         return text
@@ -87,44 +84,38 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
     accepted   kinds that the caller can use
     field      name of the text in records
 
-    Cost       some kilobytes of each file are read
-    Errors     FileNotFoundError if nothing is there; ValueError naming what cannot be used, with what helps;
-               RuntimeError for a format whose library is not installed; OSError if a file cannot be read
+    Cost       some kilobytes of each file are read, of JSON lines the first one, of Parquet the description
+    Errors     FileNotFoundError if nothing is there; ValueError naming what cannot be used, with what helps, and as of
+               `encoding_of` and `opened_parquet`; OSError if a file cannot be read
     """
     rule = "a source must be named"
     require(bool(source.strip()), WHERE, rule, {"source": repr(source)}, f"Give a path, or {STANDARD_LIBRARY}.")
     if source == STANDARD_LIBRARY:
         return Source(source, TEXT, standard_library(Path(sysconfig.get_path("stdlib"))))
     path, rule = expanded(source), f"the source must hold {' or '.join(accepted)}"
-    left_out: list[tuple[str, str]] = []
+    kinds = [kind for kind in KINDS if kind in accepted]
     if path.is_dir():
         kind, advice = _folder_kind(path)
         if kind == PREPARED and PREPARED in accepted:
-            return Source(source, PREPARED)
+            return Source(source, PREPARED, encoding=encoding_of(path))
         require(not kind, WHERE, rule, {"source": f"{source} ({kind})"}, advice)
-        paths, others = files_below(path)
-        left_out = [(folder.relative_to(path).as_posix(), f"is {_folder_kind(folder)[0]}") for folder in others]
-        named = [(file, file.relative_to(path).as_posix()) for file in paths]
-        # Of token files, those for validation may be among them.
-        taken = [kind for kind in KINDS if kind in accepted and kind != TOKENS]
+        paths, folders = files_below(path)
+        files = [look(file, file.relative_to(path).as_posix(), kinds, field) for file in paths]
+        for folder in folders:
+            kind, advice = _folder_kind(folder)
+            files.append(File(str(folder), folder.relative_to(path).as_posix(), reason=f"is {kind}", advice=advice))
+        kinds = [kind for kind in kinds if kind != TOKENS]  # those for validation may be among them
     else:
-        named = [(file, file.name) for file in matching_files(source, WHERE)]
-        taken = [kind for kind in KINDS if kind in accepted]
-    files = [look(file, name, taken, field) for file, name in named]
-    kind = next((kind for kind in taken if any(file.kind == kind for file in files)), "")
+        files = [look(file, file.name, kinds, field) for file in matching_files(source, WHERE)]
+    kind = next((kind for kind in kinds if any(file.kind == kind for file in files)), "")
     if kind:
-        left_out += [(file.name, file.reason or f"holds {file.kind}") for file in files if file.kind != kind]
-        files = [file for file in files if file.kind == kind]
-        return Source(source, kind, tuple(files), tuple(left_out), _encoding_beside(files) if kind == TOKENS else "")
-    if file := next((file for file in files if file.size), None):
+        taken = tuple(file for file in files if file.kind == kind)
+        left_out = tuple(file for file in files if file.kind != kind)
+        return Source(source, kind, taken, left_out, _encoding_beside(taken) if kind == TOKENS else "")
+    if file := next((file for file in files if file.size or file.reason), None):
         place = source if path.is_file() else f"{source}: {file.name}"
-        what = f"source={place} ({file.reason or f'holds {file.kind}'})"
-        raise refusal(ValueError, WHERE, rule, what, file.advice or _USES[file.kind])
-    what, advice = "empty", "Give a source that holds text."
-    if left_out:  # folders below this one
-        what, (kind, advice) = " ".join(left_out[0]), _folder_kind(others[0])
-        advice = f"Name it: {others[0]}." if kind in accepted else advice
-    raise refusal(ValueError, WHERE, rule, f"source={source} ({what})", advice)
+        raise refusal(ValueError, WHERE, rule, f"source={place} ({file.described})", file.advice or _USES[file.kind])
+    raise refusal(ValueError, WHERE, rule, f"source={source} (empty)", "Give a source that holds text.")
 
 
 def _encoding_beside(files: Collection[File]) -> str:
@@ -145,47 +136,61 @@ _USES = {
 }
 _GIVE_TEXT = "Give the text that it was made from."
 _EXPORT = "Export it as text in UTF-8 (iconv, pdftotext), or unpack it; a model belongs to --init."
-_PACKINGS = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_RECORD_ENDINGS = {".jsonl", ".ndjson"}
+_GZIP = b"\x1f\x8b\x08"
+_RECORD_ENDINGS = (".jsonl", ".ndjson", ".json")
 
 
 def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
-    """Return what a file is, by its first bytes and its surroundings.
+    """Return what a file is, by its first bytes, its name and its surroundings.
 
     Errors    as of `recognize`
     """
     with readable(path, WHERE):
         status = path.stat()
-    start = reading.beginning(File(str(path), name), LOOKED_AT)
-    packing = next((packing for magic, packing in _PACKINGS.items() if start.startswith(magic)), "")
-    file = File(str(path), name, packing=packing, size=status.st_size, modified=status.st_mtime_ns)
-    is_parquet = start.startswith(b"PAR1")
-    if is_parquet or packing == "zstd":
-        require_package("pyarrow", "prepare", WHERE)
-    if is_parquet:
-        with reading.opened_parquet(file) as parquet:
-            file = replace(file, form=PARQUET, fields=tuple(parquet.schema_arrow.names))
-        return _of_records(file, accepted, field, records=True)
-    start = reading.beginning(file, LOOKED_AT) if packing else start
+    file = File(str(path), name, field=field, size=status.st_size, modified=status.st_mtime_ns)
+    start = _beginning(file)
+    if start.startswith(b"PAR1"):
+        with opened_parquet(file) as parquet:
+            return _of_records(replace(file, records=PARQUET), parquet.schema_arrow.names, accepted)
+    if start.startswith(_GZIP):
+        file = replace(file, compressed=True)
+        start = _beginning(file)
     if start.startswith(b"version https://git-lfs"):
         return replace(file, reason="is a pointer of Git LFS in place of the file", advice="Run git lfs pull.")
     magic = int.from_bytes(start[:4], "little")
-    if not packing and (path.suffix == ".bin" or magic in llmc.KINDS):
+    if not file.compressed and (path.suffix == ".bin" or magic in llmc.KINDS):
         reason = "" if magic in llmc.TOKEN_DTYPES else _no_ids(path, start)
         return replace(file, reason=reason, advice=_GIVE_TEXT) if reason else replace(file, kind=TOKENS)
     if (wrong := _wrong_byte(start)) >= 0:
         return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_EXPORT)
-    endings = Path(name.lower()).suffixes[-2 if packing else -1 :]
-    named_records, named_json = not _RECORD_ENDINGS.isdisjoint(endings), ".json" in endings
-    listed = _first_of_list(file) if named_json else ()
-    if field in listed or pair_fields(listed) or not CHATS.keys().isdisjoint(listed):
+    ending = Path(name.lower().removesuffix(".gz")).suffix
+    if ending not in _RECORD_ENDINGS:
+        return replace(file, kind=TEXT)
+    fields = _first_fields(file)
+    found = _of_records(replace(file, records=LINES), fields, accepted)
+    if found.kind:
+        return found
+    if ending == ".json":  # any other JSON is text, but for a list of records
         advice = "Write each record on a line of its own: jq -c '.[]' LIST.json > LINES.jsonl."
-        return replace(file, reason="is a JSON list of records", advice=advice)
-    if fields := _first_record(file, named_records or named_json):
-        # Any JSON is text, too: as records count lines of files that are named so, and records of known fields.
-        return _of_records(replace(file, form=LINES, fields=fields), accepted, field, records=named_records)
-    # The reader of lines names the first wrong one.
-    return replace(file, kind=TEXT, form=LINES if named_records and start.strip() else DOCUMENT)
+        listed = re.match(rb"\s*\[\s*\{", start)
+        return replace(file, reason="is a JSON list of records", advice=advice) if listed else replace(file, kind=TEXT)
+    # Without fields, the reader of lines names the first wrong one.
+    return found if fields else replace(file, kind=TEXT, records=LINES)
+
+
+def _of_records(file: File, fields: Collection[str], accepted: Collection[str]) -> File:
+    """Return a file of records with its kind, by the names of their fields; without one, with the reason."""
+    if holds_conversation(fields) and (PAIRS in accepted or file.field not in fields):
+        return replace(file, kind=PAIRS, field="")
+    if file.field in fields:
+        return replace(file, kind=TEXT)
+    reason = f"holds records without the field {file.field}; fields={', '.join(fields)[:80]}"
+    return replace(file, reason=reason, advice="daskgpt prepare takes another name by --field.")
+
+
+def _beginning(file: File) -> bytes:
+    with opened(file) as stream:
+        return stream.read(LOOKED_AT)
 
 
 def _no_ids(path: Path, start: bytes) -> str:
@@ -210,65 +215,20 @@ def _wrong_byte(start: bytes) -> int:
     return start.find(0) if start.count(0) > len(start) / 100 else -1
 
 
-def _of_records(file: File, accepted: Collection[str], field: str, *, records: bool) -> File:
-    """Return a file of records with its kind, by the fields of the first one.
-
-    records   whether a file with other fields holds records all the same, and not just text
-    """
-    holds_text = field in file.fields
-    if (pair_fields(file.fields) or CHATS.keys() & set(file.fields)) and (PAIRS in accepted or not holds_text):
-        return replace(file, kind=PAIRS)
-    if holds_text or not records:
-        return replace(file, kind=TEXT) if holds_text else replace(file, kind=TEXT, form=DOCUMENT, fields=())
-    reason = f"holds records without the field {field}; fields={', '.join(file.fields)[:80]}"
-    return replace(file, reason=reason, advice="daskgpt prepare takes another name by --field.")
-
-
-def pair_fields(names: Collection[str]) -> tuple[tuple[str, ...], str] | None:
-    """Return the names of prompt and response among the names of a record, None without them; case does not count."""
-    written = {name.strip().lower(): name for name in names}
-    for asking, answering in PAIR_FIELDS:
-        if {asking[0], answering} <= written.keys():
-            return tuple(written.get(name, name) for name in asking), written[answering]
-    return None
-
-
-def _first_record(file: File, named: bool) -> tuple[str, ...]:
-    """Return the names in the first line of a file, if that is an object in JSON, and so is the second one of a file
-    whose name is not that of JSON; none for other text.
-    """
-    for size in (LOOKED_AT, LONGEST_RECORD):
-        start = reading.beginning(file, size)
-        line, end, _ = start.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
-        if not line.startswith(b"{"):
-            break
-        if end or len(start) < size:  # else the line is longer than what was read
-            with suppress(ValueError, RecursionError):
-                names = tuple(json.loads(line))
-                return names if named or _second_is_object(file, size + LOOKED_AT) else ()
-            break
+def _first_fields(file: File) -> tuple[str, ...]:
+    """Return the names in the first line of a file that is not blank, if that is an object in JSON; else none."""
+    with opened(file) as stream:
+        line = next((line for line in stream if line.strip()), b"")
+    with suppress(ValueError, RecursionError):
+        record = json.loads(line)
+        return tuple(record) if isinstance(record, dict) else ()
     return ()
 
 
-def _second_is_object(file: File, size: int) -> bool:
-    """Return whether the second line of a file, as far as it is in so many bytes, is an object in JSON, or missing."""
-    start = reading.beginning(file, size)
-    second, end, _ = start.lstrip().partition(b"\n")[2].lstrip().partition(b"\n")
-    if end or len(start) < size:
-        json.loads(second or b"{}")
-    return second[:1] in (b"", b"{")
-
-
-def _first_of_list(file: File) -> tuple[str, ...]:
-    """Return the names in the first object of a JSON list that a file begins with; none for other text."""
-    for size in (LOOKED_AT, LONGEST_RECORD):
-        text = reading.beginning(file, size).removeprefix(codecs.BOM_UTF8).lstrip()
-        first = text[1:].lstrip()
-        if not (text.startswith(b"[") and first.startswith(b"{")):
-            break
-        with suppress(ValueError, RecursionError):  # more follows, which may end within a character
-            return tuple(json.JSONDecoder().raw_decode(first.decode(errors="ignore"))[0])
-    return ()
+def holds_conversation(names: Collection[str]) -> bool:
+    """Return whether a record with these names is a pair or a chat."""
+    pairs = any(asking[0] in names and answering in names for asking, answering in PAIR_FIELDS)
+    return pairs or any(name in names for name in CHATS)
 
 
 # Folders
@@ -278,7 +238,7 @@ def _folder_kind(folder: Path) -> tuple[str, str]:
     """Return what a folder is beside a collection of files, and advice; "" if it is just that."""
     with readable(folder, WHERE):
         if is_prepared(folder):
-            return PREPARED, "daskgpt train takes prepared tokens."
+            return PREPARED, f"daskgpt train takes it: --data {folder}."
         model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
         if model or (folder / "chain.jsonl").is_file():
             return "a run or a model", "Give the text that it was trained on; a model belongs to --init."
@@ -324,11 +284,10 @@ def standard_library(root: Path) -> tuple[File, ...]:
         name = path.relative_to(root)
         if path.suffix == ".py" and name.parts[0].removesuffix(".py") in modules:
             status = path.stat()
-            files.append(File(str(path), name.as_posix(), TEXT, size=status.st_size, modified=status.st_mtime_ns))
             size += status.st_size
             if size > STANDARD_LIBRARY_BYTES:
-                files.pop()
                 break
+            files.append(File(str(path), name.as_posix(), TEXT, size=status.st_size, modified=status.st_mtime_ns))
     rule, advice = "the source of the standard library must be installed", "Give a text file instead."
     require(bool(files), WHERE, rule, {"folder": root}, advice, FileNotFoundError)
     return tuple(files)

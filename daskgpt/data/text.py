@@ -1,4 +1,4 @@
-"""Text as documents, and the part of it that is held out.
+"""Text: files, the blocks, records and documents in them, and the part that is held out.
 
 Every n-th span is held out for validation unless the settings name the end: the end of a book, or the last files of a
 library, differ from the rest, so a loss measured there tells little about the whole. Spans are long compared with a
@@ -8,33 +8,193 @@ before it is encoded: the held-out text does not depend on the encoding, and los
 
 from __future__ import annotations
 
+import codecs
+import gzip
+import json
 import math
+import sys
+import zlib
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby, pairwise
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 
-from daskgpt.config.errors import require
-from daskgpt.data.reading import DOCUMENT, WHERE, texts
-from daskgpt.data.source import Source
+from daskgpt.config.errors import refusal, refusing, require_package
+from daskgpt.config.files import readable
+
+WHERE = "data"
+T = TypeVar("T")
+LINES, PARQUET = "JSON lines", "Parquet"  # what records are written in
+FIELD = "text"  # of records, by default
+BLOCK_BYTES = 2**22  # bytes of text that are read together
+LAST = sys.maxsize  # behind the end of every file
+ROWS = 16  # of Parquet that are read together: few, since a text may be a book
 
 
-def read_text(source: Source) -> list[str]:
-    """Return the documents of a source of text in the order of its files, without empty ones.
+@dataclass(frozen=True)
+class File:
+    """One file of a source.
 
-    Cost     reads every file once; the text stays in memory
-    Errors   ValueError if there is no text, or it is not UTF-8; OSError if a file cannot be read
+    name        its path below the source's folder, or its own
+    kind        one of source.KINDS; "" for what cannot be used
+    records     what its records are written in, LINES or PARQUET; "" for a file that is one document
+    field       name of the text in its records; "" if all of their fields are read
+    compressed  whether it is compressed, by gzip
+    reason      what it is, if it cannot be used
+    advice      what helps then
+    size        in bytes
+    modified    time of the last change [ns]
     """
-    documents = list[str]()
-    for file in source.files:
-        parts = [text for _, text in texts(file)]
-        documents += ["".join(parts)] if file.form == DOCUMENT else parts
-    documents = [document for document in documents if document.strip()]
-    rule, advice = "the text must not be empty", "Give a source that holds text."
-    require(bool(documents), WHERE, rule, {"source": source.name}, advice)
-    return documents
+
+    path: str
+    name: str
+    kind: str = ""
+    records: str = ""
+    field: str = FIELD
+    compressed: bool = False
+    reason: str = ""
+    advice: str = ""
+    size: int = 0
+    modified: int = 0
+
+    @property
+    def described(self) -> str:
+        """What it is, if it is not used."""
+        return self.reason or f"holds {self.kind}"
+
+
+@contextmanager
+def opened(file: File) -> Iterator[BinaryIO]:
+    """Yield the bytes of a file, decompressed.
+
+    Errors   OSError if it cannot be read; ValueError for damaged compression
+    """
+    damages, rule = (EOFError, zlib.error, gzip.BadGzipFile), "a compressed file must be complete"
+    with (
+        readable(file.path, WHERE),
+        refusing(damages, WHERE, rule, {"file": file.path}, "Make it again."),
+        cast(BinaryIO, gzip.open(file.path) if file.compressed else open(file.path, "rb")) as stream,
+    ):
+        yield stream
+
+
+@contextmanager
+def opened_parquet(file: File) -> Iterator[Any]:
+    """Yield a file of Parquet.
+
+    Errors   RuntimeError if pyarrow is not installed; ValueError for a damaged file; as of `opened`
+    """
+    require_package("pyarrow", "prepare", WHERE)
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    damages, rule = (ArrowException, OSError, ValueError), "the file must be complete Parquet"
+    with (
+        opened(file) as stream,
+        refusing(damages, WHERE, rule, {"file": file.path}, "Make it again."),
+        # By default, it would hold the whole column of a row group.
+        ParquetFile(stream, buffer_size=BLOCK_BYTES, pre_buffer=False) as parquet,
+    ):
+        yield parquet
+
+
+def blocks(file: File, start: int = 0, stop: int = LAST) -> Iterator[tuple[int, bytes]]:
+    """Yield a text in blocks of whole lines, with their places [bytes]: a block has the lines that begin between
+    neighboring multiples of BLOCK_BYTES.
+
+    start, stop   multiples of BLOCK_BYTES, between which lines begin
+
+    Errors        as of `opened`
+    """
+    with opened(file) as stream:
+        if start:
+            stream.seek(start - 1)
+            start += len(stream.readline()) - 1
+        while start < stop and (content := stream.read(BLOCK_BYTES - start % BLOCK_BYTES - 1) + stream.readline()):
+            yield start, content if start else content.removeprefix(codecs.BOM_UTF8)
+            start += len(content)
+
+
+def _lines(file: File, start: int, stop: int) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a file that are not blank, with their places."""
+    counted = f" from byte {start:,} on" if start else ""
+    lines = (line for _, block in blocks(file, start, stop) for line in block.removesuffix(b"\n").split(b"\n"))
+    yield from ((f"line {number}{counted}", line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _rows(file: File, start: int, stop: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of some row groups of Parquet, with their places in the file."""
+    with opened_parquet(file) as parquet:
+        first = 1 + sum(parquet.metadata.row_group(group).num_rows for group in range(start))
+        groups = range(start, min(stop, parquet.num_row_groups))
+        batches = parquet.iter_batches(ROWS, groups, [file.field] if file.field else None)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from ((f"row {number}", row) for number, row in enumerate(rows, first))
+
+
+def records(
+    parse: Callable[[Any], T], rule: str, advice: str, file: File, start: int = 0, stop: int = LAST
+) -> Iterator[tuple[str, T]]:
+    """Yield what `parse` makes of each record of a file, with its place: the number of its line or row.
+
+    start, stop   of lines as of `blocks`, and lines are counted from there; of Parquet, row groups
+
+    Errors   ValueError with the rule, naming the first record for which `parse` raises an error for another content,
+             or the first line that is not JSON, or not UTF-8; as of `opened` and `opened_parquet`
+    """
+    found = _rows(file, start, stop) if file.records == PARQUET else _lines(file, start, stop)
+    for place, record in found:
+        try:
+            value = parse(json.loads(record.decode()) if isinstance(record, bytes) else record)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, RecursionError)):
+                rule = "every line must be JSON in UTF-8"
+                advice = "Correct it; texts that are no JSON need an ending such as .txt."
+            got = {"path": f"{file.path}, {place}", "found": f"{type(error).__name__}: {str(error)[:120]}"}
+            raise refusal(ValueError, WHERE, rule, got, advice) from None
+        yield place, value
+
+
+def texts(file: File, start: int = 0, stop: int = LAST) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a file's records, or the blocks of a document, with their places.
+
+    start, stop   as of `records`
+
+    Errors   ValueError naming the first record without a text, or the first byte that is not UTF-8; as of `records`
+    """
+    if not file.records:
+        for place, content in blocks(file, start, stop):
+            try:
+                yield f"from byte {place:,} on", content.decode()
+            except UnicodeDecodeError as error:
+                got = {"source": file.path, "first wrong byte": place + error.start}
+                advice = "Convert it, for example with iconv -t UTF-8 (-c leaves out what is none)."
+                raise refusal(ValueError, WHERE, "the file must be UTF-8 text", got, advice) from error
+        return
+
+    def text_of(record: Any) -> str:
+        text = record.get(file.field, record) if isinstance(record, dict) else record
+        if not (text is None or isinstance(text, str)):
+            names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            raise TypeError(f"{repr(text)[:40]}, fields={names}")
+        return whole(text)
+
+    rule = f"the field {file.field} of every record must be text"
+    advice = "Correct it, or name another with prepare --field."
+    yield from records(text_of, rule, advice, file, start, stop)
+
+
+def whole(text: str | None) -> str:
+    """Return a text with ? for each half of a character, as JSON may hold; null is empty.
+
+    Errors   TypeError for what is no text
+    """
+    return "" if text is None else str.encode(text, errors="replace").decode()
 
 
 # What is held out
@@ -60,12 +220,12 @@ def runs(total: int, span: int, fraction: float, held_out: str = SPANS) -> list[
     """Cut `total` items into runs, so that a fraction of the spans is held out, evenly spread; or the end, to the item.
 
     Span i is held out where floor(i * fraction + 1/2) grows: 4, 14, 24, ... for a tenth. A short text is cut into
-    shorter spans.
+    shorter spans. With a fraction of 0 or 1, all items are one run.
     """
     # As a fraction: the float 0.1 is not quite a tenth, and its multiples would fall to either side of a whole number.
     share = Fraction(fraction).limit_denominator(1_000_000)
-    if share == 0:
-        return [Run(0, total, False)]
+    if share in (0, 1):
+        return [Run(0, total, share == 1)]
     if held_out == END:
         cut = math.floor(total * (1 - share))
         return [Run(0, cut, False), Run(cut, total, True)]

@@ -4,7 +4,8 @@
         val_000000.bin ...
         vocabulary.json            if it was learned, or is that of a Hugging Face folder
         manifest.json              written last: without it the folder is incomplete
-        .journal.json              digest of the inputs and settings, which are the folder's from the beginning on
+        .journal.json              digest of the inputs and settings, which are the folder's from the beginning on;
+                                   locked while a process writes the folder
         .partition_000000.json ... what is in the files of a partition, written after them; removed at the end
 
 A part of a partition that has no text has no file.
@@ -14,20 +15,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
+from typing import Any
 
 from daskgpt.config.errors import refusing, require
-from daskgpt.config.files import digest_of, digest_of_file, locked, remove, replacing, sync_folder, write_file, written
+from daskgpt.config.files import digest_of, locked, remove, sync_folder, write_file, written
 from daskgpt.formats.encoding import is_learned, read_vocabulary
-from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, token_header
 
 WHERE = "prepare"
-MANIFEST, JOURNAL, LOCK, VOCABULARY_FILE = "manifest.json", ".journal.json", ".lock", "vocabulary.json"
+MANIFEST, JOURNAL, VOCABULARY_FILE = "manifest.json", ".journal.json", "vocabulary.json"
 VERSION, KIND = 1, "daskgpt tokens"
 PARTS = ("train", "val")
 
@@ -62,15 +60,7 @@ class Part:
 
 
 @dataclass
-class Contents:
-    """The tokens of a partition, or of a folder."""
-
-    train: Part = field(default_factory=Part)
-    val: Part = field(default_factory=Part)
-
-
-@dataclass
-class Manifest(Contents):
+class Manifest:
     """The inputs and settings that decide the tokens of a folder, and the results, which are a pure function of them.
 
     encoding     name; the file of a learned one lies in the folder
@@ -79,21 +69,22 @@ class Manifest(Contents):
     inputs       number, bytes, and digest of names and sizes of the files
     """
 
-    encoding: str = ""
-    ids: int = 0
-    settings: dict[str, Any] = field(default_factory=dict)
-    inputs: dict[str, Any] = field(default_factory=dict)
+    train: Part
+    val: Part
+    encoding: str
+    ids: int
+    settings: dict[str, Any]
+    inputs: dict[str, Any]
 
 
 def is_prepared(folder: Path) -> bool:
     """Return whether a preparation wrote a folder, completely or in part."""
-    manifest = folder / MANIFEST
     if (folder / JOURNAL).is_file():
         return True
-    if not manifest.is_file():
+    if not (folder / MANIFEST).is_file():
         return False
-    with manifest.open("rb") as file:  # other programs have files of this name, too
-        return KIND.encode() in file.read(2**12) or any(folder.glob(f"{PARTS[0]}_*.bin"))
+    with (folder / MANIFEST).open("rb") as file:  # other programs have files of this name, too
+        return KIND.encode() in file.read(2**12)
 
 
 def encoding_of(folder: Path) -> str:
@@ -128,7 +119,12 @@ def read_manifest(folder: Path) -> Manifest:
     require(got["version"] == VERSION, WHERE, rule, got, "A newer daskgpt wrote it: use that version.")
     del fields["kind"]
     fields.pop("skipped", 0)  # of earlier versions
-    return Manifest(**_parsed(fields))
+    return Manifest(**fields | {name: _part(fields[name]) for name in PARTS})
+
+
+def _part(fields: dict[str, Any]) -> Part:
+    """Return a part from its JSON."""
+    return Part(**fields | {"shards": [Shard(**shard) for shard in fields["shards"]]})
 
 
 @contextmanager
@@ -140,29 +136,22 @@ def begun_folder(folder: Path, decides: Mapping[str, Any]) -> Iterator[Path]:
     Errors    ValueError if it has other content than a preparation of them; RuntimeError if another process writes it;
               OSError if the system refuses
     """
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    rule, advice = "the folder must be new, empty, or left by the same command", "Name another with --out."
+    require(not names or JOURNAL in names, WHERE, rule, {"out": folder}, advice)
     content = json.dumps({"decides": digest_of(decides)}).encode()
-    _has_journal(folder)  # nothing is written into a folder of others
     with written(folder, WHERE):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = locked(folder / LOCK, WHERE, "no other process must write the folder")
-    with lock:
-        if _has_journal(folder):  # another process may have written it before the lock
-            same = (folder / JOURNAL).read_bytes() == content
-            rule = "the folder must not be of other inputs or settings"
-            require(same, WHERE, rule, {"out": folder}, "Name another with --out, or remove it.")
-        else:
-            write_file(folder / JOURNAL, content, WHERE)
+        journal = locked(folder / JOURNAL, WHERE, "no other process must write the folder")
+    with journal:
+        journal.seek(0)
+        begun = journal.read()
+        rule, advice = "the folder must not be of other inputs or settings", "Name another with --out, or remove it."
+        require(begun in (b"", content), WHERE, rule, {"out": folder}, advice)
+        if not begun:
+            with written(folder, WHERE):
+                journal.write(content)
         yield folder
-
-
-def _has_journal(folder: Path) -> bool:
-    """Return whether a preparation has begun a folder. Errors   ValueError if it has other content"""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    fresh = all(name == LOCK or (name.startswith(".") and name.endswith(".tmp")) for name in names)
-    good = (fresh or JOURNAL in names) and (folder.is_dir() or not folder.exists())
-    rule, advice = "the folder must be new, empty, or left by the same command", "Name another with --out."
-    require(good, WHERE, rule, {"out": folder}, advice)
-    return JOURNAL in names
 
 
 def complete(folder: Path, manifest: Manifest) -> None:
@@ -179,60 +168,20 @@ def complete(folder: Path, manifest: Manifest) -> None:
         remove(path)
 
 
-def write_contents(folder: Path, number: int, contents: Contents) -> None:
-    """Write the contents of a partition, whose files are complete. Errors   OSError if the system refuses"""
-    write_file(folder / f".partition_{number:06}.json", json.dumps(asdict(contents)).encode(), WHERE)
+def write_contents(folder: Path, number: int, parts: list[Part]) -> None:
+    """Write what is in the files of a partition, which are complete. Errors   OSError if the system refuses"""
+    contents = dict(zip(PARTS, map(asdict, parts)))
+    write_file(_contents_path(folder, number), json.dumps(contents).encode(), WHERE)
 
 
-def read_contents(folder: Path, number: int) -> Contents | None:
-    """Return the contents of a partition; None if its files are not complete."""
-    path = folder / f".partition_{number:06}.json"
-    return Contents(**_parsed(json.loads(path.read_bytes()))) if path.is_file() else None
+def read_contents(folder: Path, number: int) -> list[Part] | None:
+    """Return what is in the files of a partition; None if they are not complete."""
+    path = _contents_path(folder, number)
+    if not path.is_file():
+        return None
+    contents = json.loads(path.read_bytes())
+    return [_part(contents[name]) for name in PARTS]
 
 
-def _parsed(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a manifest, or of contents, from their JSON."""
-    for name in PARTS:
-        shards = [Shard(**shard) for shard in content[name]["shards"]]
-        content[name] = Part(**content[name] | {"shards": shards})
-    return content
-
-
-class TokenWriter:
-    """Writes the tokens of one part of a partition into a file, which exists only if there are any.
-
-    part   what was written; its shard has its digest when the file is complete
-    """
-
-    def __init__(self, files: ExitStack, path: Path, dtype: np.dtype[Any]) -> None:
-        """files   completes the file when it is closed, and removes it after an error
-        dtype   of tokens, uint16 or uint32
-        """
-        self.files, self.path, self.dtype, self.part = files, path, dtype.newbyteorder("<"), Part()
-
-    def append(self, tokens: np.ndarray, size: int) -> None:
-        """Append the tokens of a document.
-
-        size     of its text [bytes]
-
-        Errors   OSError if the system refuses, with the path
-        """
-        if not self.part.shards:
-            self.part.shards.append(Shard(self.path.name, 0, ""))
-            self.file = self.files.enter_context(_token_file(self.path, self.part.shards[0], self.dtype))
-        self.file.write(np.ascontiguousarray(tokens, self.dtype).data)
-        self.part.shards[0].tokens += tokens.size
-        self.part.add(Part(tokens.size, 1, size))
-
-
-@contextmanager
-def _token_file(path: Path, shard: Shard, dtype: np.dtype[Any]) -> Iterator[BinaryIO]:
-    """Yield the file of a shard behind its header, which is written in the end, when its number of tokens is known."""
-    with replacing(path, WHERE) as file:
-        file.seek(HEADER_BYTES)
-        yield file
-        rule, got = f"a token file must have at most {LARGEST_COUNT} tokens", {"path": path, "tokens": shard.tokens}
-        require(shard.tokens <= LARGEST_COUNT, WHERE, rule, got, "Divide the compressed file.")
-        file.seek(0)
-        file.write(token_header(dtype, shard.tokens))
-    shard.sha256 = digest_of_file(path)
+def _contents_path(folder: Path, number: int) -> Path:
+    return folder / f".partition_{number:06}.json"

@@ -48,10 +48,23 @@ _WORD, _LONG_WORD = 500, re.compile(r"\S{500}|\s{500}")
 
 def vocabulary_size(name: str) -> int:
     """Return the number of token ids of an encoding, without loading it; the last one of bytes and gpt2 is end-of-text.
+    Of an encoding that is to be learned, it is the wanted number.
 
-    Errors   ValueError for an unknown name, or a learned vocabulary that was not read in this process
+    Errors   ValueError for an unknown name, a number out of bounds, or a learned vocabulary that was not read in this
+             process
     """
-    return NAMED[name] if name in NAMED else known_encoding(name).n_vocab
+    if not is_to_be_learned(name):
+        return NAMED[name] if name in NAMED else known_encoding(name).n_vocab
+    size = name.removeprefix(LEARN)
+    right = size.isascii() and size.isdigit() and SMALLEST <= int(size) <= LARGEST
+    rule = f"an encoding to be learned must be {LEARN} and a number of ids from {SMALLEST} to {LARGEST}"
+    require(right, "vocabulary_size", rule, {"encoding": name}, f"Try {LEARN}4096.")
+    return int(size)
+
+
+def is_to_be_learned(name: str) -> bool:
+    """Return whether an encoding is one that is learned from the text to train on, such as learn:1024."""
+    return name.startswith(LEARN)
 
 
 def end_of_text_id(name: str) -> int:
@@ -61,9 +74,9 @@ def end_of_text_id(name: str) -> int:
 
 def encoding_named(name: str) -> str:
     """Return the name of an encoding that is given by name, by the file of a vocabulary, or by the folder of a Hugging
-    Face tokenizer, which is read.
+    Face tokenizer, which is read. One that is to be learned keeps its name.
 
-    Errors   ValueError for anything else, or a file without a vocabulary
+    Errors   ValueError for anything else, or a file without a vocabulary; as of `vocabulary_size`
     """
     path = expanded(name)
     if name not in NAMED and name not in KNOWN and path.exists():
@@ -142,26 +155,6 @@ def _gpt2() -> Encoding:
     require(right, "get_encoding", rule, got, advice, FileNotFoundError)
     tokens: dict[str, int] = json.loads(content)
     return of_tokens("gpt2", [decoded(token) for token in sorted(tokens, key=lambda token: tokens[token])[:-1]])
-
-
-# Learned vocabularies
-
-
-def is_to_be_learned(encoding: str) -> bool:
-    """Return whether an encoding is one that is learned from the text to train on, such as learn:1024."""
-    return encoding.startswith(LEARN)
-
-
-def size_to_learn(encoding: str) -> int:
-    """Return the number of ids of an encoding that is to be learned.
-
-    Errors   ValueError if there is no number, or one out of bounds
-    """
-    size = encoding.removeprefix(LEARN)
-    right = size.isascii() and size.isdigit() and SMALLEST <= int(size) <= LARGEST
-    rule = f"an encoding to be learned must be {LEARN} and a number of ids from {SMALLEST} to {LARGEST}"
-    require(right, "size_to_learn", rule, {"encoding": encoding}, f"Try {LEARN}4096.")
-    return int(size)
 
 
 def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:

@@ -1,1 +1,1 @@
-"""Generation of text, and likelihoods of texts."""
+"""Generation of text."""

@@ -161,12 +161,6 @@ class Decoder:
             at_once([partial(share, thread, self.threads) for thread in range(self.threads)])
         return scores
 
-    def bytes_read(self, positions: Sequence[int]) -> int:
-        """Return the bytes of weights, keys and values that a step reads, each once, for tokens at these positions."""
-        config = self.weights.config
-        numbers: int = config.blocks * config.key_heads * (config.head_channels + self.row.shape[1])
-        return self.weights.bytes + sum(position + 1 for position in positions) * numbers * int(self.keys.itemsize)
-
 
 class EagerDecoder:
     """Cached inputs of layers over whole sequences, for several texts and any number of steps of any model.
@@ -209,8 +203,3 @@ class EagerDecoder:
         config, inputs = self.weights.config, {"tokens": tokens[None], "positions": positions}
         scores: np.ndarray = logits(self, config, self.weights.arrays, inputs, list(wanted))
         return scores[0, :, : config.vocabulary].copy()
-
-    def bytes_read(self, positions: Sequence[int]) -> int:
-        """Return the bytes of weights and cached inputs that a step reads, each once, for tokens at these positions."""
-        widths: int = sum(kept[0, 0].nbytes for kept in self.kept.values())
-        return self.weights.bytes + widths * sum(position + 1 for position in positions)

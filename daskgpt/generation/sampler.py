@@ -206,7 +206,6 @@ class Texts:
         if len(rows) == len(last):
             self.rate.seconds += perf_counter() - start
             self.rate.tokens += len(last)
-            self.rate.read += self.decoder.bytes_read([rows[row][1] for row in last])
         return scores
 
     def write(self, count: int, choice: Choice, seed: int = 0, end: int | None = None) -> Iterator[list[int | None]]:
@@ -231,8 +230,7 @@ class Texts:
 
 @dataclass
 class Rate:
-    """The rate of steps that read one token of each text: number of tokens, seconds, and bytes read."""
+    """The rate of steps that read one token of each text: number of tokens, and seconds."""
 
     tokens: int = 0
     seconds: float = 0.0
-    read: int = 0

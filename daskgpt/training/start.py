@@ -20,7 +20,6 @@ from daskgpt.data.tokenizer import (
     encoding_of,
     encoding_of_model,
     is_to_be_learned,
-    size_to_learn,
     vocabulary_size,
 )
 from daskgpt.formats.models import open_model_file
@@ -170,7 +169,7 @@ class WarmStart:
 
 
 def _named(encoding: str) -> str:
-    return encoding if encoding == "auto" or is_to_be_learned(encoding) else encoding_named(encoding)
+    return encoding if encoding == "auto" else encoding_named(encoding)
 
 
 def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = None, *, most: int = 0) -> Dataset:
@@ -189,15 +188,12 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     default = encoding_of(vocabulary)
     encoding = encoding_for(source, None if wanted == "auto" else wanted, default)
     if most:
-        ids = size_to_learn(encoding) if is_to_be_learned(encoding) else vocabulary_size(encoding)
-        rule, got = "the model must know every token id of the encoding", {"encoding": encoding, "ids": ids}
+        rule, ids = "the model must know every token id of the encoding", vocabulary_size(encoding)
         advice = "Start from another model." if start else "Leave --vocabulary to the encoding."
-        require(ids <= most, "train", rule, got | {"vocabulary": most}, advice)
+        got = {"encoding": encoding, "ids": ids, "vocabulary": most}
+        require(ids <= most, "train", rule, got, advice)
     parts = {name: getattr(data, name) for name in PARTS}
-    dataset = load_dataset(source, encoding, sequence_length=data.sequence_length, **parts)
-    if source.kind == PREPARED:
-        dataset.checked(data.sequences, data.sequence_length)
-    return dataset
+    return load_dataset(source, encoding, sequence_length=data.sequence_length, **parts)
 
 
 def _require_division(given: Mapping[str, Any], data: DataConfig) -> None:

@@ -11,7 +11,7 @@ import pytest
 from command_lines import SMALL, refused, run
 from prepared_texts import files_of, prepared, write_corpus
 
-from daskgpt.data.token_folder import JOURNAL, LOCK, MANIFEST, VOCABULARY_FILE
+from daskgpt.data.token_folder import JOURNAL, MANIFEST, VOCABULARY_FILE
 from daskgpt.formats.encoding import read_vocabulary
 
 
@@ -52,7 +52,7 @@ def test_killed_preparation_continues_to_the_same_bytes(scheduler, corpus, tmp_p
     result = run("prepare", *many, "--out", out)
     assert result.returncode == 0, result.stderr
     assert files_of(out) == files_of(whole)
-    assert {path.name for path in out.glob(".*")} == {JOURNAL, LOCK}
+    assert {path.name for path in out.glob(".*")} == {JOURNAL}
 
 
 def test_number_of_threads_does_not_change_a_learned_vocabulary(corpus, tmp_path):
