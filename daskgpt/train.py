@@ -97,11 +97,11 @@ def main(arguments: list[str]) -> int:
     asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
     check_plan(asked, plan=values.plan)
     given = given_flags(TimelineConfig, values)
-    rule, advice = "--plan must come without the files of a timeline", "It runs no step: leave them out."
-    require(not (values.plan and shown.wanted), "plan", rule, given, advice)
-    rule, advice = "--timeline-steps must come with a file to write", "Add --timeline, --graph or --paraver."
-    require(shown.wanted or not given, "timeline", rule, given, advice)
-    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.wanted else []
+    rule, advice = "--plan must come without a timeline", "It runs no step: leave it out."
+    require(not (values.plan and shown.timeline), "plan", rule, given, advice)
+    rule, advice = "--timeline-steps must come with a file to write", "Add --timeline."
+    require(bool(shown.timeline) or not given, "timeline", rule, given, advice)
+    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
     if values.resume:
         if values.preset:
             raise may_not_change(values.resume, "preset", values.preset)

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
+from dask.diagnostics import Profiler, ResourceProfiler
+from small_runs import fit
 from steps import run_step, run_window, state_of, step_of
 
 import daskgpt
@@ -23,13 +25,7 @@ from daskgpt.graph.program import RECORDER, bytes_of, calls_of
 from daskgpt.model import layers
 from daskgpt.model.optimizer import OPTIMIZERS
 from daskgpt.profiling.pages import bars_of, write_timeline
-from daskgpt.profiling.recorder import (
-    Recorder,
-    TimelineCallback,
-    TimelineConfig,
-    is_bare,
-    paths_of,
-)
+from daskgpt.profiling.recorder import Recorder, TimelineCallback, TimelineConfig, is_bare
 from daskgpt.profiling.timeline import (
     Event,
     Lane,
@@ -37,6 +33,7 @@ from daskgpt.profiling.timeline import (
     Timeline,
     Window,
     color_of,
+    paths_of,
     seconds_at_once,
 )
 from daskgpt.schedulers.opening import open_scheduler
@@ -265,17 +262,8 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
         with pytest.raises(ValueError, match="must name a file that can be written"):
             TimelineConfig(timeline=str(path))
     TimelineConfig(timeline=str(tmp_path / "x"))
-    for files in (
-        {"timeline": "x", "graph": "x.json"},
-        {"paraver": "t.1", "graph": "t.1.row"},
-        {"graph": "config.toml"},
-        {"graph": str(tmp_path / "chain.jsonl")},
-        {"graph": "latest"},
-        {"graph": str(tmp_path / "step-00000005")},
-        {"graph": str(tmp_path / "state.json")},
-    ):
-        with pytest.raises(ValueError, match="must not have the name of each other or of a run's files"):
-            TimelineConfig(**files)
+    with pytest.raises(ValueError, match="must not have the name of a run's files"):
+        TimelineConfig(timeline="state")
     names = {"first": True, "first.html": True, "./first": False, "..": False, "t/first": False}
     assert {path: is_bare(path) for path in names} == names
 
@@ -383,3 +371,14 @@ def test_training_writes_the_timeline_of_its_last_steps(small_text, tmp_path, ca
     assert f"timeline written to {run / 'last.html'} and {run / 'last.json'}" in out
     trained("--steps 1 --timeline x", "short")
     assert "no step was recorded" in capsys.readouterr().out
+
+
+def test_dask_diagnostics_observe_a_run(small_text):
+    steps, cut = 3, {"scheduler": "threads", "threads": 2, "grain": "block", "batch_chunk": 2, "sequence_chunk": 16}
+    with Profiler() as tasks, ResourceProfiler(dt=0.01) as resources:
+        fit(small_text, steps=steps, dataflow=cut, validate_every=0)
+    times = Counter(task.key for task in tasks.results)  # beside the steps, a validation
+    assert sum(count == steps for count in times.values()) > 5
+    assert all(task.start_time <= task.end_time for task in tasks.results)
+    assert {task.worker_id for task in tasks.results} != {None}
+    assert resources.results

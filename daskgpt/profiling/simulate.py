@@ -34,7 +34,6 @@ from daskgpt.graph.program import Span, calls_of
 from daskgpt.graph.update_in_place import RowUpdate
 from daskgpt.model.step import CompiledStep
 from daskgpt.profiling.calibrate import Calibration, load, of_job
-from daskgpt.profiling.policies import ready_list
 from daskgpt.profiling.timeline import longest_chain
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
@@ -253,8 +252,6 @@ class Simulation:
         process, (any_graph, node) = self.processes[rank], self.costs.graph
         keys = set(process.wanted)
         self.state[rank] = start_state_from_dask(process.graph, {}, process.order.__getitem__, keys)
-        seconds = {key: demand.alone for key, demand in process.demands.items()}
-        self.state[rank]["ready"] = ready_list(self.state[rank]["ready"], process.graph, seconds)
         self._locked(rank, any_graph + node * len(process.graph), self._fire, rank)
 
     def _fire(self, rank: int) -> None:
