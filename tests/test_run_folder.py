@@ -12,8 +12,8 @@ from small_runs import config_of, fit
 
 import daskgpt
 from daskgpt import audit, convert, plot, rewind, train
-from daskgpt.profiling.study import StudyConfig
 from daskgpt.schedulers.machine import usable_cores
+from daskgpt.study import StudyConfig
 from daskgpt.training import run_folder
 from daskgpt.training.checkpoint import step_folder
 from daskgpt.training.run_folder import RunFolder

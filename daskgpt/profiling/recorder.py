@@ -135,7 +135,7 @@ class TimelineConfig(Checked):
             return
         files = paths_of(self.timeline)
         if not is_bare(self.timeline):
-            for path in (self.timeline, *files):
+            for path in (self.timeline, *map(str, files)):
                 check_writable(path, "timeline", "timeline")
         rule, got = "files must not have the name of a run's files", {"timeline": self.timeline}
         require(not any(map(is_own, files)), "timeline", rule, got, "Name others.")
