@@ -139,7 +139,7 @@ def test_plans_of_threads_and_workers(calibrated):
     assert repr(two) == repr(predicted(threads=2).forecast)
     assert not any("just now" in note for note in two.notes)
     fast, slow = (predicted(workers=2, bandwidth=rate, latency="50us") for rate in ("10G", "10M"))
-    sent = max(load.sent.total() for load in slow.loads)
+    sent = max(of_worker.total() for of_worker in slow.sent)
     assert slow.forecast.seconds - fast.forecast.seconds > sent / 10e6 * 8 / 2 > 0
     assert predicted(workers=4, threads=2).forecast.threads == 8
 

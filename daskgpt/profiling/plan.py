@@ -6,9 +6,9 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from daskgpt.config.errors import refusing, require
 from daskgpt.config.model import ModelConfig
@@ -27,20 +27,6 @@ from daskgpt.training.engine import LocalEngine, TaskEngine
 from daskgpt.training.job import Job, facts
 
 ASSUMED, ASSUMING = "block", "assumed: a run measures its kernels"  # the grain, while only a measured step can tell
-KINDS = {"totals": "totals", "weights": "weights", "gather": "rows"}  # by the names of channels
-
-
-@dataclass
-class Load:
-    """Bytes that a worker sends in one step, and that it receives, by kind.
-
-    totals    of gradients, to the owner of these rows
-    weights   that it has updated, to all others
-    rows      of activations that are summed by the owner of the table that they belong to
-    """
-
-    sent: Counter[str] = field(default_factory=Counter)
-    received: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +37,7 @@ class Plan:
     tasks      their number; of the first worker if there are several
     made       bytes of all arrays of a class that the step holds or makes
     at_peak    bytes of each class when most bytes are held
-    loads      what each worker sends and receives; empty without a number of workers
+    sent       bytes that each worker sends, by kind; empty without a number of workers
     chunks     their number and size, and `grain` of tasks; `why` a run would take this grain
     forecast   the predicted time; None if it is unknown, with the reason in `unknown`
     """
@@ -63,7 +49,7 @@ class Plan:
     tasks: int
     made: Mapping[str, int]
     at_peak: Mapping[str, int]
-    loads: Sequence[Load]
+    sent: Sequence[Counter[str]]
     forecast: Forecast | None = None
     unknown: str = ""
     libraries: int = 0
@@ -82,14 +68,14 @@ class Plan:
             "encoding": f"{data.encoding_name}, {data.vocabulary:,} ids" if data else "",
             "precision": texts["precision"],
             "grain": f"{self.grain} ({self.why})" if self.why else self.grain,
-            "tasks": f"{self.tasks:,} a step" + f" of each of {len(self.loads)} workers" * bool(self.loads),
+            "tasks": f"{self.tasks:,} a step" + f" of each of {len(self.sent)} workers" * bool(self.sent),
         }
         memory = [["", "held or made", "at the peak"]]
         memory += [[kind, _mb(self.made[kind]), _mb(self.at_peak[kind])] for kind in CLASSES]
         memory.append(["all, without scratch of kernels", "", _mb(self.peak)])
         below = {
-            "memory": fits(job, self.peak * max(len(self.loads), 1), self.libraries),
-            "messages": described_loads(self.loads),
+            "memory": fits(job, self.peak * max(len(self.sent), 1), self.libraries),
+            "messages": described_messages(self.sent),
         }
         time = self.forecast.rows() if self.forecast else {"time": self.unknown}
         return "\n".join([lines_of(above), text_table(memory), lines_of(below | time), "no step was run"])
@@ -178,7 +164,7 @@ def predict(
         tasks=step.tasks,
         made=trial.made,
         at_peak=together.at_peak,
-        loads=loads(steps) if ranks > 1 else (),
+        sent=bytes_sent(steps) if ranks > 1 else (),
         forecast=predicted,
         unknown=unknown,
         libraries=libraries,
@@ -245,31 +231,29 @@ def _mb(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def loads(steps: Sequence[CompiledStep]) -> list[Load]:
-    """Return what each worker sends and receives, from the steps of all.
+def bytes_sent(steps: Sequence[CompiledStep]) -> list[Counter[str]]:
+    """Return the bytes that each worker sends in a step, by kind, from the steps of all workers.
+
+    totals    of gradients, to the owner of these rows
+    weights   that it has updated, to all others
+    gather    activations that are summed by the owner of the table that they belong to
 
     Not counted are losses, the squares that make the norm of a gradient, and Dask's messages.
     """
-    workers = [Load() for _ in steps]
-    for sender, step in enumerate(steps):
+    workers = [Counter[str]() for _ in steps]
+    for sent, step in zip(workers, steps):
         for call in map(call_of, step.kernels.graph.values()):
             if isinstance(call, Exchange) and call.peer >= 0 and call.returns != MESSAGE and call.size:
-                channel: Any = call.channel
-                kind = KINDS[channel[0]]
-                workers[sender].sent[kind] += call.size
-                workers[call.peer].received[kind] += call.size
+                kind, _ = cast(tuple[str, int], call.channel)
+                sent[kind] += call.size
     return workers
 
 
-def described_loads(workers: Sequence[Load]) -> str:
-    """Return what workers send and receive, from the least to the most."""
+def described_messages(workers: Sequence[Counter[str]]) -> str:
+    """Return what workers send, from the least to the most."""
     if not workers:
         return ""
-    sent, received = ([getattr(load, way).total() for load in workers] for way in ("sent", "received"))
-    ways = f"sends {_span(sent)}, receives {_span(received)}"
-    kinds = sum((load.sent for load in workers), Counter[str]())
-    return f"a worker {ways}; together {_mb(sum(sent))} ({', '.join(f'{k} {_mb(v)}' for k, v in kinds.items())})"
-
-
-def _span(sizes: Sequence[int]) -> str:
-    return " to ".join(_mb(size) for size in sorted({min(sizes), max(sizes)}))
+    kinds, sizes = sum(workers, Counter[str]()), [sent.total() for sent in workers]
+    ends = " to ".join(map(_mb, sorted({min(sizes), max(sizes)})))
+    together = ", ".join(f"{kind} {_mb(size)}" for kind, size in kinds.items())
+    return f"a worker sends {ends}; together {_mb(kinds.total())} ({together})"
