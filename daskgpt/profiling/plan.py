@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from daskgpt.config.errors import refusing, require
+import numpy as np
+
+from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig
-from daskgpt.config.settings import count, duration
 from daskgpt.config.tables import text_table
 from daskgpt.graph.calls import MESSAGE, Exchange, call_of
 from daskgpt.model.step import CompiledStep
@@ -89,16 +90,12 @@ def plan(
     *,
     threads: int = 0,
     workers: int = 0,
-    bandwidth: float | str = 0.0,
-    latency: float | str = 0.0,
 ) -> Plan:
     """Return what a step will take, without running it, as `python -m daskgpt.train --plan` prints it.
 
-    threads    of this process (0 for those of dataflow), or of each worker (0 for one); also more than there are here
-    workers    of a cluster that share the step; 0 for the scheduler that dataflow names, or for the workers of the
-               active Client where neither scheduler nor threads are given
-    bandwidth  bits a second of the link of each worker, such as "10G"; 0 if all are on this machine
-    latency    seconds of a message on a link, or a text such as "50us"
+    threads   of this process (0 for those of dataflow), or of each worker (0 for one); also more than there are here
+    workers   of a cluster on one machine that share the step; 0 for the scheduler that dataflow names, or for the
+              workers of the active Client where neither scheduler nor threads are given
 
     Kernel times are those of `daskgpt bench --calibrate` on this machine. Without them, kernels are timed now, which
     takes some seconds.
@@ -117,35 +114,26 @@ def plan(
         workers, threads = len(counts), min(counts, default=0)
     dials = replace(dials, scheduler="threads") if threads and dials.scheduler == "auto" else dials
     job = replace(job, dataflow=replace(dials, threads=threads or dials.threads))
-    rule = "workers must be a whole number, bandwidth one such as 10G, and latency a time such as 50us"
-    got = {"workers": workers, "bandwidth": bandwidth, "latency": latency}
-    with refusing((ArithmeticError, TypeError, ValueError), "plan", rule, got, "Correct it."):
-        workers = count(str(workers))
-        bits = count(bandwidth) if isinstance(bandwidth, str) else float(bandwidth)
-        seconds = duration(latency) if isinstance(latency, str) else float(latency)
-    check_plan({"workers": workers or None, "bandwidth": bits, "latency": seconds}, plan=True)
-    return predict(job, workers, bits, seconds, timed=True)
+    check_workers(workers or None)
+    return predict(job, workers, timed=True)
 
 
-def predict(
-    job: Job, workers: int | None = 0, bandwidth: float = 0.0, latency: float = 0.0, *, timed: bool = False
-) -> Plan:
+def predict(job: Job, workers: int = 0, *, timed: bool = False) -> Plan:
     """Return tasks and memory of one step, in the order in which Dask runs its tasks one by one; no kernel is called.
 
     Counted are the arrays between kernels, the parameters and the optimizer's moments; not the batch, a kernel's
     scratch, the interpreter and its libraries. Chunks and grain that are auto are those of a run's first step, or those
     that a run would settle by the predicted times.
 
-    workers    of a cluster, which share the batch: tasks and memory are then those of the first one
-    bandwidth  bits a second of the link of each worker, and the latency of a message; 0 if all are on this machine
-    timed      whether to predict the time of a step
+    workers   of a cluster, which share the batch: tasks and memory are then those of the first one
+    timed     whether to predict the time of a step
     """
-    workers, predicted, unknown = workers or 0, None, ""
+    predicted, unknown = None, ""
     libraries = machine.resident_memory()  # before kernels are timed here
     ranks, engines = max(1, min(workers, job.groups)), list[LocalEngine | TaskEngine]()
     if timed and in_place_of(job) and (workers or job.scheduler in ("sync", "threads")):
         try:
-            predicted, ranked = forecast(job, workers, bandwidth / 8, latency)
+            predicted, ranked = forecast(job, workers)
             engines += ranked
         except MemoryError as error:
             unknown = str(error)
@@ -189,18 +177,10 @@ def planned_step(engine: LocalEngine | TaskEngine) -> CompiledStep:
     return engine.step.with_dials(grain=ASSUMED) if engine.choice.undecided else engine.step
 
 
-def check_plan(asked: Mapping[str, Any], *, plan: bool) -> None:
-    """Errors   ValueError for flags of a plan without one, links without workers, or values below what they can be"""
-    for name, value in asked.items():
-        require(plan or not value, "plan", f"--{name} must come with --plan", {name: value}, "Add --plan.")
-    workers, bandwidth, latency = (asked[name] for name in ("workers", "bandwidth", "latency"))
-    if workers is not None:
-        require(workers >= 1, "plan", "--workers must be at least 1", {"workers": workers}, "Give 1 or more.")
-    got, most = {"bandwidth": bandwidth, "latency": latency}, 1e18
-    rule = f"--bandwidth and --latency must be between 0 and {most:.0e}"
-    require(0 <= bandwidth <= most and 0 <= latency <= most, "plan", rule, got, "Try 10G and 50us.")
-    rule, fine = "--bandwidth must come with --workers, and --latency with --bandwidth", workers or not bandwidth
-    require(bool(fine and (bandwidth or not latency)), "plan", rule, got, "Add what is missing.")
+def check_workers(workers: int | None) -> None:
+    """Errors   ValueError if a number of workers is given that is no whole number from 1 on"""
+    fine = workers is None or (isinstance(workers, int | np.integer) and workers >= 1)
+    require(fine, "plan", "workers must be at least 1, and whole", {"workers": workers}, "Give 1 or more.")
 
 
 def fits(job: Job, peak: int, libraries: int) -> str:
