@@ -14,8 +14,7 @@ critical_path
             milliseconds a step of the longest chain of tasks that wait for each other
 rate        operations a second of the matrix products, 6 N B T + 6 L C B T (T + 1) a step (N values in the matrices of
             products, each multiplied and added in the forward pass and twice in the backward pass; causal attention
-            reads (T + 1) / 2 tokens on average). matmul_rate is what float32 products of large matrices reach in this
-            run on as many threads
+            reads (T + 1) / 2 tokens on average)
 peak        memory during the timed steps: this process, and the worker processes of a cluster
 
 Speedup on more threads is measured by `python -m daskgpt.study --threads 1,2,4`; with --batch-chunk auto,

@@ -275,31 +275,19 @@ def test_a_run_has_one_timeline_and_a_refused_one_leaves_no_run(small_text, tmp_
     assert not (tmp_path / "run").exists()
 
 
-NAMES = {"process_name", "thread_name"}
-
-
 def require_valid(trace):
     """Check the rules of the Trace Event Format, by which Chrome and Perfetto read files."""
-    assert trace["displayTimeUnit"] in ("ms", "ns")
-    events = trace["traceEvents"]
-    for event in events:
-        assert {type(event[name]) for name in ("pid", "tid")} == {int}, "numbers, of which 0 is the idle process"
-        assert event["pid"] > 0
-        assert event["name"]
-        assert isinstance(event["args"], dict)
-        if event["ph"] == "M":
-            assert event["name"] in NAMES
-            assert isinstance(event["args"]["name"], str)
-        else:
-            assert event["ph"] == "X", "a complete event"
-            assert {type(event[name]) for name in ("ts", "dur")} <= {int, float}
-            assert min(event["ts"], event["dur"]) >= 0
-    named = {kind: [(e["pid"], e["tid"]) for e in events if e["name"] == kind] for kind in NAMES}
-    calls = [event for event in events if event["ph"] == "X"]
-    assert {pid for pid, _ in named["process_name"]} == {pid for pid, _ in named["thread_name"]}
-    assert len(set(named["thread_name"])) == len({tid for _, tid in named["thread_name"]}) == len(named["thread_name"])
-    assert {(call["pid"], call["tid"]) for call in calls} <= set(named["thread_name"])
-    for thread in named["thread_name"]:  # calls of a thread may be nested, but not overlap
+    names, calls = ([event for event in trace["traceEvents"] if event["ph"] == kind] for kind in "MX")
+    assert len(names) + len(calls) == len(trace["traceEvents"])
+    assert min(event["pid"] for event in names) > 0, "0 is the idle process"
+    processes, threads = (
+        {(event["pid"], event["tid"]) for event in names if event["name"] == f"{kind}_name"}
+        for kind in ("process", "thread")
+    )
+    assert {pid for pid, _ in processes} == {pid for pid, _ in threads}
+    assert {(call["pid"], call["tid"]) for call in calls} <= threads
+    assert all(call["name"] and min(call["ts"], call["dur"]) >= 0 for call in calls)
+    for thread in threads:  # calls of a thread may be nested, but not overlap
         ordered = sorted((call["ts"], call["dur"]) for call in calls if (call["pid"], call["tid"]) == thread)
         assert all(start + length <= after + 1e-3 for (start, length), (after, _) in pairwise(ordered))
 

@@ -262,20 +262,10 @@ def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) ->
         "critical_path": (1e3 * summary.critical_path / summary.steps, "ms"),
         "tokens": (prod(job.batch_shape) / seconds.median, "tokens/s"),
         "rate": (step_operations(job.config, *job.batch_shape) / seconds.median / 1e9, "GFLOP/s"),
-        "matmul_rate": (sum(steps.scheduler.everywhere(matmul_rate, threads)) / 1e9, "GFLOP/s"),
         "peak": (peak / 1e9, "GB"),
     }
     figures = {name: (Spread.of([value]), unit) for name, (value, unit) in values.items()}
     return {"step": (Spread.of(1e3 * value for value in seconds.values), "ms"), **figures}
-
-
-def matmul_rate(threads: int, dask_worker: Any = None) -> float:
-    """Return the `product_rate` of this process; a worker, which Dask gives under this name, has its own threads."""
-    if dask_worker:
-        from daskgpt.schedulers.dask_internals import thread_count
-
-        threads = thread_count(dask_worker)
-    return machine.product_rate(threads)
 
 
 WARMUP = 4  # steps before the first turn
