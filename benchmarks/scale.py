@@ -29,8 +29,8 @@ from daskgpt.profiling import plots
 from daskgpt.profiling.calibrate import Calibration, of_job
 from daskgpt.profiling.measure import BenchConfig, job_of, origin
 from daskgpt.profiling.simulate import forecast
-from daskgpt.profiling.study import flags_of, run_one, thread_counts
 from daskgpt.schedulers.machine import on_cores, usable_cores
+from daskgpt.study import flags_of, run_one, thread_counts
 from daskgpt.training.job import Job, compile_kernels
 
 BATCHES = {"tiny": (48, 64), "gpt2": (16, 256)}  # sequences and tokens

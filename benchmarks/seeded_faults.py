@@ -57,7 +57,7 @@ NEAR = {
     "kernels/bfloat16": "kernels_bfloat16 bfloat16",
     "kernels/decoding": "generating sampling model_choices",
     "model": "model layers model_choices extensions dropout schedules one_number",
-    "profiling": "study timeline exchange dataflow bench records dashboard plot layers",
+    "profiling": "study timeline dataflow bench records dashboard plot layers",
     "schedulers": "schedulers cluster distribute bench",
     "training": "checkpoints resume run_folder schedules wrong_arguments validation cluster stopping logs "
     "progress start audit rewind",

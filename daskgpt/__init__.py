@@ -37,7 +37,6 @@ _MODULES = {
     "model.parameters": "digest initial_parameters",
     "profiling.measure": "measure",
     "profiling.plan": "plan",
-    "profiling.policies": "scheduling",
     "profiling.recorder": "TimelineConfig TimelineCallback",
     "schedulers.opening": "open_scheduler",
     "training.checkpoint": "load",

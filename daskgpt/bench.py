@@ -14,8 +14,7 @@ critical_path
             milliseconds a step of the longest chain of tasks that wait for each other
 rate        operations a second of the matrix products, 6 N B T + 6 L C B T (T + 1) a step (N values in the matrices of
             products, each multiplied and added in the forward pass and twice in the backward pass; causal attention
-            reads (T + 1) / 2 tokens on average). matmul_rate is what float32 products of large matrices reach in this
-            run on as many threads
+            reads (T + 1) / 2 tokens on average)
 peak        memory during the timed steps: this process, and the worker processes of a cluster
 
 Speedup on more threads is measured by `python -m daskgpt.study --threads 1,2,4`; with --batch-chunk auto,
@@ -71,16 +70,17 @@ def main(arguments: list[str]) -> int:
         compile_kernels(job.precision, job.uses)
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
             steps = TimedEngine(job, scheduler, options.seed)
-            measurement = measure_steps(steps, options.warmup, options.steps, options.recorded)
-    settings, made = {"preset": values.preset, "others_cores": others, **measurement.settings}, origin()
+            measured = measure_steps(steps, options.warmup, options.steps, options.recorded)
+            settings = {"preset": values.preset, "others_cores": others, **steps.settings, "threads": scheduler.threads}
+    settings["loss"], made = steps.losses[options.warmup + options.steps - 1], origin()
     if values.json:
         command = shlex.join(["python", "-m", "daskgpt.bench", *(word for word in arguments if word != "--json")])
-        figures = {name: figure(*values_and_unit) for name, values_and_unit in measurement.figures.items()}
+        figures = {name: figure(*values_and_unit) for name, values_and_unit in measured.items()}
         print(json.dumps({"command": command, **made, "figures": figures, "settings": settings}))
         return 0
     for name, value in {"processor": made["machine"]["processor"], **settings}.items():
         print(f"{name:14} {value}")
-    for name, (spread, unit) in measurement.figures.items():
+    for name, (spread, unit) in measured.items():
         print(f"{name:14} {spread.text(unit)}")
     return 0
 

@@ -14,13 +14,12 @@ from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, add_flags, called, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, OptimizerConfig, RunConfig
-from daskgpt.config.settings import count, duration
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.generation.sampler import sample
 from daskgpt.generation.sanitize import readable, shown
-from daskgpt.profiling.plan import check_plan, predict
+from daskgpt.profiling.plan import check_workers, predict
 from daskgpt.profiling.recorder import TimelineCallback, TimelineConfig
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
@@ -54,10 +53,6 @@ def parser() -> Parser:
     flags.add_argument("--plan", action="store_true", help=text)
     text = "with --plan: number of workers of --threads threads (default 1) that share the step; prints what each "
     flags.add_argument("--workers", type=int, help=f"{text}sends, runs and holds")
-    text = "with --workers: bits per second of the link of each worker, such as 10G (default: all are on this machine)"
-    flags.add_argument("--bandwidth", type=count, default=0, help=text)
-    text = "with --bandwidth: time of a message on a link, such as 50us (default: 0s)"
-    flags.add_argument("--latency", type=duration, default=0.0, help=text)
     add_flags(flags, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
     for config in (*SECTIONS.values(), TimelineConfig):
         if config is not ModelConfig:
@@ -94,14 +89,15 @@ def main(arguments: list[str]) -> int:
     begin = time.perf_counter()
     values = parsed(arguments)
     shown: TimelineConfig = from_flags(TimelineConfig, values)
-    asked = {"workers": values.workers, "bandwidth": values.bandwidth, "latency": values.latency}
-    check_plan(asked, plan=values.plan)
+    got = {"workers": values.workers}
+    require(values.plan or values.workers is None, "plan", "--workers must come with --plan", got, "Add --plan.")
+    check_workers(values.workers)
     given = given_flags(TimelineConfig, values)
-    rule, advice = "--plan must come without the files of a timeline", "It runs no step: leave them out."
-    require(not (values.plan and shown.wanted), "plan", rule, given, advice)
-    rule, advice = "--timeline-steps must come with a file to write", "Add --timeline, --graph or --paraver."
-    require(shown.wanted or not given, "timeline", rule, given, advice)
-    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.wanted else []
+    rule, advice = "--plan must come without a timeline", "It runs no step: leave it out."
+    require(not (values.plan and shown.timeline), "plan", rule, given, advice)
+    rule, advice = "--timeline-steps must come with a file to write", "Add --timeline."
+    require(bool(shown.timeline) or not given, "timeline", rule, given, advice)
+    callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
     if values.resume:
         if values.preset:
             raise may_not_change(values.resume, "preset", values.preset)
@@ -110,7 +106,7 @@ def main(arguments: list[str]) -> int:
     else:
         job, start = run_of(values)
     if values.plan:
-        print(predict(job, **asked, timed=True))
+        print(predict(job, values.workers or 0, timed=True))
         return 0
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
     result = train(job, start, Observers(callbacks=callbacks, sampler=sampler))

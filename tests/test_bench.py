@@ -64,10 +64,10 @@ def test_worker_kernels_are_counted(cluster):
     cluster.have(1)
     with open_scheduler(cluster.address) as scheduler:
         steps = TimedEngine(job_of(scheduler=cluster.address), scheduler, 0)
-        measurement = measure_steps(steps, warmup=1, timed=2, recorded=1)
+        measured = measure_steps(steps, warmup=1, timed=2, recorded=1)
         assert len(steps.cpu()) == 3  # this process, the worker and the scheduler
-    figures = {name: spread.median for name, (spread, _) in measurement.figures.items()}
-    assert (measurement.settings["threads"], 0 < figures["overhead"] < 1) == (1, True)
+    figures = {name: spread.median for name, (spread, _) in measured.items()}
+    assert 0 < figures["overhead"] < 1
     assert min(figures[name] for name in ("forward", "backward", "update")) > 0
     assert figures["peak"] * 1e9 > machine.resident_memory()  # this process, and the worker
 

@@ -61,7 +61,7 @@ def test_plan_bench_and_timeline_of_extensions(config, optimizer, dials, numbers
     assert predict(made).made["optimizer"] == 4 * sum(map(numbers, tensors(config).values()))
     with open_scheduler("threads", 2) as scheduler:
         steps = TimedEngine(made, scheduler, 0)
-        assert measure_steps(steps, warmup=1, timed=1, recorded=1).figures["update"][0].median > 0
+        assert measure_steps(steps, warmup=1, timed=1, recorded=1)["update"][0].median > 0
         assert kernels <= {".".join(names) for names in steps.timeline(1).summary.kernels}
 
 

@@ -9,11 +9,11 @@ import daskgpt
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.model.parameters import step_operations
-from daskgpt.profiling.measure import BatchConfig, TimedEngine, job_of
+from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of
 from daskgpt.training.cost import features, work_of
 
 SMALL = ModelConfig(blocks=2, heads=2, channels=32, vocabulary=50, padded_vocabulary=50, positions=16)
-SHAPE = BatchConfig(batch_size=4, sequence_length=16)
+SHAPE = BenchConfig(batch_size=4, sequence_length=16)
 
 
 @pytest.mark.parametrize(("chunk", "barrier"), [((4, 16), "step"), ((1, 16), "step"), ((2, 8), "phase")])

@@ -213,7 +213,7 @@ def test_active_client_runs_what_asks_for_no_scheduler(threads, client, small_te
     assert said(dataflow={"scheduler": "sync"}) == "scheduler  Dask's synchronous scheduler"
     assert where_it_runs()[0] == 2
     shared, alone = (daskgpt.plan(MODEL, data | {"groups": 2}, threads=count) for count in (0, 3))
-    assert (shared.job.scheduler, shared.job.dataflow.threads, len(shared.loads)) == ("local", 2, 2)
+    assert (shared.job.scheduler, shared.job.dataflow.threads, len(shared.sent)) == ("local", 2, 2)
     assert (alone.job.scheduler, alone.job.dataflow.threads) == ("threads", 3)
 
     async def within():
@@ -457,11 +457,10 @@ def test_waiting_for_a_worker_ends(monkeypatch):
         assert said[2:] == ["workers    all are gone: the run ends unless one comes in 1 minutes"]
 
 
-def test_product_rate_counts_all_threads(monkeypatch):
+def test_all_threads_are_waited_for():
     done = []
-    monkeypatch.setattr(machine, "multiply", lambda *_: (time.sleep(0.01), done.append(1)))
-    assert machine.product_rate(2, products=3, rounds=2) < 2 * 3 * 2 * machine.SIZE**3 / 0.03
-    assert len(done) == 2 * (1 + 2 * 3), "all are waited for"
+    seconds = machine.seconds_of_all(lambda number, count: (time.sleep(0.01 * number), done.append(count)), 3, 1)
+    assert (done, seconds >= 0.02) == ([1, 1, 1], True)
 
 
 @pytest.mark.parametrize("name", ["sync", "threads", "a cluster"])

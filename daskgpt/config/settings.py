@@ -158,15 +158,6 @@ def count(text: str) -> int:
     return int(amount)
 
 
-def duration(text: str) -> float:
-    """Return the seconds of a text such as 50us, 1.5ms or 2s.
-
-    Errors   ValueError for another text
-    """
-    number, unit = _matched(text, " ?(us|ms|s)").groups()
-    return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit.lower()]
-
-
 def count_or_share(text: str) -> int | str:
     """Return a whole number, or a share such as 5%, which stays a text.
 
@@ -186,5 +177,4 @@ def part_of(amount: int | str, whole: int) -> int:
 
 
 count.__name__ = "whole number such as 10M"  # shown by argparse for a text that is none
-duration.__name__ = "time such as 50us"
 count_or_share.__name__ = "number or share such as 5%"

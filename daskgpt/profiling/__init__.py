@@ -1,1 +1,1 @@
-"""Instruments: measurements, timelines, comparisons, studies. The training loop does not know them."""
+"""Instruments: measurements, timelines, plans, plots. The training loop does not know them."""

@@ -39,7 +39,7 @@ from daskgpt.graph.calls import wait
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.program import calls_of
-from daskgpt.profiling.measure import BatchConfig, TimedEngine, in_turns, job_of
+from daskgpt.profiling.measure import BenchConfig, TimedEngine, in_turns, job_of
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import LocalScheduler, local_scheduler
 from daskgpt.schedulers.machine import usable_cores
@@ -192,7 +192,7 @@ def calibrate() -> Calibration:
     for model, (config, turns, shapes) in MODELS.items():
         jobs = list[Job]()
         for precision, (chunks, sequences, length, tokens, barrier) in product(("float32", "auto"), shapes):
-            shape = BatchConfig(batch_size=sequences * max(cores, chunks), sequence_length=length)
+            shape = BenchConfig(batch_size=sequences * max(cores, chunks), sequence_length=length)
             cuts: dict[str, Any] = {"batch_chunk": sequences, "sequence_chunk": tokens, "barrier": barrier}
             job = job_of(config, shape, DataflowConfig(**cuts, precision=precision, grain="block"))
             if precision == "float32" or (model != "384" and job.precision.name != "float32"):
@@ -287,7 +287,7 @@ def overheads(
 
     def job(sequences: int, grain: str, barrier: str = "step") -> Job:
         cuts: dict[str, Any] = {"batch_chunk": sequences, "sequence_chunk": 64}
-        return job_of(TINY, BatchConfig(), DataflowConfig(**cuts, grain=grain, barrier=barrier))
+        return job_of(TINY, BenchConfig(), DataflowConfig(**cuts, grain=grain, barrier=barrier))
 
     graphs, tasks = list[tuple[float, float]](), list[tuple[float, float, float]]()
     for point in points:

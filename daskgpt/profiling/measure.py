@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from math import prod
 from statistics import fmean
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -40,18 +40,13 @@ DIGITS = 6
 RANKS_WINDOW = 8  # steps that ranks make before anybody asks: a window costs some milliseconds
 
 
-class BatchConfig(Checked):
-    """The batches of random tokens that steps are timed with."""
+class BenchConfig(Checked):
+    """Settings of a measurement, and its batches of random tokens."""
 
     batch_size: int = setting(12, "B, sequences a step", least=1, most=2**20)
     sequence_length: int = setting(64, "T, length of a sequence", unit="tokens", least=1, most=2**24)
     groups: int = groups_setting()
     seed: int = setting(0, "seed of initial values, tokens, and of the order of runs")
-
-
-class BenchConfig(BatchConfig):
-    """Settings of a measurement."""
-
     steps: int = setting(10, "timed steps", unit="steps", least=1, most=2**20)
     warmup: int = setting(3, "untimed steps before them", unit="steps", least=1, most=2**20)
     recorded: int = setting(
@@ -134,18 +129,7 @@ def origin() -> dict[str, Any]:
     }
 
 
-class Measurement(NamedTuple):
-    """The measurement of a command.
-
-    settings  of the measurement, without those of the model
-    figures   quantities by name: values and unit
-    """
-
-    settings: Mapping[str, Any]
-    figures: Mapping[str, tuple[Spread, str]]
-
-
-def job_of(config: ModelConfig, options: BatchConfig, dataflow: DataflowConfig) -> Job:
+def job_of(config: ModelConfig, options: BenchConfig, dataflow: DataflowConfig) -> Job:
     """Return the checked job of a run on random tokens, with a constant learning rate."""
     data = DataConfig(batch_size=options.batch_size, sequence_length=options.sequence_length, groups=options.groups)
     return Job(config, data, OptimizerConfig(schedule="constant"), dataflow, RunConfig(seed=options.seed))
@@ -179,10 +163,10 @@ class TimedEngine:
     @property
     def settings(self) -> dict[str, Any]:
         """Return what runs, for a record of measurements."""
-        names = ("batch_size", "sequence_length", "groups", "batch_chunk", "sequence_chunk", "scheduler", "precision")
-        job = self.job
-        values = (*job.batch_shape, job.groups, *self.engine.chunk, job.scheduler, job.precision.name)
-        return dict(zip(names, values))
+        job, engine = self.job, self.engine
+        names = ("batch_size", "sequence_length", "batch_chunk", "sequence_chunk", "groups", "scheduler", "precision")
+        values = (*job.batch_shape, *engine.chunk, job.groups, job.scheduler, job.precision.name)
+        return dict(zip(names, values)) | {"grain": engine.grain, "tasks": engine.tasks}
 
     def run(self, count: int) -> list[float]:
         """Return the seconds of each of some further steps, from a batch to its loss.
@@ -255,14 +239,15 @@ def in_turns(engines: Mapping[K, TimedEngine], turns: int, steps: int = 1, untim
     return seconds
 
 
-def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) -> Measurement:
-    """Run and time some steps, and record some others, so that recording slows no timed one."""
+def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) -> dict[str, tuple[Spread, str]]:
+    """Run and time some steps, and record some others, so that recording slows no timed one; return values and unit of
+    each quantity by name.
+    """
     job, threads = steps.job, steps.scheduler.threads
     steps.run(warmup)
     steps.reset_peak()
     seconds = Spread.of(steps.run(timed))
-    peak, loss = steps.peak(), steps.losses[warmup + timed - 1]
-    summary = steps.timeline(recorded).summary
+    peak, summary = steps.peak(), steps.timeline(recorded).summary
     passes = dict.fromkeys(PHASES, 0.0)
     for (layer, phase), (duration, _) in summary.kernels.items():
         passes[phase] += 0.0 if is_message(layer) else 1e3 * duration / (threads * summary.steps)
@@ -277,26 +262,10 @@ def measure_steps(steps: TimedEngine, warmup: int, timed: int, recorded: int) ->
         "critical_path": (1e3 * summary.critical_path / summary.steps, "ms"),
         "tokens": (prod(job.batch_shape) / seconds.median, "tokens/s"),
         "rate": (step_operations(job.config, *job.batch_shape) / seconds.median / 1e9, "GFLOP/s"),
-        "matmul_rate": (sum(steps.scheduler.everywhere(matmul_rate, threads)) / 1e9, "GFLOP/s"),
         "peak": (peak / 1e9, "GB"),
     }
     figures = {name: (Spread.of([value]), unit) for name, (value, unit) in values.items()}
-    settings = steps.settings | {
-        "tasks": steps.engine.tasks,
-        "grain": steps.engine.grain,
-        "threads": threads,
-        "loss": loss,
-    }
-    return Measurement(settings, {"step": (Spread.of(1e3 * value for value in seconds.values), "ms"), **figures})
-
-
-def matmul_rate(threads: int, dask_worker: Any = None) -> float:
-    """Return the `product_rate` of this process; a worker, which Dask gives under this name, has its own threads."""
-    if dask_worker:
-        from daskgpt.schedulers.dask_internals import thread_count
-
-        threads = thread_count(dask_worker)
-    return machine.product_rate(threads)
+    return {"step": (Spread.of(1e3 * value for value in seconds.values), "ms"), **figures}
 
 
 WARMUP = 4  # steps before the first turn

@@ -6,14 +6,15 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-from daskgpt.config.errors import refusing, require
+import numpy as np
+
+from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig
-from daskgpt.config.settings import count, duration
 from daskgpt.config.tables import text_table
 from daskgpt.graph.calls import MESSAGE, Exchange, call_of
 from daskgpt.model.step import CompiledStep
@@ -27,20 +28,6 @@ from daskgpt.training.engine import LocalEngine, TaskEngine
 from daskgpt.training.job import Job, facts
 
 ASSUMED, ASSUMING = "block", "assumed: a run measures its kernels"  # the grain, while only a measured step can tell
-KINDS = {"totals": "totals", "weights": "weights", "gather": "rows"}  # by the names of channels
-
-
-@dataclass
-class Load:
-    """Bytes that a worker sends in one step, and that it receives, by kind.
-
-    totals    of gradients, to the owner of these rows
-    weights   that it has updated, to all others
-    rows      of activations that are summed by the owner of the table that they belong to
-    """
-
-    sent: Counter[str] = field(default_factory=Counter)
-    received: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +38,7 @@ class Plan:
     tasks      their number; of the first worker if there are several
     made       bytes of all arrays of a class that the step holds or makes
     at_peak    bytes of each class when most bytes are held
-    loads      what each worker sends and receives; empty without a number of workers
+    sent       bytes that each worker sends, by kind; empty without a number of workers
     chunks     their number and size, and `grain` of tasks; `why` a run would take this grain
     forecast   the predicted time; None if it is unknown, with the reason in `unknown`
     """
@@ -63,7 +50,7 @@ class Plan:
     tasks: int
     made: Mapping[str, int]
     at_peak: Mapping[str, int]
-    loads: Sequence[Load]
+    sent: Sequence[Counter[str]]
     forecast: Forecast | None = None
     unknown: str = ""
     libraries: int = 0
@@ -82,14 +69,14 @@ class Plan:
             "encoding": f"{data.encoding_name}, {data.vocabulary:,} ids" if data else "",
             "precision": texts["precision"],
             "grain": f"{self.grain} ({self.why})" if self.why else self.grain,
-            "tasks": f"{self.tasks:,} a step" + f" of each of {len(self.loads)} workers" * bool(self.loads),
+            "tasks": f"{self.tasks:,} a step" + f" of each of {len(self.sent)} workers" * bool(self.sent),
         }
         memory = [["", "held or made", "at the peak"]]
         memory += [[kind, _mb(self.made[kind]), _mb(self.at_peak[kind])] for kind in CLASSES]
         memory.append(["all, without scratch of kernels", "", _mb(self.peak)])
         below = {
-            "memory": fits(job, self.peak * max(len(self.loads), 1), self.libraries),
-            "messages": described_loads(self.loads),
+            "memory": fits(job, self.peak * max(len(self.sent), 1), self.libraries),
+            "messages": described_messages(self.sent),
         }
         time = self.forecast.rows() if self.forecast else {"time": self.unknown}
         return "\n".join([lines_of(above), text_table(memory), lines_of(below | time), "no step was run"])
@@ -103,16 +90,12 @@ def plan(
     *,
     threads: int = 0,
     workers: int = 0,
-    bandwidth: float | str = 0.0,
-    latency: float | str = 0.0,
 ) -> Plan:
     """Return what a step will take, without running it, as `python -m daskgpt.train --plan` prints it.
 
-    threads    of this process (0 for those of dataflow), or of each worker (0 for one); also more than there are here
-    workers    of a cluster that share the step; 0 for the scheduler that dataflow names, or for the workers of the
-               active Client where neither scheduler nor threads are given
-    bandwidth  bits a second of the link of each worker, such as "10G"; 0 if all are on this machine
-    latency    seconds of a message on a link, or a text such as "50us"
+    threads   of this process (0 for those of dataflow), or of each worker (0 for one); also more than there are here
+    workers   of a cluster on one machine that share the step; 0 for the scheduler that dataflow names, or for the
+              workers of the active Client where neither scheduler nor threads are given
 
     Kernel times are those of `daskgpt bench --calibrate` on this machine. Without them, kernels are timed now, which
     takes some seconds.
@@ -131,35 +114,26 @@ def plan(
         workers, threads = len(counts), min(counts, default=0)
     dials = replace(dials, scheduler="threads") if threads and dials.scheduler == "auto" else dials
     job = replace(job, dataflow=replace(dials, threads=threads or dials.threads))
-    rule = "workers must be a whole number, bandwidth one such as 10G, and latency a time such as 50us"
-    got = {"workers": workers, "bandwidth": bandwidth, "latency": latency}
-    with refusing((ArithmeticError, TypeError, ValueError), "plan", rule, got, "Correct it."):
-        workers = count(str(workers))
-        bits = count(bandwidth) if isinstance(bandwidth, str) else float(bandwidth)
-        seconds = duration(latency) if isinstance(latency, str) else float(latency)
-    check_plan({"workers": workers or None, "bandwidth": bits, "latency": seconds}, plan=True)
-    return predict(job, workers, bits, seconds, timed=True)
+    check_workers(workers or None)
+    return predict(job, workers, timed=True)
 
 
-def predict(
-    job: Job, workers: int | None = 0, bandwidth: float = 0.0, latency: float = 0.0, *, timed: bool = False
-) -> Plan:
+def predict(job: Job, workers: int = 0, *, timed: bool = False) -> Plan:
     """Return tasks and memory of one step, in the order in which Dask runs its tasks one by one; no kernel is called.
 
     Counted are the arrays between kernels, the parameters and the optimizer's moments; not the batch, a kernel's
     scratch, the interpreter and its libraries. Chunks and grain that are auto are those of a run's first step, or those
     that a run would settle by the predicted times.
 
-    workers    of a cluster, which share the batch: tasks and memory are then those of the first one
-    bandwidth  bits a second of the link of each worker, and the latency of a message; 0 if all are on this machine
-    timed      whether to predict the time of a step
+    workers   of a cluster, which share the batch: tasks and memory are then those of the first one
+    timed     whether to predict the time of a step
     """
-    workers, predicted, unknown = workers or 0, None, ""
+    predicted, unknown = None, ""
     libraries = machine.resident_memory()  # before kernels are timed here
     ranks, engines = max(1, min(workers, job.groups)), list[LocalEngine | TaskEngine]()
     if timed and in_place_of(job) and (workers or job.scheduler in ("sync", "threads")):
         try:
-            predicted, ranked = forecast(job, workers, bandwidth / 8, latency)
+            predicted, ranked = forecast(job, workers)
             engines += ranked
         except MemoryError as error:
             unknown = str(error)
@@ -178,7 +152,7 @@ def predict(
         tasks=step.tasks,
         made=trial.made,
         at_peak=together.at_peak,
-        loads=loads(steps) if ranks > 1 else (),
+        sent=bytes_sent(steps) if ranks > 1 else (),
         forecast=predicted,
         unknown=unknown,
         libraries=libraries,
@@ -203,18 +177,10 @@ def planned_step(engine: LocalEngine | TaskEngine) -> CompiledStep:
     return engine.step.with_dials(grain=ASSUMED) if engine.choice.undecided else engine.step
 
 
-def check_plan(asked: Mapping[str, Any], *, plan: bool) -> None:
-    """Errors   ValueError for flags of a plan without one, links without workers, or values below what they can be"""
-    for name, value in asked.items():
-        require(plan or not value, "plan", f"--{name} must come with --plan", {name: value}, "Add --plan.")
-    workers, bandwidth, latency = (asked[name] for name in ("workers", "bandwidth", "latency"))
-    if workers is not None:
-        require(workers >= 1, "plan", "--workers must be at least 1", {"workers": workers}, "Give 1 or more.")
-    got, most = {"bandwidth": bandwidth, "latency": latency}, 1e18
-    rule = f"--bandwidth and --latency must be between 0 and {most:.0e}"
-    require(0 <= bandwidth <= most and 0 <= latency <= most, "plan", rule, got, "Try 10G and 50us.")
-    rule, fine = "--bandwidth must come with --workers, and --latency with --bandwidth", workers or not bandwidth
-    require(bool(fine and (bandwidth or not latency)), "plan", rule, got, "Add what is missing.")
+def check_workers(workers: int | None) -> None:
+    """Errors   ValueError if a number of workers is given that is no whole number from 1 on"""
+    fine = workers is None or (isinstance(workers, int | np.integer) and workers >= 1)
+    require(fine, "plan", "workers must be at least 1, and whole", {"workers": workers}, "Give 1 or more.")
 
 
 def fits(job: Job, peak: int, libraries: int) -> str:
@@ -245,31 +211,29 @@ def _mb(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def loads(steps: Sequence[CompiledStep]) -> list[Load]:
-    """Return what each worker sends and receives, from the steps of all.
+def bytes_sent(steps: Sequence[CompiledStep]) -> list[Counter[str]]:
+    """Return the bytes that each worker sends in a step, by kind, from the steps of all workers.
+
+    totals    of gradients, to the owner of these rows
+    weights   that it has updated, to all others
+    gather    activations that are summed by the owner of the table that they belong to
 
     Not counted are losses, the squares that make the norm of a gradient, and Dask's messages.
     """
-    workers = [Load() for _ in steps]
-    for sender, step in enumerate(steps):
+    workers = [Counter[str]() for _ in steps]
+    for sent, step in zip(workers, steps):
         for call in map(call_of, step.kernels.graph.values()):
             if isinstance(call, Exchange) and call.peer >= 0 and call.returns != MESSAGE and call.size:
-                channel: Any = call.channel
-                kind = KINDS[channel[0]]
-                workers[sender].sent[kind] += call.size
-                workers[call.peer].received[kind] += call.size
+                kind, _ = cast(tuple[str, int], call.channel)
+                sent[kind] += call.size
     return workers
 
 
-def described_loads(workers: Sequence[Load]) -> str:
-    """Return what workers send and receive, from the least to the most."""
+def described_messages(workers: Sequence[Counter[str]]) -> str:
+    """Return what workers send, from the least to the most."""
     if not workers:
         return ""
-    sent, received = ([getattr(load, way).total() for load in workers] for way in ("sent", "received"))
-    ways = f"sends {_span(sent)}, receives {_span(received)}"
-    kinds = sum((load.sent for load in workers), Counter[str]())
-    return f"a worker {ways}; together {_mb(sum(sent))} ({', '.join(f'{k} {_mb(v)}' for k, v in kinds.items())})"
-
-
-def _span(sizes: Sequence[int]) -> str:
-    return " to ".join(_mb(size) for size in sorted({min(sizes), max(sizes)}))
+    kinds, sizes = sum(workers, Counter[str]()), [sent.total() for sent in workers]
+    ends = " to ".join(map(_mb, sorted({min(sizes), max(sizes)})))
+    together = ", ".join(f"{kind} {_mb(size)}" for kind, size in kinds.items())
+    return f"a worker sends {ends}; together {_mb(kinds.total())} ({together})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -11,21 +10,10 @@ from time import time
 from typing import Any, NamedTuple
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import check_writable, write_file
+from daskgpt.config.files import check_writable
 from daskgpt.config.settings import Checked, setting
-from daskgpt.profiling.exchange import paraver, workflow
-from daskgpt.profiling.timeline import (
-    TIMELINE,
-    Event,
-    Lane,
-    TaskGraph,
-    Timeline,
-    Window,
-    events_of,
-    paths_of,
-)
+from daskgpt.profiling.timeline import Event, Lane, TaskGraph, Timeline, Window, events_of, paths_of
 from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
-from daskgpt.training.autotune import Trial
 from daskgpt.training.engine import Engine
 from daskgpt.training.job import Job
 from daskgpt.training.run_folder import is_own
@@ -131,10 +119,6 @@ def is_bare(path: str) -> bool:
     return path == Path(path).name and path != ".."
 
 
-PARAVER = (".prv", ".pcf", ".row")
-ENDINGS: dict[str, Sequence[str]] = {"timeline": TIMELINE, "graph": ("",), "paraver": PARAVER}  # of a setting's files
-
-
 class TimelineConfig(Checked):
     """A timeline of the last steps."""
 
@@ -144,32 +128,23 @@ class TimelineConfig(Checked):
         unit="file",
     )
     timeline_steps: int = setting(4, "how many steps a timeline shows", unit="steps", least=1)
-    graph: str = setting("", "write tasks, times, bytes and edges of the last step to FILE, for WfCommons", unit="file")
-    paraver: str = setting("", "write a trace of the last steps to FILE.prv, .pcf and .row, for Paraver", unit="file")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        taken = set[Path]()
-        for name, endings in ENDINGS.items():
-            value = getattr(self, name)
-            paths = paths_of(value, endings) if value else []
-            for path in () if is_bare(value) else (value, *paths):
-                check_writable(path, "timeline", name)
-            for path in paths:
-                rule, advice = "files must not have the name of each other or of a run's files", "Name others."
-                require(path not in taken and not is_own(path), "timeline", rule, {name: str(path)}, advice)
-                taken.add(path)
-
-    @property
-    def wanted(self) -> bool:
-        """Return whether a file is to be written."""
-        return bool(self.timeline or self.graph or self.paraver)
+        if not self.timeline:
+            return
+        files = paths_of(self.timeline)
+        if not is_bare(self.timeline):
+            for path in (self.timeline, *map(str, files)):
+                check_writable(path, "timeline", "timeline")
+        rule, got = "files must not have the name of a run's files", {"timeline": self.timeline}
+        require(not any(map(is_own, files)), "timeline", rule, got, "Name others.")
 
 
 class TimelineCallback:
     """A `training.trainer.Callback`: records a run's last steps as a `Timeline`, which notebooks show.
 
-    If the configuration names files, they are written at the end, and for a timeline its summary is printed.
+    If the configuration names files, they are written at the end, and a summary is printed.
 
     timeline   the recording, once the run has ended; None if no step was recorded
     """
@@ -180,8 +155,6 @@ class TimelineCallback:
 
     def begin(self, job: Job, engine: Engine) -> int:
         self.recorder = Recorder(engine)
-        rule, advice = "--graph needs tasks that one scheduler knows", "Add --engine tasks, or train with threads."
-        require(not (engine.ranks and self.config.graph), "timeline", rule, {"engine": "ranks"}, advice)
         rule, advice = "a run must have one timeline at most", "Take one with as many steps as the longest."
         require(engine.recorder is None, "timeline", rule, "a second one", advice)
         engine.recorder = self.recorder
@@ -197,22 +170,8 @@ class TimelineCallback:
             print(f"timeline   no step was recorded: {why}")
             return
         self.timeline = self.recorder.finish()
-        config, began = self.config, self.recorder.windows[0].start
-        if config.graph:
-            path = self._path(config.graph)
-            tasks = workflow(self.timeline, Trial(self.recorder.engine.step).results, began)
-            write_file(path, json.dumps(tasks, indent=1).encode(), "timeline")
-            print(f"graph of the last step written to {path}")
-        if config.paraver:
-            paths, texts = paths_of(self._path(config.paraver), PARAVER), paraver(self.timeline, began)
-            for path in paths:
-                write_file(path, texts[path.suffix].encode(), "timeline")
-            print(f"Paraver's trace written to {paths[0]}")
-        if config.timeline:
+        if name := self.config.timeline:
             from daskgpt.profiling.pages import write_timeline  # loads Bokeh
 
-            trace, page = write_timeline(self.timeline, self._path(config.timeline))
+            trace, page = write_timeline(self.timeline, self.folder / name if is_bare(name) else name)
             print(f"\n{self.timeline.summary}\n\ntimeline written to {page} and {trace}")
-
-    def _path(self, name: str) -> Path:
-        return self.folder / name if is_bare(name) else Path(name)

@@ -4,15 +4,14 @@ Each process chooses tasks as Dask's schedulers do, with Dask's own functions. T
 the interpreter's lock, which one thread of a process holds at a time; kernels do not.
 A task takes the time of its calls on one thread or, with k of n cores in kernels, k / n of their time beside calls on
 all n cores if that is longer: cores share the memory. A machine with more to do than cores slows everything on it
-equally, and a little more than by their number. Messages share the links of their machines equally, and those from one
-process to another follow each other.
+equally, and a little more than by their number. Messages from one process to another follow each other.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from graphlib import TopologicalSorter
@@ -20,7 +19,7 @@ from heapq import heappop, heappush
 from itertools import count, pairwise
 from math import prod
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask.local import finish_task, start_state_from_dask
 from dask.order import order
@@ -34,7 +33,6 @@ from daskgpt.graph.program import Span, calls_of
 from daskgpt.graph.update_in_place import RowUpdate
 from daskgpt.model.step import CompiledStep
 from daskgpt.profiling.calibrate import Calibration, load, of_job
-from daskgpt.profiling.policies import ready_list
 from daskgpt.profiling.timeline import longest_chain
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
@@ -49,20 +47,6 @@ Seconds = Mapping[tuple[str, str], float]  # of kernels, by layer and phase
 ON_LINKS = ("messages", "update")
 RUNS = 3  # of several processes, one after the other; the first one only fills their pipeline
 TASKS = 10**9  # more than there are: their numbers have equally many digits
-
-
-@dataclass(frozen=True)
-class Platform:
-    """The machines that processes run on.
-
-    cores      of each machine
-    bandwidth  bytes a second of each machine's link; 0 if all processes are on one machine
-    latency    seconds of a message on a link
-    """
-
-    cores: int
-    bandwidth: float = 0.0
-    latency: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -158,71 +142,38 @@ class Process:
         return dict(order(self.graph))
 
 
-class Pool:
-    """Kernels of a machine, or messages, that go on at once at speeds that depend on each other.
+class Message(NamedTuple):
+    """A message of so many bytes on its way."""
 
-    speeds   of those that go on, in parts of each a second
-    left     the part of each that is left
-    others   pools whose speeds depend on these
-    """
-
-    def __init__(self, simulation: Simulation, speeds: Callable[[Collection[Any]], dict[Any, float]]) -> None:
-        self.simulation, self.speeds, self.others = simulation, speeds, list[Pool]()
-        self.left, self.ends = dict[Any, float](), dict[Any, Callable[[], None]]()
-        self.speed, self.since, self.version = dict[Any, float](), 0.0, 0
-
-    def add(self, name: Any, end: Callable[[], None]) -> None:
-        """Begin something; `end` is called when it is done."""
-        self.left[name], self.ends[name] = 1.0, end
-        self._change()
-
-    def _change(self) -> None:
-        for pool in (self, *(other for other in self.others if other.left)):
-            pool.go_on()
-
-    def go_on(self) -> None:
-        """Let everything go on at the speeds of now, until the first one is done."""
-        now = self.simulation.now
-        for name, speed in self.speed.items():
-            self.left[name] -= (now - self.since) * speed
-        self.speed, self.since, self.version = self.speeds(self.left), now, self.version + 1
-        if self.left:
-            first = min(self.left, key=lambda name: self.left[name] / self.speed[name])
-            self.simulation.at(now + max(self.left[first], 0.0) / self.speed[first], self._end, first, self.version)
-
-    def _end(self, name: Any, version: int) -> None:
-        if version == self.version:
-            del self.speed[name], self.left[name]
-            self.ends.pop(name)()
-            self._change()
+    sender: int
+    receiver: int
+    channel: Hashable
+    size: int
 
 
 class Simulation:
-    """The run of some processes that exchange messages.
+    """The run of some processes of one machine that exchange messages.
 
     ends    of the runs of each process
     busy    seconds of kernels on all threads, by phase
     locked  seconds for which each process's lock was held
     """
 
-    def __init__(self, processes: Sequence[Process], costs: Calibration, platform: Platform, runs: int = 1) -> None:
-        self.processes, self.costs, self.platform, self.runs = processes, costs, platform, runs
+    def __init__(self, processes: Sequence[Process], costs: Calibration, cores: int, runs: int = 1) -> None:
+        """cores   of the machine; runs: of each process, one after the other"""
+        self.processes, self.costs, self.cores, self.runs = processes, costs, cores, runs
         self.now, self.events, self.number = 0.0, list[Any](), count()
         ranks = range(len(processes))
-        self.host_of = [rank if platform.bandwidth else 0 for rank in ranks]
-        self.hosts = [Pool(self, partial(self._kernel_speeds, host)) for host in sorted(set(self.host_of))]
-        self.links = Pool(self, self._message_speeds)
-        self.links.others = self.hosts
-        for host in self.hosts:
-            host.others = [self.links]
-        self.at_ends = Counter[int]()  # machine -> messages under way from it, and to it
+        # Kernels of tasks and messages that go on: the part of each that is left, and what is called at its end.
+        self.left, self.at_end = dict[Task | Message, float](), dict[Task | Message, Callable[[], None]]()
+        self.speed, self.since, self.version = dict[Task | Message, float](), 0.0, 0  # in parts a second
         self.state: list[dict[str, Any]] = [{} for _ in ranks]
         self.free, self.locked = [0.0] * len(ranks), [0.0] * len(ranks)
         self.ends: list[list[float]] = [[] for _ in ranks]
         self.busy = dict.fromkeys(PHASES, 0.0)
         self.arrived = Counter[tuple[int, int, Hashable]]()  # receiver, sender and channel -> messages
         self.blocked = [list[Key]() for _ in ranks]  # tasks that wait for messages
-        self.pairs: dict[tuple[int, int], deque[tuple[Hashable, int]]] = defaultdict(deque)  # messages to send
+        self.pairs: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # messages to send
         for rank in ranks:
             self._begin(rank)
         while self.events:
@@ -253,8 +204,6 @@ class Simulation:
         process, (any_graph, node) = self.processes[rank], self.costs.graph
         keys = set(process.wanted)
         self.state[rank] = start_state_from_dask(process.graph, {}, process.order.__getitem__, keys)
-        seconds = {key: demand.alone for key, demand in process.demands.items()}
-        self.state[rank]["ready"] = ready_list(self.state[rank]["ready"], process.graph, seconds)
         self._locked(rank, any_graph + node * len(process.graph), self._fire, rank)
 
     def _fire(self, rank: int) -> None:
@@ -287,35 +236,46 @@ class Simulation:
                 self.busy[phase] += (self.now - began) * seconds / demand.alone
             self._done(rank, key)
 
-        self.hosts[self.host_of[rank]].add((rank, key), ended)
+        self._start((rank, key), ended)
 
-    def _kernel_speeds(self, host: int, tasks: Collection[Task]) -> dict[Task, float]:
-        running, share = min(len(tasks), self.costs.cores), self._share(host)
-        demands = {(rank, key): self.processes[rank].demands[key] for rank, key in tasks}
-        slowed = running / self.costs.cores if running > 1 else 0.0
-        return {task: share / max(demand.alone, demand.beside * slowed) for task, demand in demands.items()}
+    def _start(self, name: Task | Message, end: Callable[[], None]) -> None:
+        """Begin the kernels of a task, or a message; `end` is called when they are done."""
+        self.left[name], self.at_end[name] = 1.0, end
+        self._go_on()
 
-    def _share(self, host: int) -> float:
-        """Return the share of a core that everything on a machine has; a message is on it at both of its ends."""
-        active = (len(self.hosts[host].left) + self.at_ends[host]) / self.platform.cores
-        return 1.0 if active <= 1 else 1 / active / (1 + (self.costs.crowd - 1) * min(active - 1, 1))
+    def _go_on(self) -> None:
+        """Let everything go on at the speeds of now, until the first one is done."""
+        for name, speed in self.speed.items():
+            self.left[name] -= (self.now - self.since) * speed
+        self.speed, self.since, self.version = self._speeds(), self.now, self.version + 1
+        if self.left:
+            first = min(self.left, key=lambda name: self.left[name] / self.speed[name])
+            self.at(self.now + max(self.left[first], 0.0) / self.speed[first], self._end, first, self.version)
 
-    def _message_speeds(self, messages: Collection[tuple[int, int, Hashable, int]]) -> dict[Any, float]:
-        shares, speeds = [self._share(host) for host in range(len(self.hosts))], dict[Any, float]()
-        sent, received = (Counter(message[end] for message in messages) for end in (0, 1))
-        for message in messages:
-            sender, receiver, _, size = message
-            rate = self.costs.rate * min(shares[self.host_of[sender]], shares[self.host_of[receiver]])
-            if self.platform.bandwidth:
-                rate = min(rate, self.platform.bandwidth / max(sent[sender], received[receiver]))
-            speeds[message] = rate / max(size, 1)
+    def _end(self, name: Task | Message, version: int) -> None:
+        if version == self.version:
+            del self.speed[name], self.left[name]
+            self.at_end.pop(name)()
+            self._go_on()
+
+    def _speeds(self) -> dict[Task | Message, float]:
+        tasks, speeds = sum(not isinstance(name, Message) for name in self.left), dict[Task | Message, float]()
+        active = (2 * len(self.left) - tasks) / self.cores  # a message keeps two cores busy, at both of its ends
+        share = 1.0 if active <= 1 else 1 / active / (1 + (self.costs.crowd - 1) * min(active - 1, 1))
+        slowed = min(tasks, self.costs.cores) / self.costs.cores if tasks > 1 else 0.0
+        for name in self.left:
+            if isinstance(name, Message):
+                speeds[name] = share * self.costs.rate / max(name.size, 1)
+            else:
+                demand = self.processes[name[0]].demands[name[1]]
+                speeds[name] = share / max(demand.alone, demand.beside * slowed)
         return speeds
 
     def _done(self, rank: int, key: Key) -> None:
         """Send the messages of a task whose calls are made, and go on with others."""
         process, state = self.processes[rank], self.state[rank]
-        for peer, channel, size in process.demands[key].sends:
-            self._locked(rank, self.costs.message, self._post, rank, peer, channel, size)
+        for send in process.demands[key].sends:
+            self._locked(rank, self.costs.message, self._post, Message(rank, *send))
         finish_task(process.graph, key, state, set(), process.order.__getitem__, delete=False)
         if state["waiting"] or state["ready"] or state["running"]:
             self._fire(rank)
@@ -324,43 +284,37 @@ class Simulation:
         if len(self.ends[rank]) < self.runs:
             self._begin(rank)
 
-    def _post(self, rank: int, peer: int, channel: Hashable, size: int) -> None:
-        self.pairs[rank, peer].append((channel, size))
-        if len(self.pairs[rank, peer]) == 1:
-            self._send(rank, peer)
+    def _post(self, message: Message) -> None:
+        """Send a message after those from the same process to the same one."""
+        messages = self.pairs[message.sender, message.receiver]
+        messages.append(message)
+        if len(messages) == 1:
+            self._start(message, partial(self._sent, message))
 
-    def _send(self, rank: int, peer: int) -> None:
-        channel, size = self.pairs[rank, peer][0]
-        self.at(self.now + self.platform.latency, self._transfer, (rank, peer, channel, size))
+    def _sent(self, message: Message) -> None:
+        messages = self.pairs[message.sender, message.receiver]
+        self._locked(message.receiver, self.costs.message, self._arrive, message)
+        messages.popleft()
+        if messages:
+            self._start(messages[0], partial(self._sent, messages[0]))
 
-    def _transfer(self, message: tuple[int, int, Hashable, int]) -> None:
-        self.at_ends.update(self.host_of[end] for end in message[:2])
-        self.links.add(message, partial(self._sent, *message[:3]))
-
-    def _sent(self, rank: int, peer: int, channel: Hashable) -> None:
-        self.at_ends.subtract([self.host_of[rank], self.host_of[peer]])
-        self._locked(peer, self.costs.message, self._arrive, peer, rank, channel)
-        self.pairs[rank, peer].popleft()
-        if self.pairs[rank, peer]:
-            self._send(rank, peer)
-
-    def _arrive(self, rank: int, peer: int, channel: Hashable) -> None:
-        self.arrived[rank, peer, channel] += 1
-        blocked, self.blocked[rank] = self.blocked[rank], []
+    def _arrive(self, message: Message) -> None:
+        self.arrived[message.receiver, message.sender, message.channel] += 1
+        blocked, self.blocked[message.receiver] = self.blocked[message.receiver], []
         for key in blocked:
-            self._receive(rank, key)
+            self._receive(message.receiver, key)
 
 
-def critical_path(processes: Sequence[Process], costs: Calibration, platform: Platform) -> Seconds:
+def critical_path(processes: Sequence[Process], costs: Calibration) -> Seconds:
     """Return the seconds of the longest chain of kernels and messages of a run that wait for each other, with as many
     threads as there are tasks.
     """
     posts = defaultdict[Any, deque[tuple[Task, float]]](deque)  # sender, receiver, channel -> tasks, seconds
-    rate, needs = min(costs.rate, platform.bandwidth or costs.rate), dict[Task, dict[Task, float]]()
+    needs = dict[Task, dict[Task, float]]()
     tasks = {(rank, key): demand for rank, one in enumerate(processes) for key, demand in one.demands.items()}
     for (rank, key), demand in tasks.items():
         for peer, channel, size in demand.sends:
-            posts[rank, peer, channel].append(((rank, key), 2 * costs.message + platform.latency + size / rate))
+            posts[rank, peer, channel].append(((rank, key), 2 * costs.message + size / costs.rate))
     for (rank, key), demand in tasks.items():
         graph = processes[rank].graph
         needs[rank, key] = {(rank, needed): 0.0 for needed in graph[key].dependencies if needed in graph}
@@ -423,32 +377,24 @@ class Forecast:
 
 
 def forecast(
-    job: Job,
-    workers: int = 0,
-    bandwidth: float = 0.0,
-    latency: float = 0.0,
-    *,
-    cores: int = 0,
-    costs: Calibration | None = None,
+    job: Job, workers: int = 0, *, cores: int = 0, costs: Calibration | None = None
 ) -> tuple[Forecast, list[LocalEngine]]:
     """Return the predicted time of a job's steps, and the engine of each worker.
 
     Auto chunks and grain are settled by predicted times of kernels, as a run settles them by measured ones. Without a
     stored calibration, or one that lacks kernels of this job, a few steps of its model with few blocks are run.
 
-    workers    that share the batch, each with the job's threads, or one
-    bandwidth  bytes a second of the link of each worker's machine; 0 if they share this one
-    latency    seconds of a message on a link
-    cores      of a machine; 0 for those of this one, and as many as threads where those have a machine of their own
-    costs      the calibration; None for the stored one
+    workers  that share the batch, each with the job's threads, or one
+    cores    of the machine; 0 for those of this one, or one a thread if there are more threads
+    costs    the calibration; None for the stored one
 
-    Errors     MemoryError if kernels must be timed, and that might take more than half of the free memory
+    Errors   MemoryError if kernels must be timed, and that might take more than half of the free memory
     """
     ranks, notes, here = max(1, min(workers, job.groups)), list[str](), usable_cores()
     pool = job.scheduler == "threads" and not workers
     threads = (job.dataflow.threads or (here if pool else 1)) if pool or workers else 1
     scheduler = local_scheduler("threads", threads)
-    memory = math.inf if bandwidth or threads > here else None  # of a machine that is not this one
+    memory = math.inf if ranks * threads > here else None  # of a machine that is not this one
     engines = engines_of(job, ranks, scheduler, memory)
     costs = costs or _calibration(job, engines[0].step, notes)
     for engine in engines:
@@ -457,13 +403,13 @@ def forecast(
             times = {key: demand.beside if threads > 1 else demand.alone for key, demand in demands.items()}
             engine.tune([Span(key, 0, 0.0, seconds) for key, seconds in times.items()], job.steps)
     processes = [Process.of_engine(engine, costs) for engine in engines]
-    place = Platform(cores or (max(threads, here) if bandwidth or ranks == 1 else here), bandwidth, latency)
-    if place.cores > costs.cores:
+    cores = cores or max(ranks * threads, here)
+    if cores > costs.cores:
         notes.append(f"more cores than the {costs.cores} that were measured, each with the memory rate of one of them")
     if ranks > 1:
         notes.append("messages within a machine take as long as on two cores of an EPYC (Zen 3)")
     runs = RUNS if ranks > 1 else 1
-    simulation, steps, alone = Simulation(processes, costs, place, runs), processes[0].steps, 0.0
+    simulation, steps, alone = Simulation(processes, costs, cores, runs), processes[0].steps, 0.0
     if ranks * threads > 1:
         single = replace(job, dataflow=replace(job.dataflow, scheduler="sync", threads=1))
         alone = forecast(single, costs=costs)[0].seconds
@@ -473,7 +419,7 @@ def forecast(
         threads=ranks * threads,
         busy={phase: seconds / runs / steps for phase, seconds in simulation.busy.items()},
         work=sum(demand.alone for process in processes for demand in process.demands.values()) / steps,
-        path=critical_path(processes, costs, place),
+        path=critical_path(processes, costs),
         locked=max(simulation.locked) / runs / steps,
         notes=notes,
     )

@@ -427,11 +427,8 @@ def _table(summary: Summary) -> str:
     return text_table(table)
 
 
-TIMELINE = (".json", ".html")
-
-
-def paths_of(path: str | Path, endings: Sequence[str] = TIMELINE) -> list[Path]:
-    """Return FILE with each of some endings, whether it is given with one of them or without."""
-    path = Path(path)
+def paths_of(path: str | Path) -> list[Path]:
+    """Return FILE.json and FILE.html, whether FILE is given with one of these endings or without."""
+    path, endings = Path(path), (".json", ".html")
     base = path.with_suffix("") if path.suffix in endings else path
     return [base.with_name(base.name + ending) for ending in endings]

@@ -1,4 +1,4 @@
-"""This machine: its name, cores and memory that processes may use, and measured rates of products and copies."""
+"""This machine: its name, cores and memory that processes may use, and the measured rate of copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 import numpy as np
@@ -22,7 +21,6 @@ import psutil
 from dask.system import cpu_count
 
 import daskgpt
-from daskgpt.kernels.float32.blas import gemm_address, multiply
 
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # Files of a control group with a limit of memory, and those with what it holds, in both versions.
@@ -186,27 +184,6 @@ def versions(*packages: str) -> dict[str, str]:
     locked = getattr(sys, "_is_gil_enabled", lambda: True)()
     python = platform.python_version() + ("" if locked else "t")
     return {"python": python, "daskgpt": daskgpt.__version__} | {name: version(name) for name in packages}
-
-
-SIZE, PRODUCTS, ROUNDS = 1024, 8, 5  # 17 GFLOP a thread and round
-
-
-def product_rate(threads: int, products: int = PRODUCTS, rounds: int = ROUNDS) -> float:
-    """Measure the float32 operations per second of matrix products on some threads at once.
-
-    Every thread multiplies large square matrices of its own; the rate is that of all, the median of some rounds.
-    """
-    random = np.random.default_rng(0)
-    matrices = [random.standard_normal((2, SIZE, SIZE), np.float32) for _ in range(threads)]
-    results = [np.empty((SIZE, SIZE), np.float32) for _ in range(threads)]
-
-    def compute(number: int, count: int) -> None:
-        for _ in range(count):
-            multiply(gemm_address(matrices[number].dtype), 0, *matrices[number], 0, results[number])
-
-    seconds_of_all(compute, threads, 1)
-    seconds = median(seconds_of_all(compute, threads, products) for _ in range(rounds))
-    return threads * products * 2 * SIZE**3 / seconds
 
 
 def seconds_of_all(work: Callable[[int, int], None], threads: int, count: int) -> float:
