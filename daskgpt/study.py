@@ -18,10 +18,10 @@ import importlib
 import time
 from pathlib import Path
 
+from daskgpt.config.errors import text_table
 from daskgpt.config.files import written
 from daskgpt.config.flags import Parser, add_flags, add_model_flags, given_flags, run_command
 from daskgpt.config.model import ModelConfig, preset
-from daskgpt.config.tables import text_table
 from daskgpt.profiling.measure import job_of
 from daskgpt.profiling.study import (
     BARRIERS,

@@ -58,10 +58,8 @@ def parser() -> Parser:
     flags.add_argument("--bandwidth", type=count, default=0, help=text)
     text = "with --bandwidth: time of a message on a link, such as 50us (default: 0s)"
     flags.add_argument("--latency", type=duration, default=0.0, help=text)
-    add_flags(flags, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
     for config in (*SECTIONS.values(), TimelineConfig):
-        if config is not ModelConfig:
-            add_flags(flags, config)
+        add_flags(flags, config)
     return flags
 
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from daskgpt.config.errors import require_divisor
-from daskgpt.config.groups import groups_setting
 from daskgpt.config.settings import Checked, count, count_or_share, setting
+
+
+def groups_setting() -> Any:
+    """Return a field for G, the number of groups in a batch."""
+    return setting(
+        0,
+        "G, groups of sequences that are summed separately; divides B; auto or 0 = by the batch's shape",
+        auto=0,
+    )
 
 
 class DataConfig(Checked):

@@ -22,7 +22,7 @@ from daskgpt import __version__
 from daskgpt.config.errors import refusing, require, short
 from daskgpt.config.files import appearing, digest_of_file, write_file
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rows import require_allowed
+from daskgpt.config.settings import require_allowed
 from daskgpt.formats import safetensors
 from daskgpt.formats.encoding import is_learned, know, known_encoding
 from daskgpt.formats.layouts import (

@@ -16,7 +16,7 @@ import numpy as np
 
 from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
-from daskgpt.graph.fuse import Surroundings, fuse
+from daskgpt.graph.fuse import fuse
 from daskgpt.graph.lowering import Lowered
 from daskgpt.graph.nodes import Graph, Key, is_leaf, keys_of, pieces, renamed, waiting_for
 from daskgpt.graph.program import Place, Recorder, calls_of, in_run
@@ -133,8 +133,16 @@ def compile_graph(
     wanted = [*(key for keys in output_keys.values() for key in keys), *kernels.written]
     waits = waits or {}
     after = {key: [*kernels.after.get(key, ()), *waits.get(key, ())] for key in {**kernels.after, **waits}}
-    around = Surroundings(wanted, places, carried, after)
-    graph, fused, titles = fuse(kernels.graph, groups, around, token=kernels.token, drop=kernels.in_place)
+    graph, fused, titles = fuse(
+        kernels.graph,
+        groups,
+        wanted,
+        places=places,
+        carried=carried,
+        after=after,
+        token=kernels.token,
+        drop=kernels.in_place,
+    )
     for node in graph.values():
         if calls_of(node):
             node.func.recorder = kernels.recorder

@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from dask.order import order
 
@@ -246,36 +246,32 @@ def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
     return (*chunk, index["h"]) if "h" in index else chunk
 
 
-class Surroundings(NamedTuple):
-    """The relations of a graph to the runs before and after it.
-
-    wanted     keys whose results are read from outside
-    places     places of leaves that are values in other data
-    carried    leaves that the next run takes from a result of this run: leaf -> (its data's key, the result)
-    after      task -> tasks that must have run before it although it does not read them
-    """
-
-    wanted: Sequence[Key]
-    places: Mapping[Key, Place]
-    carried: Mapping[Key, tuple[Key, Key]]
-    after: Mapping[Key, Iterable[Key]]
-
-
 def fuse(
-    graph: Graph, groups: Groups, around: Surroundings, *, token: str, drop: bool
+    graph: Graph,
+    groups: Groups,
+    wanted: Sequence[Key],
+    *,
+    places: Mapping[Key, Place],
+    carried: Mapping[Key, tuple[Key, Key]],
+    after: Mapping[Key, Iterable[Key]],
+    token: str,
+    drop: bool,
 ) -> tuple[Graph, dict[Key, Place], dict[str, tuple[str, str]]]:
     """Make one task of each group; tasks of no group stay on their own, leaves stay as they are.
 
     Return the graph of these tasks, the places of the wanted values, and for the first part of each task's key its kind
     and place.
 
+    wanted     keys whose results are read from outside
+    places     places of leaves that are values in other data
+    carried    leaves that the next run takes from a result of this run: leaf -> (its data's key, the result)
+    after      task -> tasks that must have run before it although it does not read them
     token      ends the first parts of the keys
     drop       whether a value is dropped after its last reader although other results of its task are still needed,
                which requires that no task runs twice
 
     Errors     RuntimeError if groups depend on each other in a cycle, naming it
     """
-    wanted, places, carried, after = around
     members: dict[Hashable, list[Key]] = defaultdict(list)
     for key in in_order(_with_waits_inside(graph, groups, after)):
         if key in groups:

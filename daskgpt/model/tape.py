@@ -11,9 +11,9 @@ from uuid import uuid4
 import dask.array as da
 import numpy as np
 
-from daskgpt.config.groups import ONE_GROUP, Groups
-from daskgpt.graph.calls import CallOptions, Origin, apply, parse
+from daskgpt.graph.calls import Origin, apply, parse
 from daskgpt.graph.nodes import from_numpy
+from daskgpt.graph.sum_order import ONE_GROUP, Groups
 from daskgpt.model import layers
 from daskgpt.model.layers import ADD, PASS, Layer, Row
 from daskgpt.model.precision import FLOAT32, Precision
@@ -151,7 +151,8 @@ class Tape:
             arrays,
             options={name: options[name] for name in row.options.split()},
             origin=origin,
-            call_options=CallOptions(groups=self.groups, **places),
+            groups=self.groups,
+            **places,
         )
 
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from daskgpt.config.errors import refusing, require
+from daskgpt.config.errors import refusing, require, text_table
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig
 from daskgpt.config.settings import count, duration
-from daskgpt.config.tables import text_table
 from daskgpt.graph.calls import MESSAGE, Exchange, call_of
 from daskgpt.model.step import CompiledStep
 from daskgpt.profiling.measure import job_from

@@ -12,9 +12,7 @@ from typing import Any
 
 from daskgpt.config.errors import number_of, refusal, require
 from daskgpt.config.files import expanded
-from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rows import digests_of_modules
 from daskgpt.config.run import (
     DataConfig,
     DataflowConfig,
@@ -22,10 +20,12 @@ from daskgpt.config.run import (
     RunConfig,
     check_chunks,
 )
+from daskgpt.config.settings import digests_of_modules
 from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.formats.models import PACKAGED
+from daskgpt.graph.sum_order import groups_of_batch
 from daskgpt.kernels.cache import PLACE
 from daskgpt.model.layers import CHOICES, chosen
 from daskgpt.model.optimizer import optimizer_of
