@@ -124,8 +124,8 @@ class DataflowConfig(Checked):
     window: int = setting(4, "steps in flight with --barrier none", unit="steps", least=1, most=2**12)
     precision: str = setting(
         "float32",
-        "operands of matrix products; bfloat16 rounds them; auto = bfloat16 if it is faster",
-        choices=("float32", "bfloat16", "auto"),
+        "operands of matrix products; bfloat16 rounds them",
+        choices=("float32", "bfloat16"),
     )
     threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one per core", most=2**12)
 

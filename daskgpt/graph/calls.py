@@ -287,8 +287,8 @@ class ChunkSum(KernelCall):
 class RowSum(TaskCall):
     """Some rows of a sum over some pieces of the batch, in a separate task.
 
-    It takes the chunks of the pieces in order and the totals that it continues from, and returns the totals that wait
-    for others in the tree of groups: an array if there is one, else a tuple.
+    It takes the chunks of the pieces, in lists as of `ChunkSum.arrange`, and the totals that it continues from, and
+    returns the totals that wait for others in the tree of groups: an array if there is one, else a tuple.
 
     given   number of totals that it continues from
     left    number of totals that it returns
@@ -321,12 +321,7 @@ class RowSum(TaskCall):
         return (self.bands[-1][1] - self.bands[0][0], *self.call.shape[1:]) if self.call.shape else ()
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        pieces, position, inputs = [], 0, len(self.call.inputs)
-        for number in self.pieces:
-            ends = range(position, position + len(self.call.order.pieces[number]) * inputs, inputs)
-            pieces.append([list(chunks[first : first + inputs]) for first in ends])
-            position = ends.stop
-        return [pieces, *chunks[position:]]
+        return list(chunks)
 
     def run(self, pieces: Sequence[Any], start: Totals = ()) -> Totals:
         base = self.bands[0][0]

@@ -22,17 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from itertools import pairwise
 from math import prod
-from operator import getitem
+from operator import itemgetter
 from types import EllipsisType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exchange, Origin, RowSum, several, wait
-from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
+from daskgpt.graph.nodes import Graph, Key, dependents_of, key_trees, only_key, read_parts, task
 from daskgpt.graph.sum_order import Groups, SumOrder, share_of_rank
 from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares, squares_in
 from daskgpt.kernels.bfloat16.gemm import TrainedWeight, pack_weight
@@ -257,7 +257,7 @@ class Distribution:
         posted: list[Key] = []  # for each bucket, a task that has waited for it and for earlier ones
         loss, call = (f"{self.loss[0]}.own",), self.graph[self.loss].func
         pieces, *_ = call.arrange(key_trees(self.graph[self.loss]))
-        self._add(loss, RowSum(call, call.bands(), range(len(pieces))), all_keys(pieces), ("sent", 0))
+        self._add(loss, RowSum(call, call.bands(), range(len(pieces))), [pieces], ("sent", 0))
         for number, bucket in enumerate(buckets):
             done = posted[-1:] + [partial_sums[shard] for shard in self._owned(bucket)]
             for other in self.rank.others:
@@ -305,12 +305,12 @@ class Distribution:
             for shard in self._owned(self.shards[update]):
                 rows = RowSum(whole, shard.bands, range(len(order.pieces)), started=True)
                 start, row_key = self._whole(before, shard), (f"{key[0]}.rows", shard.number)
-                self.totals[key, shard.number] = _Totals([self._add(row_key, rows, [*pieces, start], READER)])
+                self.totals[key, shard.number] = _Totals([self._add(row_key, rows, [pieces, start], READER)])
             del self.new[key]
 
-    def _gathered(self, update: Key, key: Key, place: int) -> list[Key]:
-        """Send the inputs of a sum to the owners of its shards; return those of all ranks, piece by piece, where this
-        rank is an owner.
+    def _gathered(self, update: Key, key: Key, place: int) -> list[Any]:
+        """Send the inputs of a sum to the owners of its shards; return those of all ranks, a piece of one chunk for
+        each, where this rank is an owner.
 
         place   of the sum among those that are gathered, the same on all ranks
         """
@@ -320,18 +320,16 @@ class Distribution:
         join = Exchange(partial(inputs_in_one, call), _origin("gather", "backward", 0), MESSAGE, size=size)
         self._add(joined, join, self.graph[key].args[:count], ("sent", 0))
         owners = {shard.owner for shard in self.shards[update]}
-        bucket = ("sent", 0)
-        sent = [self._send(q, "gather", place, [joined], bucket, size=size) for q in self.rank.others if q in owners]
+        to, bucket = [other for other in self.rank.others if other in owners], ("sent", 0)
+        sent = [self._send(other, "gather", place, [joined], bucket, list, size) for other in to]
         self.posted += [*sent, joined]
         if self.rank.number not in owners:
             return []
-        there = {q: self._receive(q, "gather", place, self.posted) for q in self.rank.others}
+        messages = {other: self._receive(other, "gather", place, self.posted) for other in self.rank.others}
         pieces = []
         for rank in range(self.rank.count):
-            source, outer = (there[rank], (0,)) if rank in there else (joined, ())
-            for number in range(count):
-                taken = item((*outer, number), _origin("gather", "update", rank))
-                pieces.append(self._add((f"{key[0]}.item", rank, number), taken, [source], READER))
+            keys, message = [(f"{key[0]}.item", rank, number) for number in range(count)], messages.get(rank, joined)
+            pieces.append([[self._item(item, "gather", rank, message, number) for number, item in enumerate(keys)]])
         return pieces
 
     def _whole(self, key: Key, shard: Shard) -> Key:
@@ -368,8 +366,8 @@ class Distribution:
         for other in self.rank.others:
             message = self._receive(other, "squares", 0, [*sent, *mine, *self.posted])
             for number, (reader, shard) in enumerate(by_rank[other]):
-                taken = item((number,), _origin("squares", "update", other))
-                results[reader, shard] = self._add((f"{reader[0]}.item", shard.number), taken, [message], READER)
+                key = (f"{reader[0]}.item", shard.number)
+                results[reader, shard] = self._item(key, "squares", other, message, number)
         self.posted += [*sent, *mine]
         parts: dict[Key, list[Key]] = {reader: [] for reader, _ in squared}
         for pair in squared:
@@ -415,6 +413,10 @@ class Distribution:
         self.new[key] = task(key, call, arguments)
         return key
 
+    def _item(self, key: Key, kind: str, rank: int, message: Key, number: int) -> Key:
+        """Add a task that takes one of the arrays of a rank's message; return its key."""
+        return self._add(key, Exchange(itemgetter(number), _origin(kind, "update", rank), MESSAGE), [message], READER)
+
     def _send(
         self,
         rank: int,
@@ -451,11 +453,6 @@ class Distribution:
 def _origin(kind: str, phase: str, number: int) -> Origin:
     """Return the origin of a task that sends, receives or adds."""
     return Origin(kind, phase, f"bucket.{number}")
-
-
-def item(place: Sequence[int], origin: Origin) -> Exchange:
-    """Return a call that takes the item at a place of a message's nested sequences."""
-    return Exchange(lambda values: reduce(getitem, place, values), origin, MESSAGE)
 
 
 def inputs_in_one(call: ChunkSum, *inputs: Any) -> list[np.ndarray]:

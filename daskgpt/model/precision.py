@@ -15,14 +15,13 @@ from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16 import layers as bf16_layers
 from daskgpt.kernels.bfloat16.gemm import TrainedWeight, empty_weight
-from daskgpt.kernels.bfloat16.isa import outruns_float32, unit
+from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.bfloat16.layers import PackedUpdate
 from daskgpt.kernels.compilation import all_cached, compile_all
 from daskgpt.model.parameters import Tensor
 
 Kernel = Callable[..., Any]
 TILE_TOKENS = 32  # that a product of bfloat16 adds in one step
-LEAST_CHANNELS = 256  # least number of channels for which faster products save more than rounding and packing cost
 
 
 @dataclass(frozen=True)
@@ -120,24 +119,17 @@ PRECISIONS = {precision.name: precision for precision in (FLOAT32, BFLOAT16, FLO
 def precision_of(name: str) -> Precision:
     """Return the precision of a name.
 
-    Errors   ValueError for an unknown name, also for auto (see `resolve`)
+    Errors   ValueError for an unknown name
     """
     require_known(name, PRECISIONS, "precision_of", "precision")
     return PRECISIONS[name]
 
 
-def resolve(wanted: str, channels: int) -> tuple[Precision, str]:
-    """Choose the precision to compute with if auto is wanted; return it with the reason.
+def products_of(precision: Precision) -> str:
+    """Return how matrix products are computed at a precision, for people.
 
     Errors   ValueError or RuntimeError if DASKGPT_MATMUL names a unit that is unknown or missing
     """
-    if wanted == "float32":
-        return FLOAT32, "products in float32"
-    name = unit().name.lower()
-    if wanted == "bfloat16":
-        return BFLOAT16, f"operands of products rounded to bfloat16, multiplied by {name}, sums in float32"
-    if not outruns_float32(unit()):
-        return FLOAT32, f"auto: products of bfloat16 ({name}) would not be faster on this processor"
-    if channels < LEAST_CHANNELS:
-        return FLOAT32, f"auto: with {channels} channels (below {LEAST_CHANNELS}) bfloat16 would gain little"
-    return BFLOAT16, f"auto: {name} multiplies it faster than float32"
+    if not precision.packed:
+        return f"products in {precision.name}"
+    return f"operands of products rounded to bfloat16, multiplied by {unit().name.lower()}, sums in float32"

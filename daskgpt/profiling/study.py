@@ -60,7 +60,7 @@ Points = Mapping[DataflowConfig, Sequence[Row]]
 class StudyConfig(BatchConfig):
     """Settings that all runs of a study share."""
 
-    precision: str = setting("float32", "operands of matrix products", choices=("float32", "bfloat16", "auto"))
+    precision: str = setting("float32", "operands of matrix products", choices=("float32", "bfloat16"))
     window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**12)
     steps: int = setting(15, "timed steps of a run", unit="steps", least=1, most=2**20)
     # Settings that are auto are chosen in the first two steps.

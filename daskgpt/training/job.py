@@ -30,7 +30,7 @@ from daskgpt.kernels.cache import PLACE
 from daskgpt.model.layers import CHOICES, chosen
 from daskgpt.model.optimizer import optimizer_of
 from daskgpt.model.parameters import Tensor, parameter_count, trained_tensors, value_count
-from daskgpt.model.precision import FLOAT32, Precision, resolve
+from daskgpt.model.precision import FLOAT32, Precision, precision_of, products_of
 from daskgpt.model.step import as_weights
 from daskgpt.schedulers.machine import memory_limit, usable_cores
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, resolved_address
@@ -107,7 +107,6 @@ class Job:
         places = {name: path if path == STANDARD_LIBRARY else from_root(path) for name, path in sources.items()}
         init = run.init if run.init in PACKAGED else from_root(run.init)
         dials = {"scheduler": resolved_address(self.dataflow.scheduler), "threads": scheduler.threads}
-        dials["precision"] = self.precision.name
         return {
             "model": asdict(self.config),
             "data": asdict(data) | places | {"encoding": encoding, "order": self.order, "groups": self.groups},
@@ -128,8 +127,8 @@ class Job:
 
     @property
     def precision(self) -> Precision:
-        """The precision of products; `auto` is resolved."""
-        return resolve(self.dataflow.precision, self.config.channels)[0]
+        """The precision of products."""
+        return precision_of(self.dataflow.precision)
 
     @property
     def uses(self) -> frozenset[str]:
@@ -221,7 +220,7 @@ def facts(job: Job) -> dict[str, str]:
         "model": f"{parameter_count(c):,} parameters{trained}: {sizes}, "
         f"vocabulary {c.vocabulary}, positions {c.positions}" + (f", {c.beyond_gpt2()}" if c.beyond_gpt2() else ""),
         "batch": batch,
-        "precision": f"{job.precision.name}: {resolve(job.dataflow.precision, c.channels)[1]}",
+        "precision": f"{job.precision.name}: {products_of(job.precision)}",
     }
 
 
