@@ -175,7 +175,7 @@ def _failed(error: Exception) -> int:
 
 def _is_unread() -> bool:
     """Return whether standard output is a pipe whose reader has ended."""
-    if sys.stdout is None or not hasattr(select, "poll"):
+    if sys.stdout is None:
         return False
     poll = select.poll()
     poll.register(sys.stdout, 0)

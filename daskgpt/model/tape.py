@@ -95,9 +95,7 @@ class Tape:
         """
         gradients = {y.name: dy}
         for record in reversed(self.records):
-            arriving = gradients.pop(record.arrays[record.layer.outputs.split()[0]].name, None)
-            if arriving is None:
-                continue
+            arriving = gradients.pop(record.arrays[record.layer.outputs.split()[0]].name)
             for argument, row in record.layer.backward.items():
                 if record.arrays[argument].name not in constants:
                     self._arrive(gradients, record, argument, row, arriving)
