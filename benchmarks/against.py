@@ -56,7 +56,7 @@ def parser() -> Parser:
     flags.add_argument("--torch-compile", action="store_true", help="torch and torch-ddp: torch.compile the model")
     flags.add_argument("--torch-bf16", action="store_true", help="torch and torch-ddp: bfloat16 autocast")
     add_record_flag(flags)
-    add_flags(flags, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
+    add_flags(flags, ModelConfig)
     for config in (BenchConfig, DataflowConfig):
         add_flags(flags, config)
     return flags

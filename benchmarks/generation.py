@@ -15,10 +15,9 @@ import numpy as np
 from compare.turns import Side, Turn, disturbed, take_turns, undisturbed
 from records import Figure, add_record_flag, check_record, record
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import require, text_table
 from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, ModelConfig, preset
-from daskgpt.config.tables import text_table
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import PRECISIONS, Choice, Texts
 from daskgpt.model.parameters import initial_parameters, parameter_count
@@ -165,7 +164,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)} (default: tiny)")
     flags.add_argument("--threads", type=int, default=0, help="0 = one per core")
     add_record_flag(flags)
-    add_flags(flags, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
+    add_flags(flags, ModelConfig)
     add_flags(flags, BenchConfig)
     values = flags.parse_args(arguments)
     config = preset(values.preset, **given_flags(ModelConfig, values))

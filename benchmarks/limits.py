@@ -26,11 +26,10 @@ import numba
 import numpy as np
 from records import Figure, add_record_flag, check_record, record
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import require, text_table
 from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags, given_flags, run_command
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
-from daskgpt.config.tables import text_table
 from daskgpt.kernels.bfloat16.rounding import aligned
 from daskgpt.kernels.float32 import tiles
 from daskgpt.kernels.simd.lanes import address_of

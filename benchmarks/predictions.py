@@ -24,9 +24,8 @@ import numpy as np
 from records import Figure, add_record_flag, check_record, record
 
 import daskgpt
-from daskgpt.config.errors import require
+from daskgpt.config.errors import require, text_table
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.tables import text_table
 from daskgpt.profiling import calibrate
 from daskgpt.profiling.calibrate import Calibration
 from daskgpt.profiling.measure import Spread, job_from

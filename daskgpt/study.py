@@ -30,13 +30,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from daskgpt.config.errors import number_of, require
+from daskgpt.config.errors import number_of, require, text_table
 from daskgpt.config.files import write_file, written
 from daskgpt.config.flags import Parser, add_flags, add_model_flags, given_flags, run_command
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import setting
-from daskgpt.config.tables import text_table
 from daskgpt.model.parameters import parameter_count
 from daskgpt.profiling.measure import BenchConfig, Spread, job_of, rounded
 from daskgpt.schedulers import machine
@@ -69,7 +68,7 @@ Points = Mapping[DataflowConfig, Sequence[Row]]
 class StudyConfig(BenchConfig):
     """Settings that all runs of a study share."""
 
-    precision: str = setting("float32", "operands of matrix products", choices=("float32", "bfloat16", "auto"))
+    precision: str = setting("float32", "operands of matrix products", choices=("float32", "bfloat16"))
     window: int = setting(4, "steps in flight with barrier none", unit="steps", least=1, most=2**12)
     repetitions: int = setting(3, "how often every point is run", least=1)
     out: str = setting("", "folder of the study; without it, studies/DATE-TIME")

@@ -53,10 +53,8 @@ def parser() -> Parser:
     flags.add_argument("--plan", action="store_true", help=text)
     text = "with --plan: number of workers of --threads threads (default 1) that share the step; prints what each "
     flags.add_argument("--workers", type=int, help=f"{text}sends, runs and holds")
-    add_flags(flags, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
     for config in (*SECTIONS.values(), TimelineConfig):
-        if config is not ModelConfig:
-            add_flags(flags, config)
+        add_flags(flags, config)
     return flags
 
 

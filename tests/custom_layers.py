@@ -41,31 +41,19 @@ SAME_ATTENTION = replace(ATTENTION, name="same_attention")
 
 
 def sign(weight, gradient, hyper):
-    return weight - (hyper[0] * np.sign(gradient)).astype(weight.dtype)
-
-
-def sign_inplace(weight, gradient, hyper):
-    weight[...] = sign(weight, gradient, hyper)
+    weight -= (hyper[0] * np.sign(gradient)).astype(weight.dtype)
 
 
 SIGN = Optimizer(
     name="sign",
     kernel=sign,
-    in_place=sign_inplace,
     moments=(),
     options=lambda config, tensor: {},
     hyper=lambda config, step, steps: np.array([config.learning_rate]),
-    hyper_size=1,
 )
 
 
-def mini(weight, gradient, m, v, hyper, **options):
-    new = weight.copy(), m.copy(), v.copy()
-    mini_inplace(new[0], gradient, *new[1:], hyper, **options)
-    return new
-
-
-def mini_inplace(weight, gradient, m, v, hyper, *, beta1, beta2, eps, weight_decay):
+def mini(weight, gradient, m, v, hyper, *, beta1, beta2, eps, weight_decay):
     rate, correction1, correction2 = hyper
     m += (1 - beta1) * (gradient - m)
     v += (1 - beta2) * ((gradient**2).reshape(len(v), -1).mean(1) - v)
@@ -73,5 +61,5 @@ def mini_inplace(weight, gradient, m, v, hyper, *, beta1, beta2, eps, weight_dec
     weight -= (rate * (m / correction1 / scale + weight_decay * weight)).astype(weight.dtype)
 
 
-MINI = replace(ADAMW, name="mini", kernel=mini, in_place=mini_inplace, fused={}, per_row=("v",))
+MINI = replace(ADAMW, name="mini", kernel=mini, fused={}, per_row=("v",))
 NO_ROW = "a text"

@@ -1,17 +1,45 @@
-"""Tests of the command lines: what they print, write and refuse."""
+"""Tests of the program `daskgpt` and its command lines: what they print, write and refuse, and recipes of flags."""
 
+import pkgutil
 import shlex
+import sys
 
 import numpy as np
 import pytest
-from command_lines import SMALL
-from small_runs import metrics_of
+from command_lines import SMALL, write_text
+from small_runs import config_of, metrics_of
 
+import daskgpt
 from daskgpt import generate, train
+from daskgpt.__main__ import COMMANDS, console
+from daskgpt.config.run import RECIPES
 
 
-def begin(*arguments):
-    return train.main([str(argument) for argument in arguments])
+def test_the_commands_are_the_modules_of_the_package():
+    modules = {module.name for module in pkgutil.iter_modules(daskgpt.__path__) if not module.ispkg}
+    assert COMMANDS.keys() == modules - {"__main__"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        ("bin/daskgpt", 0, "\n  train "),
+        ("bin/daskgpt --version", 0, f"daskgpt {daskgpt.__version__}\n"),
+        ("bin/daskgpt trian", 2, "command=trian. Did you mean train?"),
+        ("bin/daskgpt --steps 50", 2, "command=--steps. See daskgpt --help."),
+        ("bin/daskgpt help plot", 0, "usage: daskgpt plot "),
+        ("bin/daskgpt plot --ot 1 run", 2, "daskgpt plot: --ot must be a known flag. Did you mean --out?"),
+        ("bin/daskgpt plot run", 2, "out=nothing"),
+        ("daskgpt/__main__.py plot -h", 0, "usage: python -m daskgpt plot "),
+    ],
+)
+def test_what_is_typed_is_answered(typed, code, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", typed.split())
+    with pytest.raises(SystemExit) as end:
+        console()
+    out, error = capsys.readouterr()
+    assert (end.value.code, said in (error if code else out)) == (code, True)
+    assert error.count("\n") == (code == 2)
 
 
 @pytest.fixture
@@ -41,7 +69,7 @@ def test_training_ends_with_a_working_next_command(small_text, tmp_path, written
 def test_training_learns_and_generate_reads_the_run(small_text, tmp_path, written):
     trained = tmp_path / "run"
     flags = ("--steps", 60, "--validate-every", 30, "--sample-tokens", 0, "--out", trained)
-    assert begin("--data", small_text, *SMALL, *flags) == 0
+    written(train, "--data", small_text, *SMALL, *flags)
     metrics = metrics_of(trained)
     assert [record["step"] for record in metrics] == list(range(60))
     assert metrics[0]["loss"] == pytest.approx(np.log(257), abs=0.3)
@@ -58,3 +86,24 @@ def test_training_learns_and_generate_reads_the_run(small_text, tmp_path, writte
     assert written(generate, trained, *arguments, "--seed", 5) != first
     greedy = [written(generate, trained, *arguments, "--temperature", 0, "--seed", seed) for seed in (1, 2)]
     assert greedy[0] == greedy[1] == written(generate, trained, *arguments, "--top-k", 1)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_recipes_have_known_settings(name):
+    known_names = {action.dest for action in train.parser()._actions}
+    assert RECIPES[name].keys() <= known_names
+    assert train.parsed(["--preset", name, "--init", "model"]).preset == RECIPES[name].get("preset")
+
+
+def test_flags_override_a_recipe(tmp_path):
+    pytest.importorskip("tokenizers")
+    out, text = tmp_path / "run", write_text(tmp_path)
+    flags = ["--validation-batches", "2", "--steps", "3", "--warmup", "1", "--sample-tokens", "0", "--blocks", "1"]
+    assert train.main(["--preset", "speedrun", "--data", str(text), *flags, "--out", str(out)]) == 0
+    written = config_of(out)
+    assert (written["data"]["held_out"], written["optimizer"]["optimizer"]) == ("end", "muon")
+    assert (written["run"]["steps"], written["run"]["validation_batches"]) == (3, 2)
+    assert (written["model"]["blocks"], written["model"]["channels"]) == (1, 128)
+    assert written["data"]["encoding"].startswith("learned-")
+    with pytest.raises(ValueError, match="keeps the run's own settings; got preset=speedrun"):
+        train.main(["--resume", str(out), "--preset", "speedrun"])

@@ -247,11 +247,6 @@ def test_overlapping_steps_wait_only_for_updates():
     assert not any(names for key, names in earlier.items() if key[0].startswith(("attention", "gelu", "add")))
 
 
-def test_every_sequence_has_one_micro_batch():
-    assert [MicroBatches(4, 8).of_chunk(chunk) for chunk in range(8)] == [n // 2 for n in range(8)]
-    assert [MicroBatches(4, 2).of_chunk(chunk) for chunk in range(2)] == [0, 2]
-
-
 def job(config, batch_size, accumulate):
     data = DataConfig(batch_size=batch_size, sequence_length=64, accumulate=accumulate, groups=1)
     return Job(config, data, OptimizerConfig(), DataflowConfig(scheduler="threads", threads=2), RunConfig())

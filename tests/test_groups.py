@@ -1,7 +1,6 @@
 """Tests of groups of sequences: their separate sums are added in a binary tree, with any chunks."""
 
 import tomllib
-from dataclasses import replace
 
 import dask
 import dask.array as da
@@ -11,9 +10,9 @@ from conftest import SMALL
 
 import daskgpt
 from daskgpt import bench, train
-from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.run import DataflowConfig
-from daskgpt.graph.calls import CallOptions, apply
+from daskgpt.graph.calls import apply
+from daskgpt.graph.sum_order import Groups, groups_of_batch
 from daskgpt.kernels import embedding, linear
 from daskgpt.model.parameters import parameter_shapes
 from daskgpt.profiling.plan import predict
@@ -52,10 +51,9 @@ def test_groups_are_added_in_a_binary_tree(random, groups, started):
     for chunks in CHUNKS:
         arrays = [da.from_array(value, chunks=(*chunks, C)[: value.ndim]) for value in (dy, tokens)]
         starts = [da.from_array(value, chunks=-1) if started else None for value in (bias, table)]
-        bias_sum, table_sum = (CallOptions(start=start, groups=Groups(groups)) for start in starts)
-        (db,) = apply("db", linear.backward_bias, "btC -> C", arrays[:1], call_options=bias_sum)
-        table_sum = replace(table_sum, new_axes={"V": V})
-        (dw,) = apply("dw", embedding.backward_wte, "btC, bt -> VC", arrays, call_options=table_sum)
+        bias_sum, table_sum = ({"start": start, "groups": Groups(groups)} for start in starts)
+        (db,) = apply("db", linear.backward_bias, "btC -> C", arrays[:1], **bias_sum)
+        (dw,) = apply("dw", embedding.backward_wte, "btC, bt -> VC", arrays, new_axes={"V": V}, **table_sum)
         for one, other in zip(dask.compute(db, dw, scheduler="sync"), wanted):
             np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32), err_msg=str(chunks))
     # Numbers of many sizes: each number of groups rounds in its own way.

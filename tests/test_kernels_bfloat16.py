@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from product_cases import UNITS, arrays, assert_all_same, assert_product, check_rounding, round_one_by_one, using
 
+from daskgpt.graph.distribute import read_rows, write_rows
 from daskgpt.kernels.bfloat16 import gemm, isa
 from daskgpt.kernels.bfloat16.gemm import TrainedWeight
 from daskgpt.kernels.bfloat16.isa import Unit, outruns_float32, unit, works
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, rounded, to_bfloat16
 from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.optimizers import adamw_inplace
-from daskgpt.model.precision import read_rows, write_rows
 
 ALL = np.arange(1 << 16, dtype=np.uint16)
 # Rows, channels, outputs: below and above a tile and a block, odd numbers, a summed axis in one piece and in several.

@@ -24,7 +24,8 @@ from daskgpt.kernels.bfloat16 import gemm as bfloat16
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
 from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.dropout import dropped, streams
-from daskgpt.kernels.optimizers import adamw, adamw_inplace, muon, muon_inplace
+from daskgpt.kernels.optimizers import adamw_inplace, muon_inplace
+from daskgpt.model.optimizer import IntoNewArrays
 
 X, DY, WEIGHT = np.ones((2, 5, 8)), np.ones((2, 5, 6)), np.ones(8)
 TOKENS, POSITIONS = np.zeros((2, 5), "i4"), np.zeros(5, "i4")
@@ -87,8 +88,8 @@ FITTING = {
     "crossentropy wte": (total_last(crossentropy.backward_wte), LOSSES, LOGITS, X, TABLE.copy()),
     "mean": (total_last(crossentropy.mean_forward), LOSSES, LOSSES, np.ones(())),
     "dropout": (lambda *arrays: dropped(*arrays, 0, 0.1), X, streams(0, 0, 2), POSITIONS),
-    "adamw": (partial(adamw, **ADAMW), X, X, X, X, HYPER),
-    "muon": (lambda *arrays: muon(*arrays, HYPER, **MUON), TABLE, TABLE, TABLE),
+    "adamw": (partial(IntoNewArrays(adamw_inplace), **ADAMW), X, X, X, X, HYPER),
+    "muon": (lambda *arrays: IntoNewArrays(muon_inplace)(*arrays, HYPER, **MUON), TABLE, TABLE, TABLE),
 }
 FITTING |= {
     "bfloat16": (lambda x, bias: bfloat16.forward(x, bfloat16.pack_weight(NARROW), bias), SMALL_X, BIAS),

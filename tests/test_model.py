@@ -6,8 +6,8 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from batch_results import results_of
 from conftest import GOLDEN, SMALL, random_batch, random_parameters
-from debug_states import TOLERANCE, differences
 from product_cases import UNITS, multiplying
 from reference_dropout import of_batch
 from reference_gpt2 import expected
@@ -15,9 +15,9 @@ from steps import run_step, state_of, step_of
 from tolerances import TOLERANCES
 
 import daskgpt
-from daskgpt.config.run import DataflowConfig, OptimizerConfig
+from daskgpt.config.run import OptimizerConfig
 from daskgpt.kernels.dropout import streams
-from daskgpt.model.precision import FLOAT32, FLOAT64
+from daskgpt.model.precision import FLOAT32, FLOAT64, precision_of
 from daskgpt.model.step import gradients_of, input_values
 from daskgpt.model.tape import Tape
 from daskgpt.model.transformer import lazy_inputs, mean_loss
@@ -31,12 +31,19 @@ def lazy_batch(batch, chunk):
 
 @pytest.mark.parametrize("precision", ["float32", "float64", *UNITS])
 @pytest.mark.parametrize(("chunk", "scheduler"), [((4, 32), "sync"), ((1, 8), "threads"), ((2, 16), "threads")])
-def test_golden_logits_loss_and_gradients(chunk, scheduler, precision):
-    cut = {"batch_chunk": chunk[0], "sequence_chunk": chunk[1], "scheduler": scheduler, "threads": 2}
-    with multiplying(precision) as name:
-        shares = differences(name, DataflowConfig(**cut))
-    assert len(shares) == 18
-    assert max(shares.values()) <= TOLERANCE[name], shares
+def test_golden_logits_loss_and_gradients(chunk, scheduler, precision, golden_model, golden_state):
+    config, parameters = golden_model
+    batch = golden_state.tokens, golden_state.targets
+    with multiplying(precision) as name, open_scheduler(scheduler, 2) as opened:
+        results = results_of(opened, config, parameters, batch, chunk, precision_of(name))
+    logits = results["logits"][..., : config.vocabulary]
+    pairs = {"logits": (logits, golden_state.logits), "loss": (results["loss"], np.array(golden_state.loss))}
+    pairs |= {tensor: (results[tensor], gradient) for tensor, gradient in golden_state.gradients.items()}
+    assert pairs.keys() == results.keys()
+    largest = TOLERANCES[f"golden state, {name}"]["of largest"]
+    for tensor, (values, reference) in pairs.items():
+        error = np.abs(values - reference.astype(np.float64)).max()
+        assert error <= largest * np.abs(reference).max(), tensor
 
 
 EXPECTED = json.loads((GOLDEN / "gpt2_small.json").read_text())

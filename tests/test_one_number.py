@@ -16,7 +16,7 @@ from product_cases import UNITS, multiplying
 from reference_gpt2 import expected
 from tolerances import TOLERANCES
 
-from daskgpt.config.groups import Groups
+from daskgpt.graph.sum_order import Groups
 from daskgpt.model.layers import LAYERS
 from daskgpt.model.tape import Tape
 

@@ -206,7 +206,7 @@ def test_resume_checks_python_arguments(copy, small_text):
 
 def test_unchanged_settings_are_accepted(copy, small_text, whole, monkeypatch):
     monkeypatch.chdir(copy.parent)
-    same = ("--batch-size", 4, "--out", copy, "--encoding", "auto", "--precision", "auto", "--sample-tokens", 0)
+    same = ("--batch-size", 4, "--out", copy, "--encoding", "auto", "--sample-tokens", 0)
     assert resume("run", "--data", os.path.relpath(small_text), *same) == 0
     assert tensors_of(copy) == tensors_of(whole)
 

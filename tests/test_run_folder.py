@@ -74,13 +74,12 @@ def test_command_line_chooses_a_folder(small_text, tmp_path, monkeypatch, capfd)
 def test_configuration_matches_the_run(small_text, tmp_path, monkeypatch):
     monkeypatch.chdir(small_text.parent)
     folder = tmp_path / "run"
-    fit("text.txt", os.path.relpath(folder), dataflow={"precision": "auto"}, steps=2)
+    fit("text.txt", os.path.relpath(folder), steps=2)
     written = config_of(folder)
     dataflow, data = written["dataflow"], written["data"]
     assert dataflow["grain"] in ("segment", "block", "chunk")
     assert dataflow["threads"] == usable_cores()
     assert (dataflow["batch_chunk"], dataflow["sequence_chunk"]) == (4, 16)
-    assert dataflow["precision"] == "float32"  # too few channels for auto to choose bfloat16
     assert (data["encoding"], data["data"]) == ("bytes", str(small_text.resolve()))
     assert written["run"]["out"] == str(folder.resolve())
     assert written["model"]["padded_vocabulary"] == 257

@@ -5,8 +5,7 @@ The order of calls and the places where totals meet are those of `graph.sum_orde
 
 from __future__ import annotations
 
-from daskgpt.config.groups import Groups
-from daskgpt.graph.sum_order import SumOrder
+from daskgpt.graph.sum_order import Groups, SumOrder
 from drawing.svg import FAINT, FRAME, INK, Picture
 
 SEQUENCES, TOKENS, GROUPS = (3, 5), (4, 4, 4), 4

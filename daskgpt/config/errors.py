@@ -1,10 +1,10 @@
-"""The wording of messages, and functions that raise errors."""
+"""The wording of messages, tables as text, and functions that raise errors."""
 
 from __future__ import annotations
 
 import os.path
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -102,6 +102,15 @@ def short(value: object, most: int = 40) -> str:
 def number_of(number: int, noun: str, plural: str = "") -> str:
     """Return how many things there are, such as `1 block` or `2,000 steps`; plural: of the noun, if it is no -s."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells: the first column at the left, the others at the right."""
+    first, *others = (max(map(len, cells)) for cells in zip(*rows))
+    lines = (
+        name.ljust(first) + "".join(f"  {cell:>{size}}" for cell, size in zip(cells, others)) for name, *cells in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def nearest(name: str, names: list[str]) -> str:

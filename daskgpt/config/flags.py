@@ -85,13 +85,14 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "", of_preset: bool = False) -> None:
-    """Add a flag for each field that `setting` made. The namespace gets only flags that the user gave, defaults
-    included.
-
-    of_preset   whether a preset decides the default
+def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """Add a flag for each field that `setting` made. Defaults of a model are its preset's. The namespace gets only
+    flags that the user gave, defaults included.
     """
-    group = parser.add_argument_group(title or (config.__doc__ or "").splitlines()[0].rstrip("."))
+    title, default = (config.__doc__ or "").splitlines()[0].rstrip("."), ""
+    if config is ModelConfig:
+        title, default = "Numbers of the model that override the preset", "the preset's"
+    group = parser.add_argument_group(title)
     for f in fields(config):
         group.add_argument(
             "--" + f.name.replace("_", "-"),
@@ -99,7 +100,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type, *, title: str = "",
             default=argparse.SUPPRESS,
             choices=None if f.metadata["rows"] else f.metadata["choices"] or None,
             metavar=f.metadata["unit"].upper() or ("NUMBER" if isinstance(f.default, int | float) else f.name.upper()),
-            help=help_of(f, "the preset's" if of_preset else "").replace("%", "%%"),
+            help=help_of(f, default).replace("%", "%%"),
         )
 
 
@@ -107,7 +108,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add --preset, and a flag for each number of the model, which overrides the preset's."""
     text = f"size of the model: {', '.join(PRESETS)} (default: tiny)"
     parser.add_argument("--preset", default="tiny", help=text)
-    add_flags(parser, ModelConfig, title="Numbers of the model that override the preset", of_preset=True)
+    add_flags(parser, ModelConfig)
 
 
 def given_flags(config: type, values: argparse.Namespace) -> dict[str, Any]:
@@ -174,7 +175,7 @@ def _failed(error: Exception) -> int:
 
 def _is_unread() -> bool:
     """Return whether standard output is a pipe whose reader has ended."""
-    if sys.stdout is None or not hasattr(select, "poll"):
+    if sys.stdout is None:
         return False
     poll = select.poll()
     poll.register(sys.stdout, 0)

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from daskgpt.config.errors import require_divisor
-from daskgpt.config.groups import groups_setting
 from daskgpt.config.settings import Checked, count, count_or_share, setting
+
+
+def groups_setting() -> Any:
+    """Return a field for G, the number of groups in a batch."""
+    return setting(
+        0,
+        "G, groups of sequences that are summed separately; divides B; auto or 0 = by the batch's shape",
+        auto=0,
+    )
 
 
 class DataConfig(Checked):
@@ -116,8 +124,8 @@ class DataflowConfig(Checked):
     window: int = setting(4, "steps in flight with --barrier none", unit="steps", least=1, most=2**12)
     precision: str = setting(
         "float32",
-        "operands of matrix products; bfloat16 rounds them; auto = bfloat16 if it is faster",
-        choices=("float32", "bfloat16", "auto"),
+        "operands of matrix products; bfloat16 rounds them",
+        choices=("float32", "bfloat16"),
     )
     threads: int = setting(0, "threads (threads) or worker processes (local); 0 = one per core", most=2**12)
 

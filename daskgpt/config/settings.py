@@ -1,22 +1,26 @@
-"""Fields of configurations, from which checks, command-line flags and docstrings derive, and amounts such as 10M."""
+"""Fields of configurations, from which checks, command-line flags and docstrings derive; amounts such as 10M; and rows
+of tables that fields name: a built-in name, or `package.module:ROW` for a row of another module.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import inspect
 import math
 import operator
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from fractions import Fraction
-from inspect import cleandoc
 from numbers import Integral, Real
 from textwrap import indent, wrap
-from typing import Any, dataclass_transform
+from typing import Any, TypeVar, cast, dataclass_transform
 
-from daskgpt.config.errors import refusal, require, require_known, require_named
+from daskgpt.config.errors import refusal, refusing, require, require_known, require_named
 from daskgpt.config.files import expanded
-from daskgpt.config.rows import is_from_outside
 
 DOC_WIDTH = 67  # 80 columns with the indentation and the prefix of `help`
 FIELDS = "Fields   "
@@ -28,6 +32,9 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "most": ("at most", operator.le),
 }
 KINDS = {int: ("a whole number", "an int", Integral), float: ("a number", "a float", Real)}
+T = TypeVar("T")
+SEPARATOR = ":"
+ALLOWED = "DASKGPT_MODULES"  # the environment variable with the modules that files may name, separated by commas
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 
@@ -86,7 +93,7 @@ class Checked:
             text = wrap(help_of(f), DOC_WIDTH, initial_indent="    ", subsequent_indent="    ")
             rows += [f"{f.name}: {f.type}", *text]
         listed = indent("\n".join(rows), " " * len(FIELDS))
-        cls.__doc__ = f"{cleandoc(cls.__doc__ or '')}\n\n{FIELDS}{listed[len(FIELDS) :]}\n"
+        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{FIELDS}{listed[len(FIELDS) :]}\n"
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -178,3 +185,54 @@ def part_of(amount: int | str, whole: int) -> int:
 
 count.__name__ = "whole number such as 10M"  # shown by argparse for a text that is none
 count_or_share.__name__ = "number or share such as 5%"
+
+
+def is_from_outside(name: str) -> bool:
+    """Return whether a name is that of a row in another module."""
+    return SEPARATOR in name
+
+
+def row_of(name: str, table: Mapping[str, T], where: str, what: str) -> T:
+    """Return the row that a configuration names, from a table or from another module, which is imported.
+
+    what     the field of the configuration
+
+    Errors   ValueError for an unknown name, a module that cannot be imported, or one without such a row; TypeError for
+             a row of another kind
+    """
+    if not is_from_outside(name):
+        require_known(name, table, where, what)
+        return table[name]
+    module, _, attribute = name.partition(SEPARATOR)
+    rule, advice = f"{what} must name a row of a module", "Put its folder on PYTHONPATH, of workers too."
+    with refusing((ImportError, AttributeError, ValueError), where, rule, {what: name}, advice):
+        row = getattr(importlib.import_module(module), attribute)
+    kind = type(next(iter(table.values())))
+    rule, got = f"{what} must name a row of the kind {kind.__name__}", {what: name, "type": type(row).__name__}
+    require(isinstance(row, kind), where, rule, got, "Make one of the package's class.", TypeError)
+    return cast(T, row)
+
+
+def digests_of_modules(names: Iterable[str]) -> dict[str, str]:
+    """Return a digest of the source of each module from outside whose rows are named, by the name of the module.
+
+    Errors   ValueError for a module without a file of source, which no other process could import
+    """
+    digests = {}
+    for module in sorted({name.partition(SEPARATOR)[0] for name in names if is_from_outside(name)}):
+        rule, advice = "a module whose rows are named must be a file of source", "Write its rows into a file."
+        with refusing((OSError, TypeError), "model", rule, {"module": module}, advice):
+            source = inspect.getsource(importlib.import_module(module))
+        digests[module] = hashlib.sha256(source.encode()).hexdigest()[:12]
+    return digests
+
+
+def require_allowed(names: Iterable[str], where: str) -> None:
+    """Refuse rows in a file unless their modules are imported or allowed: a file must not decide what code runs.
+
+    Errors   ValueError
+    """
+    allowed = os.environ.get(ALLOWED, "").split(",")
+    for module in [name.partition(SEPARATOR)[0] for name in names if is_from_outside(name)]:
+        rule, advice = "a module that a file names must be allowed", f"If you trust it, set {ALLOWED}={module}."
+        require(module in sys.modules or module in allowed, where, rule, {"module": module}, advice)

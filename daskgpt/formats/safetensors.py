@@ -24,7 +24,7 @@ from daskgpt import __version__
 from daskgpt.config.errors import refusing, require, short
 from daskgpt.config.files import digest_of_file, replacing, write_hashed
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rows import require_allowed
+from daskgpt.config.settings import require_allowed
 from daskgpt.formats.encoding import is_learned, know, known_encoding
 from daskgpt.formats.stored_model import (
     FOREIGN,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from daskgpt.graph.calls import ChunkSum, Exchange, Origin, RowSum, call_of, wait
-from daskgpt.graph.nodes import Graph, Key, all_keys, is_leaf, key_trees, task, waiting_for
+from daskgpt.graph.nodes import Graph, Key, is_leaf, key_trees, task, waiting_for
 from daskgpt.graph.update_in_place import start_of
 
 
@@ -91,6 +91,6 @@ def _chain(graph: Graph, key: Key, micro_batches: MicroBatches, *, begun: bool, 
         link = key if run is runs[-1] else (f"{key[0]}.micro", run[0])
         made = RowSum(call, call.bands(), range(run[0], run[-1] + 1), started=bool(before), over=over)
         made.micro, made.whole = None if before else micros[run[0]], True
-        new[link] = task(link, made, [*all_keys(pieces[run[0] : run[-1] + 1]), *start])
+        new[link] = task(link, made, [pieces[run[0] : run[-1] + 1], *start])
         start = [link]
     return new

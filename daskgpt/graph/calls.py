@@ -24,9 +24,8 @@ import dask.array as da
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.nodes import GraphNode, Key
-from daskgpt.graph.sum_order import Chain, Cut, SumOrder
+from daskgpt.graph.sum_order import ONE_GROUP, Chain, Cut, Groups, SumOrder
 from daskgpt.kernels.floating_point import flush_to_zero
 
 CUT = "bth"
@@ -288,8 +287,8 @@ class ChunkSum(KernelCall):
 class RowSum(TaskCall):
     """Some rows of a sum over some pieces of the batch, in a separate task.
 
-    It takes the chunks of the pieces in order and the totals that it continues from, and returns the totals that wait
-    for others in the tree of groups: an array if there is one, else a tuple.
+    It takes the chunks of the pieces, in lists as of `ChunkSum.arrange`, and the totals that it continues from, and
+    returns the totals that wait for others in the tree of groups: an array if there is one, else a tuple.
 
     given   number of totals that it continues from
     left    number of totals that it returns
@@ -322,12 +321,7 @@ class RowSum(TaskCall):
         return (self.bands[-1][1] - self.bands[0][0], *self.call.shape[1:]) if self.call.shape else ()
 
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        pieces, position, inputs = [], 0, len(self.call.inputs)
-        for number in self.pieces:
-            ends = range(position, position + len(self.call.order.pieces[number]) * inputs, inputs)
-            pieces.append([list(chunks[first : first + inputs]) for first in ends])
-            position = ends.stop
-        return [pieces, *chunks[position:]]
+        return list(chunks)
 
     def run(self, pieces: Sequence[Any], start: Totals = ()) -> Totals:
         base = self.bands[0][0]
@@ -429,24 +423,6 @@ def axis_chunks(where: str, arrays: Sequence[da.Array], inputs: Sequence[str]) -
     return chunks
 
 
-@dataclass(frozen=True)
-class CallOptions:
-    """Further options of `apply` for a kernel with new axes, a sum, or a call that waits.
-
-    new_axes   sizes of axes that no argument has
-    start      the start of a sum over the chunks (an array like the output), None for zero
-    at_once    tokens of a sequence that a summing kernel takes in one step
-    groups     the groups of the batch that these sequences are, see `graph.sum_order`
-    after      an array and its axes whose chunk must be computed before, although the kernel does not read it
-    """
-
-    new_axes: Mapping[str, int] = field(default_factory=dict)
-    start: da.Array | None = None
-    at_once: int = 1
-    groups: Groups = ONE_GROUP
-    after: tuple[da.Array, str] | None = None
-
-
 def apply(
     name: str,
     kernel: Callable[..., Any],
@@ -455,7 +431,11 @@ def apply(
     *,
     options: Mapping[str, Any] | None = None,
     origin: Origin | None = None,
-    call_options: CallOptions = CallOptions(),
+    new_axes: Mapping[str, int] | None = None,
+    start: da.Array | None = None,
+    at_once: int = 1,
+    groups: Groups = ONE_GROUP,
+    after: tuple[da.Array, str] | None = None,
 ) -> tuple[da.Array, ...]:
     """Call a kernel on every chunk; return one lazy dask array for each output. Nothing is computed.
 
@@ -463,25 +443,30 @@ def apply(
     signature  axes of arguments and outputs, see `daskgpt.model.layers`
     options    of the kernel
     origin     the call of a layer
+    new_axes   sizes of axes that no argument has
+    start      the start of a sum over the chunks (an array like the output), None for zero
+    at_once    tokens of a sequence that a summing kernel takes in one step
+    groups     the groups of the batch that these sequences are, see `graph.sum_order`
+    after      an array and its axes whose chunk must be computed before, although the kernel does not read it
 
     Errors     ValueError if chunks do not fit the signature, or groups the batch
     """
     inputs, outputs = parse(signature)
     chunks = axis_chunks(name, arrays, inputs)
-    chunks |= {axis: (size,) for axis, size in call_options.new_axes.items()}
+    chunks |= {axis: (size,) for axis, size in (new_axes or {}).items()}
     if "T" in outputs[0] and "t" in chunks:
         chunks["T"] = (sum(chunks["t"]),)
     dtype = next(array.dtype for array in arrays if array.dtype.kind == "f")
     summed = not any(axis in CUT for axis in "".join(outputs)) and any(axis in CUT for axis in "".join(inputs))
     grid = outputs[0] if len(outputs) == 1 else "".join(axis for axis in outputs[0] if axis in CUT)
-    call, extra = KernelCall(kernel, inputs, grid, options or {}, outputs, chunks, dtype, origin), call_options.after
+    call = KernelCall(kernel, inputs, grid, options or {}, outputs, chunks, dtype, origin)
     if summed:
-        groups = call_options.groups if "b" in chunks else ONE_GROUP
-        order = SumOrder.of(chunks.get("b", (1,)), chunks.get("t", (1,)), call_options.at_once, groups)
+        groups = groups if "b" in chunks else ONE_GROUP
+        order = SumOrder.of(chunks.get("b", (1,)), chunks.get("t", (1,)), at_once, groups)
         call = ChunkSum(**vars(call), order=order)
-        extra = None if call_options.start is None else (call_options.start, outputs[0])
-    if extra is not None:
-        arrays, inputs = [*arrays, extra[0]], [*inputs, extra[1]]
+        after = None if start is None else (start, outputs[0])
+    if after is not None:
+        arrays, inputs = [*arrays, after[0]], [*inputs, after[1]]
 
     def blockwise(own_name: str, function: TaskCall, axes: str, pairs: Sequence[Any], own_dtype: np.dtype) -> da.Array:
         return da.blockwise(

@@ -16,7 +16,7 @@ import numpy as np
 
 from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
-from daskgpt.graph.fuse import Surroundings, fuse
+from daskgpt.graph.fuse import fuse
 from daskgpt.graph.lowering import Lowered
 from daskgpt.graph.nodes import Graph, Key, is_leaf, keys_of, pieces, renamed, waiting_for
 from daskgpt.graph.program import Place, Recorder, calls_of, in_run
@@ -133,8 +133,16 @@ def compile_graph(
     wanted = [*(key for keys in output_keys.values() for key in keys), *kernels.written]
     waits = waits or {}
     after = {key: [*kernels.after.get(key, ()), *waits.get(key, ())] for key in {**kernels.after, **waits}}
-    around = Surroundings(wanted, places, carried, after)
-    graph, fused, titles = fuse(kernels.graph, groups, around, token=kernels.token, drop=kernels.in_place)
+    graph, fused = fuse(
+        kernels.graph,
+        groups,
+        wanted,
+        places=places,
+        carried=carried,
+        after=after,
+        token=kernels.token,
+        drop=kernels.in_place,
+    )
     for node in graph.values():
         if calls_of(node):
             node.func.recorder = kernels.recorder
@@ -153,7 +161,6 @@ def compile_graph(
         places={name: [fused[key] for key in keys] for name, keys in output_keys.items()},
         layout=layout,
         updates=updates,
-        titles=titles,
     )
 
 
@@ -163,7 +170,6 @@ class CompiledGraph:
 
     places   output -> the places of its chunks
     updates  the tasks that make the new state, out of place in the order of its packs
-    titles   first part of a task's key -> its kind and place, for display
     windows  the graph of several runs, by their number: the last one that was made
     """
 
@@ -172,7 +178,6 @@ class CompiledGraph:
     places: Mapping[str, list[Place]]
     layout: Layout
     updates: list[Key]
-    titles: Mapping[str, tuple[str, str]]
     windows: dict[int, Graph] = field(default_factory=dict, repr=False)
 
     @property
@@ -187,7 +192,8 @@ class CompiledGraph:
 
     def title(self, key: Key) -> str:
         """Return the name of a task: `linear.forward-h.0.attn.c_attn`."""
-        return "-".join(self.titles.get(key[0], (key[0].partition("-")[0],)))
+        name, mark, _ = str(key[0]).partition("_-")
+        return name if mark else name.partition("-")[0]  # a barrier's key ends otherwise
 
     def submission(self, values: Sequence[Mapping[str, np.ndarray]], packs: Sequence[Any]) -> Submission:
         """Return one run on data and a state, or several on the data of each, as one graph: see `window`."""

@@ -22,24 +22,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from itertools import pairwise
 from math import prod
-from operator import getitem
+from operator import itemgetter
 from types import EllipsisType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from daskgpt.config.groups import Groups, groups_of_rank
 from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exchange, Origin, RowSum, several, wait
-from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
-from daskgpt.graph.sum_order import SumOrder
+from daskgpt.graph.nodes import Graph, Key, dependents_of, key_trees, only_key, read_parts, task
+from daskgpt.graph.sum_order import Groups, SumOrder, share_of_rank
 from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares, squares_in
+from daskgpt.kernels.bfloat16.gemm import TrainedWeight, pack_weight
+from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
 from daskgpt.kernels.totals import subtrees, tree_sum
 
 BUCKET_BYTES = 1 << 23  # bytes of totals that are sent together, by two or three ranks; more have more others to tell
 SHARD_COST = 1 << 15  # fixed cost of an update, as a number of elements
+PACKED_ROWS = 256  # rows that are widened at a time: some hundred kilobytes, in the second cache
 AHEAD = 1  # number of buckets that are sent before waiting for the totals of one
 SENT_IN = {"totals": "backward", "gather": "backward", "squares": "update", "weights": "update"}  # kind -> phase
 
@@ -79,8 +81,9 @@ class Rank:
     threads: int = 2
 
     def groups_of(self, rank: int) -> Groups:
-        """Return the groups of a rank."""
-        return groups_of_rank(rank, self.count, self.groups)
+        """Return the groups of a rank: consecutive ones, nearly as many for each rank."""
+        numbers = share_of_rank(rank, self.count, self.groups)
+        return Groups(len(numbers), numbers.start, self.groups)
 
     def sequences_of(self, rank: int) -> tuple[int, int]:
         """Return the first sequence of a rank in the batch, and the one after its last."""
@@ -154,26 +157,6 @@ class Shard:
         return self.bytes // (2 if self.rounded and self.columns > 1 else 1)
 
 
-@dataclass(frozen=True)
-class RowAccess:
-    """Access to rows of a weight that are sent: they are read from a weight as it is held, and written into another.
-
-    rounding   kernels that read only the rounded values of a weight
-    """
-
-    read: Callable[[Any, slice, bool], Any]
-    write: Callable[[Any, slice, Any], None]
-    rounding: Collection[Callable[..., Any]]
-
-    def read_all(self, shards: Sequence[Shard], *values: Any) -> list[Any]:
-        """Return the rows of shards from the weights that they belong to, which come first among the values."""
-        return [self.read(weight, shard.rows, shard.rounded) for shard, weight in zip(shards, values)]
-
-    def store(self, shard: Shard, place: int, message: Sequence[Any], weight: Any) -> None:
-        """Write rows from their owner's message into the own weight."""
-        self.write(weight, shard.rows, message[place])
-
-
 class _Totals(NamedTuple):
     """The source of a shard's gradient.
 
@@ -197,14 +180,23 @@ class Distribution:
     totals    by sum and number of the shard
     """
 
-    def __init__(self, graph: Graph, rules: UpdateRules, rank: Rank, loss: Key, access: RowAccess, token: str) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        rules: UpdateRules,
+        rank: Rank,
+        loss: Key,
+        rounding: Collection[Callable[..., Any]],
+        token: str,
+    ) -> None:
         """graph    of its own sequences, recorded with its groups
         rules    how the updates are made
         loss     the sum over the batch that every rank needs
-        access   reads and writes the rows of weights that are sent
+        rounding   kernels that read only the rounded values of a weight
         token    distinguishes the keys of this graph's own tasks
         """
-        self.graph, self.rules, self.rank, self.loss, self.access, self.token = graph, rules, rank, loss, access, token
+        self.graph, self.rules, self.rank, self.loss, self.token = graph, rules, rank, loss, token
+        self.rounding = rounding
         self.updates = rules.updates(graph)[::-1]  # the backward pass reaches the first tensors last
         self.weight = {update: only_key(graph[update].args[0]) for update in self.updates}
         self.last = {update: only_key(graph[update].args[1]) for update in self.updates}
@@ -232,7 +224,7 @@ class Distribution:
         for update in self.updates:
             call, parameter = self.graph[self.last[update]].func, self.graph[update].func.origin.parameter
             # If all readers of the weight except its update multiply by it, rounded rows suffice.
-            rounded = all(self.graph[key].func.kernel in self.access.rounding for key in self.readers[update])
+            rounded = all(self.graph[key].func.kernel in self.rounding for key in self.readers[update])
             for number, bands in enumerate(shares(call, self.rules.rules[parameter], self.rules.elements)):
                 every.append(Shard(update, parameter, number, tuple(bands), 0, prod(call.shape[1:]), rounded))
         held, owner_of = [0] * self.rank.count, dict[Shard, int]()
@@ -265,7 +257,7 @@ class Distribution:
         posted: list[Key] = []  # for each bucket, a task that has waited for it and for earlier ones
         loss, call = (f"{self.loss[0]}.own",), self.graph[self.loss].func
         pieces, *_ = call.arrange(key_trees(self.graph[self.loss]))
-        self._add(loss, RowSum(call, call.bands(), range(len(pieces))), all_keys(pieces), ("sent", 0))
+        self._add(loss, RowSum(call, call.bands(), range(len(pieces))), [pieces], ("sent", 0))
         for number, bucket in enumerate(buckets):
             done = posted[-1:] + [partial_sums[shard] for shard in self._owned(bucket)]
             for other in self.rank.others:
@@ -313,12 +305,12 @@ class Distribution:
             for shard in self._owned(self.shards[update]):
                 rows = RowSum(whole, shard.bands, range(len(order.pieces)), started=True)
                 start, row_key = self._whole(before, shard), (f"{key[0]}.rows", shard.number)
-                self.totals[key, shard.number] = _Totals([self._add(row_key, rows, [*pieces, start], READER)])
+                self.totals[key, shard.number] = _Totals([self._add(row_key, rows, [pieces, start], READER)])
             del self.new[key]
 
-    def _gathered(self, update: Key, key: Key, place: int) -> list[Key]:
-        """Send the inputs of a sum to the owners of its shards; return those of all ranks, piece by piece, where this
-        rank is an owner.
+    def _gathered(self, update: Key, key: Key, place: int) -> list[Any]:
+        """Send the inputs of a sum to the owners of its shards; return those of all ranks, a piece of one chunk for
+        each, where this rank is an owner.
 
         place   of the sum among those that are gathered, the same on all ranks
         """
@@ -328,18 +320,16 @@ class Distribution:
         join = Exchange(partial(inputs_in_one, call), _origin("gather", "backward", 0), MESSAGE, size=size)
         self._add(joined, join, self.graph[key].args[:count], ("sent", 0))
         owners = {shard.owner for shard in self.shards[update]}
-        bucket = ("sent", 0)
-        sent = [self._send(q, "gather", place, [joined], bucket, size=size) for q in self.rank.others if q in owners]
+        to, bucket = [other for other in self.rank.others if other in owners], ("sent", 0)
+        sent = [self._send(other, "gather", place, [joined], bucket, list, size) for other in to]
         self.posted += [*sent, joined]
         if self.rank.number not in owners:
             return []
-        there = {q: self._receive(q, "gather", place, self.posted) for q in self.rank.others}
+        messages = {other: self._receive(other, "gather", place, self.posted) for other in self.rank.others}
         pieces = []
         for rank in range(self.rank.count):
-            source, outer = (there[rank], (0,)) if rank in there else (joined, ())
-            for number in range(count):
-                taken = item((*outer, number), _origin("gather", "update", rank))
-                pieces.append(self._add((f"{key[0]}.item", rank, number), taken, [source], READER))
+            keys, message = [(f"{key[0]}.item", rank, number) for number in range(count)], messages.get(rank, joined)
+            pieces.append([[self._item(item, "gather", rank, message, number) for number, item in enumerate(keys)]])
         return pieces
 
     def _whole(self, key: Key, shard: Shard) -> Key:
@@ -376,8 +366,8 @@ class Distribution:
         for other in self.rank.others:
             message = self._receive(other, "squares", 0, [*sent, *mine, *self.posted])
             for number, (reader, shard) in enumerate(by_rank[other]):
-                taken = item((number,), _origin("squares", "update", other))
-                results[reader, shard] = self._add((f"{reader[0]}.item", shard.number), taken, [message], READER)
+                key = (f"{reader[0]}.item", shard.number)
+                results[reader, shard] = self._item(key, "squares", other, message, number)
         self.posted += [*sent, *mine]
         parts: dict[Key, list[Key]] = {reader: [] for reader, _ in squared}
         for pair in squared:
@@ -401,7 +391,7 @@ class Distribution:
                 self._add(shard.key, rows, [weight, *moments, hyper, *totals.keys], to)
             if owned:
                 given = [*(self.weight[shard.update] for shard in owned), *(shard.key for shard in owned)]
-                pick, size = partial(self.access.read_all, owned), sum(shard.sent_bytes for shard in owned)
+                pick, size = partial(_read_all, owned), sum(shard.sent_bytes for shard in owned)
                 sent += [self._send(q, "weights", number, given, to, pick, size) for q in self.rank.others]
         # The loss comes first: if steps overlap, messages on a channel must be received in the order of the steps.
         for number, bucket in enumerate(buckets):
@@ -410,7 +400,7 @@ class Distribution:
                 message = self._receive(other, "weights", number, [*sent, *self.posted, self.loss]) if theirs else ()
                 for place, shard in enumerate(theirs):
                     origin = self.graph[shard.update].func.origin
-                    store = Exchange(partial(self.access.store, shard, place), origin, size=shard.bytes)
+                    store = Exchange(partial(_store, shard, place), origin, size=shard.bytes)
                     self._add(shard.key, store, [message, self.weight[shard.update]], "store")
         for update in self.updates:
             for gone in {update, *self.dependents[update]} - {*done}:
@@ -422,6 +412,10 @@ class Distribution:
         call.bucket = bucket
         self.new[key] = task(key, call, arguments)
         return key
+
+    def _item(self, key: Key, kind: str, rank: int, message: Key, number: int) -> Key:
+        """Add a task that takes one of the arrays of a rank's message; return its key."""
+        return self._add(key, Exchange(itemgetter(number), _origin(kind, "update", rank), MESSAGE), [message], READER)
 
     def _send(
         self,
@@ -461,11 +455,6 @@ def _origin(kind: str, phase: str, number: int) -> Origin:
     return Origin(kind, phase, f"bucket.{number}")
 
 
-def item(place: Sequence[int], origin: Origin) -> Exchange:
-    """Return a call that takes the item at a place of a message's nested sequences."""
-    return Exchange(lambda values: reduce(getitem, place, values), origin, MESSAGE)
-
-
 def inputs_in_one(call: ChunkSum, *inputs: Any) -> list[np.ndarray]:
     """Return the inputs of a sum over the own chunks, each as one array, from Dask's nested lists."""
 
@@ -475,6 +464,39 @@ def inputs_in_one(call: ChunkSum, *inputs: Any) -> list[np.ndarray]:
 
     cut_axes = [[number for number, axis in enumerate(axes) if axis in CUT] for axes in call.inputs]
     return [in_one(call.chunk_at(given, axes, {}), cut) for given, axes, cut in zip(inputs, call.inputs, cut_axes)]
+
+
+def read_rows(weight: Any, rows: slice, rounded: bool) -> np.ndarray:
+    """Return rows of a weight in the form in which they are sent to another rank.
+
+    rounded   whether that rank only multiplies by them; they are then sent in bfloat16
+    """
+    if not isinstance(weight, TrainedWeight):
+        values: np.ndarray = weight[rows]
+        return values
+    return to_bfloat16(weight.values[rows]) if rounded else weight.values[rows]
+
+
+def write_rows(weight: Any, rows: slice, values: np.ndarray) -> None:
+    """Write received rows into a weight; rounded rows only into its packed values."""
+    if values.dtype == np.uint16:
+        for first in range(0, len(values), PACKED_ROWS):
+            pack_weight(from_bfloat16(values[first : first + PACKED_ROWS]), weight.packed, first=rows.start + first)
+    elif isinstance(weight, TrainedWeight):
+        weight.values[rows] = values
+        pack_weight(values, weight.packed, first=rows.start)
+    else:
+        weight[rows] = values
+
+
+def _read_all(shards: Sequence[Shard], *values: Any) -> list[np.ndarray]:
+    """Return the rows of shards from the weights that they belong to, which come first among the values."""
+    return [read_rows(weight, shard.rows, shard.rounded) for shard, weight in zip(shards, values)]
+
+
+def _store(shard: Shard, place: int, message: Sequence[Any], weight: Any) -> None:
+    """Write rows from their owner's message into the own weight."""
+    write_rows(weight, shard.rows, message[place])
 
 
 def _buckets(shards: Sequence[Shard], ranks: int) -> list[list[Shard]]:

@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from dask.order import order
 
@@ -218,19 +218,19 @@ def _buckets(graph: Graph) -> dict[Key, Hashable]:
     return bucket_of
 
 
-def title(origins: Sequence[Origin]) -> tuple[str, str]:
+def title(origins: Sequence[Origin]) -> str:
     """Return the name of a fused task, kind and place: its layer and pass, or for several, the block, segment or
     update."""
     if len({origin.kind for origin in origins}) == 1:
-        return origins[0].kind, origins[0].place
+        return f"{origins[0].kind}-{origins[0].place}"
     if any(origin.phase == "update" for origin in origins):
         last = next((origin for origin in reversed(origins) if origin.parameter), None)
         if last is None:  # sums of gradients, and their squares
-            return "gradient", origins[-1].where.rpartition(".")[0]
-        return "update", last.parameter.rpartition(".")[0] or last.parameter
+            return f"gradient-{origins[-1].where.rpartition('.')[0]}"
+        return f"update-{last.parameter.rpartition('.')[0] or last.parameter}"
     passes = {origin.phase for origin in origins}
     way = passes.pop() if len(passes) == 1 else "head"
-    return f"tokens.{way}", origins[0].place
+    return f"tokens.{way}-{origins[0].place}"
 
 
 def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
@@ -246,46 +246,40 @@ def chunk_of(graph: Graph, key: Key, whole: bool) -> Chunk | None:
     return (*chunk, index["h"]) if "h" in index else chunk
 
 
-class Surroundings(NamedTuple):
-    """The relations of a graph to the runs before and after it.
+def fuse(
+    graph: Graph,
+    groups: Groups,
+    wanted: Sequence[Key],
+    *,
+    places: Mapping[Key, Place],
+    carried: Mapping[Key, tuple[Key, Key]],
+    after: Mapping[Key, Iterable[Key]],
+    token: str,
+    drop: bool,
+) -> tuple[Graph, dict[Key, Place]]:
+    """Make one task of each group; tasks of no group stay on their own, leaves stay as they are.
+
+    Return the graph of these tasks, and the places of the wanted values.
 
     wanted     keys whose results are read from outside
     places     places of leaves that are values in other data
     carried    leaves that the next run takes from a result of this run: leaf -> (its data's key, the result)
     after      task -> tasks that must have run before it although it does not read them
-    """
-
-    wanted: Sequence[Key]
-    places: Mapping[Key, Place]
-    carried: Mapping[Key, tuple[Key, Key]]
-    after: Mapping[Key, Iterable[Key]]
-
-
-def fuse(
-    graph: Graph, groups: Groups, around: Surroundings, *, token: str, drop: bool
-) -> tuple[Graph, dict[Key, Place], dict[str, tuple[str, str]]]:
-    """Make one task of each group; tasks of no group stay on their own, leaves stay as they are.
-
-    Return the graph of these tasks, the places of the wanted values, and for the first part of each task's key its kind
-    and place.
-
     token      ends the first parts of the keys
     drop       whether a value is dropped after its last reader although other results of its task are still needed,
                which requires that no task runs twice
 
     Errors     RuntimeError if groups depend on each other in a cycle, naming it
     """
-    wanted, places, carried, after = around
     members: dict[Hashable, list[Key]] = defaultdict(list)
     for key in in_order(_with_waits_inside(graph, groups, after)):
         if key in groups:
             members[("alone", key) if groups[key] is None else groups[key]].append(key)
     home = {key: group for group, keys in members.items() for key in keys}
-    titles, names = dict[str, tuple[str, str]](), dict[Hashable, Key]()
-    for number, (group, keys) in enumerate(members.items()):
-        kind, place = title([origin_of(graph[key]) for key in keys])
-        name = f"{kind}-{place}_-{token}"
-        titles[name], names[group] = (kind, place), (name, number)
+    names: dict[Hashable, Key] = {
+        group: (f"{title([origin_of(graph[key]) for key in keys])}_-{token}", number)
+        for number, (group, keys) in enumerate(members.items())
+    }
     results = {result for _, result in carried.values()}
     packs = {home[result] for result in results}  # the next run always takes a tuple
     dependents = dependents_of(graph)
@@ -314,7 +308,7 @@ def fuse(
         merged[names[group]] = task(names[group], program, needed)
     needs = {key: node.dependencies & merged.keys() for key, node in merged.items()}
     one_by_one(needs, "fuse", "fused tasks must not wait for each other in a cycle")
-    return merged, {key: all_places[key] for key in wanted}, titles
+    return merged, {key: all_places[key] for key in wanted}
 
 
 def _with_waits_inside(graph: Graph, group: Groups, after: Mapping[Key, Iterable[Key]]) -> Graph:

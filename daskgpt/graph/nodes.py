@@ -32,21 +32,20 @@ def pieces(array: da.Array, value: np.ndarray) -> dict[Key, np.ndarray]:
     return {key: value[(*index, ...)] for key, index in zip(keys_of(array), slices_from_chunks(array.chunks))}
 
 
-def array_of(name: str, shape: tuple[int, ...], chunks: Chunks, dtype: np.typing.DTypeLike) -> da.Array:
+def array_of(name: str, chunks: Chunks, dtype: np.typing.DTypeLike) -> da.Array:
     """Return a dask array without data: a leaf of a recorded graph, which `with_leaves` fills for each run.
 
     Errors   RuntimeError if Dask makes array expressions, which have no graph to record
     """
     rule, advice = "Dask's array expressions must be off", "Unset DASK_ARRAY__QUERY_PLANNING before Python starts."
     require(not da.array_expr_enabled(), "daskgpt", rule, {"array.query-planning": True}, advice, RuntimeError)
-    placeholder = da.Array({}, name, chunks, dtype=dtype, shape=shape)
-    nodes = {key: DataNode(key, None) for key in keys_of(placeholder)}
-    return da.Array(HighLevelGraph.from_collections(name, nodes, ()), name, chunks, dtype=dtype, shape=shape)
+    nodes = {key: DataNode(key, None) for key in keys_of(da.Array({}, name, chunks, dtype=dtype))}
+    return da.Array(HighLevelGraph.from_collections(name, nodes, ()), name, chunks, dtype=dtype)
 
 
 def from_numpy(name: str, value: np.ndarray, chunks: Chunks) -> da.Array:
     """Return a dask array whose chunks are views of `value` (dask.array.from_array would copy and hash them)."""
-    empty = array_of(name, value.shape, chunks, value.dtype)
+    empty = array_of(name, chunks, value.dtype)
     nodes = {key: DataNode(key, chunk) for key, chunk in pieces(empty, value).items()}
     return da.Array(HighLevelGraph.from_collections(name, nodes, ()), name, chunks, dtype=value.dtype)
 

@@ -269,7 +269,7 @@ def row_sum(graph: Graph, new: Graph, key: Key, number: int, bands: Sequence[Ban
         task_key = (f"{key[0]}.rows", number, first)
         numbers = range(first, min(first + together, len(pieces)))
         program = RowSum(call, bands, numbers, started=before is not None)
-        new[task_key] = task(task_key, program, [*all_keys(pieces[first : first + together]), *start])
+        new[task_key] = task(task_key, program, [pieces[first : first + together], *start])
         start = [task_key]
     return task_key
 

@@ -1,9 +1,5 @@
 """Checks and views that the public kernels share; each costs less than a microsecond."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
@@ -93,18 +89,3 @@ def checked_indices(where: str, name: str, indices: np.ndarray, count: int) -> n
         rule = f"{name} must be from 0 to {count - 1}"
         raise refusal(ValueError, where, rule, {name: row[position]}, "Check what they count.")
     return row
-
-
-def into_new_arrays(in_place: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the version of an optimizer's kernel `NAME_inplace` that leaves weight and moments unchanged.
-
-    It runs the kernel on copies, so its results have the same bits. Assign it to NAME in the same module.
-    """
-
-    @functools.wraps(in_place)
-    def update(weight: np.ndarray, gradient: np.ndarray, *others: np.ndarray, **options: Any) -> Any:
-        *moments, hyper = others
-        return in_place(weight.copy(), gradient, *(moment.copy() for moment in moments), hyper, **options)
-
-    update.__name__ = update.__qualname__ = in_place.__name__.removesuffix("_inplace")
-    return update

@@ -1,7 +1,6 @@
 """Updates of parameters: AdamW, Muon, and the norm that clips gradients.
 
-An update `NAME_inplace` overwrites the weight and its moments; `NAME` leaves them unchanged and returns new arrays
-with the same bits.
+An update `NAME_inplace` overwrites the weight and its moments.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from daskgpt.kernels.arguments import check_output, check_shape, flat, into_new_arrays
+from daskgpt.kernels.arguments import check_output, check_shape, flat
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.float32.blas import gemm, gemm_address, product
 from daskgpt.kernels.float32.gemm import NOTHING
@@ -116,9 +115,6 @@ def adamw_inplace(
     _check("adamw", hyper, weight, gradient, m=m, v=v)
     _adamw(flat(weight), flat(gradient), flat(m), flat(v), hyper, beta1, beta2, eps, weight_decay)
     return weight, m, v
-
-
-adamw = into_new_arrays(adamw_inplace)
 
 
 # Of Muon.
@@ -301,9 +297,6 @@ def muon_inplace(
         length = scale * math.sqrt(max(rows, columns))
         _step(flat(weight[rows_of_map]), flat(orthogonalised(direction, step)), hyper, length, weight_decay)
     return weight, m
-
-
-muon = into_new_arrays(muon_inplace)
 
 
 # The norm of all gradients, summed in an order that no chunk, task or worker changes. Squares of a tensor are summed in

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rows import row_of
+from daskgpt.config.settings import row_of
 from daskgpt.kernels import (
     add,
     attention,

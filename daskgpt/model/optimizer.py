@@ -1,4 +1,4 @@
-"""Optimizers as a table of updates, and the learning rate over the steps as a table of schedules."""
+"""Optimizers as a table of updates, and the learning rate over the steps."""
 
 from __future__ import annotations
 
@@ -10,63 +10,41 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
-from daskgpt.config.rows import row_of
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.config.settings import part_of
-from daskgpt.graph.calls import CallOptions, Origin, apply, is_ours
+from daskgpt.config.settings import part_of, row_of
+from daskgpt.graph.calls import Origin, apply, is_ours
 from daskgpt.kernels import optimizers
 from daskgpt.kernels.bfloat16 import gemm
+from daskgpt.kernels.bfloat16.gemm import TrainedWeight
 from daskgpt.kernels.bfloat16.update import linear_update
-from daskgpt.kernels.optimizers import GRAD_INFO, HYPER_SIZE, clipped_hyper, squares
+from daskgpt.kernels.optimizers import GRAD_INFO, clipped_hyper, squares
 from daskgpt.model.parameters import Tensor
+from daskgpt.model.precision import values_of
 from daskgpt.model.tape import Tape
 
 Kernel = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """One row of the table of schedules.
-
-    warms  whether the learning rate rises in the first `warmup` steps
-    falls  returns the number of last steps in which the rate falls, from the configuration and the number of steps;
-           None = all steps after the rise
-    left   returns the remaining share of the fall after a share of its steps, both 0 .. 1
-    """
-
-    name: str
-    warms: bool
-    falls: Callable[[OptimizerConfig, int], int | None]
-    left: Callable[[float], float]
-
-
-CONSTANT = Schedule("constant", warms=False, falls=lambda config, steps: 0, left=lambda way: 1.0)
-LINEAR = Schedule("linear", warms=True, falls=lambda config, steps: None, left=lambda way: 1 - way)
-# Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts.
-COSINE = Schedule("cosine", warms=True, falls=lambda config, steps: None, left=lambda way: _half_cosine(way))
-# Warmup, stable, decay: Hu et al. 2024, arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392.
-WSD = Schedule("wsd", warms=True, falls=lambda config, steps: part_of(config.cooldown, steps), left=lambda way: 1 - way)
-SCHEDULES = {row.name: row for row in (CONSTANT, LINEAR, COSINE, WSD)}
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Return the learning rate of a step, counted from 0, in a run of `steps`.
 
     The rate rises linearly over `warmup` steps to its maximum, and falls to the final rate in the last step, unless the
-    run ends with the warm-up; see `SCHEDULES`.
+    run ends with the warm-up: with `linear` and `cosine` in all steps after the warm-up, with `wsd` (warmup, stable,
+    decay) in a line in the last `cooldown` steps. With `constant` it neither rises nor falls.
+
+    Source   Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts (cosine); Hu et al. 2024, arXiv:2404.06395,
+             and Hägele et al. 2024, arXiv:2405.18392 (wsd)
     """
-    row = SCHEDULES[config.schedule]
-    warmup = part_of(config.warmup, steps) if row.warms else 0
+    warmup = 0 if config.schedule == "constant" else part_of(config.warmup, steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
-    room = steps - 1 - warmup
-    wanted = row.falls(config, steps)
+    wanted = {"constant": 0, "wsd": part_of(config.cooldown, steps)}.get(config.schedule, steps)
     if wanted == 0:
         return config.learning_rate
-    falls = room if wanted is None else min(wanted, room)
-    way = (step - (steps - 1 - falls)) / max(falls, 1)
-    height = config.learning_rate - config.final_learning_rate
-    return config.final_learning_rate + height * row.left(min(max(way, 0.0), 1.0))
+    falls = min(wanted, steps - 1 - warmup)
+    way = min(max((step - (steps - 1 - falls)) / max(falls, 1), 0.0), 1.0)
+    left = _half_cosine(way) if config.schedule == "cosine" else 1 - way
+    return config.final_learning_rate + (config.learning_rate - config.final_learning_rate) * left
 
 
 # C libraries differ in the last bit of a cosine, and a run's bits would depend on the machine.
@@ -86,14 +64,12 @@ def _half_cosine(progress: float) -> float:
 class Optimizer:
     """One row of the table of optimizers: how tensors are updated.
 
-    kernel    (weight, gradient, *moments, hyper, **options) -> (new weight, *new moments), or the weight alone if
-              there are no moments
-    in_place  kernel that updates rows of a weight and of its moments in place
+    kernel    called as kernel(weight, gradient, *moments, hyper, **options); it updates all rows of weight and moments
+              in place, or a part of them
     moments   names of the arrays that are kept from step to step, zero at the start, in the shape of the weight
     per_row   names of moments that have one number per row of the weight instead
     options   returns the constants of a tensor
-    hyper     returns the numbers that change from step to step, float64 (hyper_size,), from the step and the number of
-              steps
+    hyper     returns the numbers that change from step to step, float64 (S,), from the step and the number of steps
     fused     summing kernel -> kernel that computes that sum and this update in one pass
     whole     whether all rows of a tensor must be updated together
     updates   returns whether this row updates a tensor
@@ -102,11 +78,9 @@ class Optimizer:
 
     name: str
     kernel: Kernel
-    in_place: Kernel
     moments: tuple[str, ...]
     options: Callable[[OptimizerConfig, Tensor], Mapping[str, float]]
     hyper: Callable[[OptimizerConfig, int, int], np.ndarray]
-    hyper_size: int
     fused: Mapping[Kernel, Kernel] = field(default_factory=dict)
     per_row: tuple[str, ...] = ()
     whole: bool = False
@@ -145,12 +119,10 @@ def _adamw_hyper(config: OptimizerConfig, step: int, steps: int) -> np.ndarray:
 
 ADAMW = Optimizer(
     name="adamw",
-    kernel=optimizers.adamw,
-    in_place=optimizers.adamw_inplace,
+    kernel=optimizers.adamw_inplace,
     moments=("m", "v"),
     options=_adamw_options,
     hyper=_adamw_hyper,
-    hyper_size=HYPER_SIZE,
     fused={gemm.backward_weight: linear_update},
 )
 
@@ -162,12 +134,10 @@ def _muon_options(config: OptimizerConfig, tensor: Tensor) -> Mapping[str, float
 
 MUON = Optimizer(
     name="muon",
-    kernel=optimizers.muon,
-    in_place=optimizers.muon_inplace,
+    kernel=optimizers.muon_inplace,
     moments=("m",),
     options=_muon_options,
     hyper=_adamw_hyper,
-    hyper_size=HYPER_SIZE,
     whole=True,
     updates=lambda tensor: tensor.row.is_matrix and tensor.row.per_block,
     others=ADAMW,
@@ -191,12 +161,29 @@ class Clipped:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> Any:
+    def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> None:
         *moments, info = others
         hyper, (_, scale) = info[:-GRAD_INFO], info[-GRAD_INFO:]
         if scale != 1:
             gradient = gradient * gradient.dtype.type(scale)
-        return self.kernel(weight, gradient, *moments, hyper, **options)
+        self.kernel(weight, gradient, *moments, hyper, **options)
+
+
+class IntoNewArrays:
+    """An optimizer's kernel that leaves weight and moments unchanged: it runs on copies, which it returns, the weight
+    alone if there are no moments. So its results have the same bits.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> Any:
+        *moments, hyper = others
+        new: list[Any] = [values_of(weight).copy(), *(moment.copy() for moment in moments)]
+        self.kernel(new[0], gradient, *new[1:], hyper, **options)
+        if isinstance(weight, TrainedWeight):
+            new[0] = TrainedWeight.of(new[0])
+        return tuple(new) if moments else new[0]
 
 
 def clipped_kernel(config: OptimizerConfig, kernel: Kernel) -> Kernel:
@@ -204,20 +191,12 @@ def clipped_kernel(config: OptimizerConfig, kernel: Kernel) -> Kernel:
     return Clipped(kernel) if config.clip and not is_ours(kernel) else kernel
 
 
-def clipped(
-    gradients: Mapping[str, da.Array],
-    tensors: Mapping[str, Tensor],
-    hyper: da.Array,
-    config: OptimizerConfig,
-    optimizer: Optimizer,
-    tape: Tape,
-) -> da.Array:
+def clipped(gradients: Mapping[str, da.Array], hyper: da.Array, config: OptimizerConfig, tape: Tape) -> da.Array:
     """Return, from all gradients, the input of updates in place of hyper; see `kernels.optimizers.clipped_hyper`."""
     sums: list[da.Array] = []
-    for name, tensor in tensors.items():
+    for name, gradient in gradients.items():
         origin = Origin("squares", "update", name)
-        signature = f"{'OC'[: len(tensor.shape)]} -> "
-        sums += apply(origin.name(tape.token), squares, signature, [gradients[name]], origin=origin)
+        sums += apply(origin.name(tape.token), squares, f"{'OC'[: gradient.ndim]} -> ", [gradient], origin=origin)
     origin = Origin("norm", "update", "gradients")
     (info,) = apply(
         origin.name(tape.token),
@@ -226,7 +205,7 @@ def clipped(
         [hyper, *sums],
         options={"clip": config.clip},
         origin=origin,
-        call_options=CallOptions(new_axes={"N": optimizer.hyper_size + GRAD_INFO}),
+        new_axes={"N": len(hyper) + GRAD_INFO},
     )
     return info
 
@@ -237,7 +216,6 @@ def update(
     gradients: Mapping[str, da.Array],
     hyper: da.Array,
     config: OptimizerConfig,
-    optimizer: Optimizer,
     tape: Tape,
 ) -> dict[str, da.Array]:
     """Update every tensor in a task; return the new state under the names of the old one.
@@ -247,14 +225,14 @@ def update(
     """
     new: dict[str, da.Array] = {}
     for name, tensor in tensors.items():
-        axes, row = "OC"[: len(tensor.shape)], optimizer.of(tensor)
+        axes, row = "OC"[: len(tensor.shape)], optimizer_of(config.optimizer).of(tensor)
         kinds = ["weight", *row.moments]
         first, *moments = (state[f"{kind}.{name}"] for kind in kinds)
         origin = Origin(row.name, "update", name, parameter=name)
         outputs = [axes[:1] if kind in row.per_row else axes for kind in kinds]
         results = apply(
             origin.name(tape.token),
-            tape.precision.update(clipped_kernel(config, row.kernel)),
+            IntoNewArrays(tape.precision.kernel(clipped_kernel(config, row.kernel))),
             f"{', '.join([axes, axes, *outputs[1:]])}, S -> {', '.join(outputs)}",
             [first, gradients[name], *moments, hyper],
             options=row.options(config, tensor),

@@ -82,10 +82,6 @@ def _heads_are_normalized(config: ModelConfig) -> bool:
     return config.qk_norm != "none"
 
 
-def _qkv_has_bias(config: ModelConfig) -> bool:
-    return config.bias in ("all", "qkv")
-
-
 def _all_have_bias(config: ModelConfig) -> bool:
     return config.bias == "all"
 
@@ -101,7 +97,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("h.{block}.ln_1.weight", ("C",), "one"),
     Parameter("h.{block}.ln_1.bias", ("C",), "zero", exists=_norm_has_bias),
     Parameter("h.{block}.attn.c_attn.weight", ("QKV", "C"), "normal", multiplied=_always),
-    Parameter("h.{block}.attn.c_attn.bias", ("QKV",), "zero", exists=_qkv_has_bias),
+    Parameter("h.{block}.attn.c_attn.bias", ("QKV",), "zero", exists=lambda config: config.bias != "none"),
     Parameter("h.{block}.attn.q_norm.weight", ("D",), "one", exists=_heads_are_normalized),
     Parameter("h.{block}.attn.k_norm.weight", ("D",), "one", exists=_heads_are_normalized),
     Parameter("h.{block}.attn.c_proj.weight", ("C", "A"), "residual", multiplied=_always),
@@ -239,7 +235,7 @@ class ReadLater(Mapping[str, np.ndarray]):
         return len(self.names)
 
 
-class RandomParameters(Mapping[str, np.ndarray]):
+class RandomParameters(ReadLater):
     """GPT-2's initial values. Tensors are generated when they are read; the mapping holds only the configuration.
 
     Every tensor has its own random stream, so its values do not depend on the size or order of others.
@@ -248,26 +244,21 @@ class RandomParameters(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, config: ModelConfig, seed: int, dtype: np.typing.DTypeLike = np.float32) -> None:
+        super().__init__(tensors(config), self.generated)
         self.config, self.seed, self.dtype = config, seed, np.dtype(dtype)
-        self.numbers = {name: number for number, name in enumerate(tensors(config))}
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def generated(self, name: str) -> np.ndarray:
+        """Return the values of a tensor."""
         config, tensor = self.config, tensors(self.config)[name]
         initial = tensor.row.initial
         if initial in ("one", "zero"):
             return np.full(tensor.shape, float(initial == "one"), self.dtype)
         std = 0.02 / math.sqrt(2 * config.blocks) if initial == "residual" else 0.02
-        random = np.random.default_rng([self.seed, self.numbers[name]])
+        random = np.random.default_rng([self.seed, list(self.names).index(name)])
         values: np.ndarray = (random.standard_normal(tensor.shape, np.float32) * np.float32(std)).astype(self.dtype)
         if tensor.row.axes[0] == "V":
             values[config.vocabulary :] = 0
         return values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.numbers)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
 
 
 def initial_parameters(

@@ -14,17 +14,14 @@ from daskgpt.kernels import attention, crossentropy, embedding, linear, optimize
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16 import layers as bf16_layers
-from daskgpt.kernels.bfloat16.gemm import TrainedWeight, empty_weight, pack_weight
-from daskgpt.kernels.bfloat16.isa import outruns_float32, unit
+from daskgpt.kernels.bfloat16.gemm import TrainedWeight, empty_weight
+from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.bfloat16.layers import PackedUpdate
-from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
 from daskgpt.kernels.compilation import all_cached, compile_all
 from daskgpt.model.parameters import Tensor
 
 Kernel = Callable[..., Any]
 TILE_TOKENS = 32  # that a product of bfloat16 adds in one step
-PACKED_ROWS = 256  # numbers that are widened at a time: some hundred kilobytes, in the second cache
-LEAST_CHANNELS = 256  # least number of channels for which faster products save more than rounding and packing cost
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Precision:
         return self.replaced.get(kernel, kernel)
 
     def update(self, kernel: Kernel) -> Kernel:
-        """Return an optimizer's kernel for parameters as this precision holds them."""
+        """Return an optimizer's kernel for rows of parameters as this precision holds them."""
         update = self.kernel(kernel)
         return PackedUpdate(update) if self.packed else update
 
@@ -92,26 +89,6 @@ def values_of(held: Any) -> np.ndarray:
     return held.values if isinstance(held, TrainedWeight) else held
 
 
-def read_rows(held: Any, rows: slice, rounded: bool) -> np.ndarray:
-    """Return rows of a parameter in the form in which they are sent to another process that holds it.
-
-    rounded   whether that process only multiplies by them; they are then sent in bfloat16
-    """
-    values = values_of(held)[rows]
-    return to_bfloat16(values) if rounded and isinstance(held, TrainedWeight) else values
-
-
-def write_rows(held: Any, rows: slice, values: np.ndarray) -> None:
-    """Write received rows into a parameter; rounded rows only into its packed values."""
-    if values.dtype == np.uint16:
-        for first in range(0, len(values), PACKED_ROWS):
-            pack_weight(from_bfloat16(values[first : first + PACKED_ROWS]), held.packed, first=rows.start + first)
-        return
-    values_of(held)[rows] = values
-    if isinstance(held, TrainedWeight):
-        pack_weight(values, held.packed, first=rows.start)
-
-
 FLOAT32 = Precision("float32", np.dtype("float32"))
 FLOAT64 = Precision("float64", np.dtype("float64"))
 # The operands of products are rounded to bfloat16; sums and everything else stay float32.
@@ -128,7 +105,6 @@ BFLOAT16 = Precision(
         crossentropy.forward: bf16_layers.crossentropy_forward,
         crossentropy.backward_x: bf16_layers.crossentropy_backward_x,
         crossentropy.backward_wte: bf16_layers.crossentropy_backward_wte,
-        optimizers.muon: bf16_layers.muon,
         optimizers.muon_inplace: bf16_layers.muon_inplace,
     },
     packed=True,
@@ -143,24 +119,17 @@ PRECISIONS = {precision.name: precision for precision in (FLOAT32, BFLOAT16, FLO
 def precision_of(name: str) -> Precision:
     """Return the precision of a name.
 
-    Errors   ValueError for an unknown name, also for auto (see `resolve`)
+    Errors   ValueError for an unknown name
     """
     require_known(name, PRECISIONS, "precision_of", "precision")
     return PRECISIONS[name]
 
 
-def resolve(wanted: str, channels: int) -> tuple[Precision, str]:
-    """Choose the precision to compute with if auto is wanted; return it with the reason.
+def products_of(precision: Precision) -> str:
+    """Return how matrix products are computed at a precision, for people.
 
     Errors   ValueError or RuntimeError if DASKGPT_MATMUL names a unit that is unknown or missing
     """
-    if wanted == "float32":
-        return FLOAT32, "products in float32"
-    name = unit().name.lower()
-    if wanted == "bfloat16":
-        return BFLOAT16, f"operands of products rounded to bfloat16, multiplied by {name}, sums in float32"
-    if not outruns_float32(unit()):
-        return FLOAT32, f"auto: products of bfloat16 ({name}) would not be faster on this processor"
-    if channels < LEAST_CHANNELS:
-        return FLOAT32, f"auto: with {channels} channels (below {LEAST_CHANNELS}) bfloat16 would gain little"
-    return BFLOAT16, f"auto: {name} multiplies it faster than float32"
+    if not precision.packed:
+        return f"products in {precision.name}"
+    return f"operands of products rounded to bfloat16, multiplied by {unit().name.lower()}, sums in float32"

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, TypeVar
 import dask.array as da
 import numpy as np
 
-from daskgpt.config.groups import Groups
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.accumulate import MicroBatches, accumulate
 from daskgpt.graph.barriers import memory_waits, stages_of
 from daskgpt.graph.compiled import CompiledGraph, KernelGraph, compile_graph
-from daskgpt.graph.distribute import Distribution, Rank, RowAccess
+from daskgpt.graph.distribute import Distribution, Rank
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import array_of, from_numpy, graph_of, keys_of
+from daskgpt.graph.sum_order import Groups
 from daskgpt.graph.update_in_place import InPlaceRule, Rewritten, UpdateRules, update_in_place
 from daskgpt.kernels.arguments import checked_indices
 from daskgpt.kernels.dropout import streams
@@ -29,7 +29,7 @@ from daskgpt.kernels.optimizers import GRAD_INFO
 from daskgpt.model.layers import CROSSENTROPY
 from daskgpt.model.optimizer import clipped, clipped_kernel, optimizer_of, update
 from daskgpt.model.parameters import Tensor, tensors, trained_tensors
-from daskgpt.model.precision import FLOAT32, Precision, read_rows, write_rows
+from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.tape import Tape
 from daskgpt.model.transformer import EMBEDDED, mean_loss
 
@@ -188,16 +188,16 @@ def compile_step(
     shape, precision, row = (last - first, batch_shape[1]), dials.precision, optimizer_of(optimizer.optimizer)
     groups = rank.groups_of(rank.number) if rank else Groups(dials.groups)
     tape = Tape(precision, groups, dials.threads * dials.accumulate)  # micro-batches follow each other
-    inputs = input_leaves(tape, shape, dials.chunk, row.hyper_size)
+    inputs = input_leaves(tape, shape, dials.chunk, len(row.hyper(optimizer, 0, 1)))
     table = trained_tensors(config)
     state, weights = state_leaves(tape, config, precision, row.state(table))
     loss = mean_loss(tape, config, weights, inputs, optimizer.dropout)
     gradients = gradients_of(tape, config, weights, loss)
     outputs, grad_info = {"loss": loss}, inputs["hyper"]
     if optimizer.clip:
-        grad_info = clipped(gradients, table, grad_info, optimizer, row, tape)
+        grad_info = clipped(gradients, grad_info, optimizer, tape)
         outputs["grad_info"] = grad_info
-    updated = update(table, state, gradients, grad_info, optimizer, row, tape)
+    updated = update(table, state, gradients, grad_info, optimizer, tape)
 
     graph = graph_of([*outputs.values(), *updated.values()])
     if dials.accumulate > 1:
@@ -211,8 +211,7 @@ def compile_step(
         if rank is None:
             rewritten = update_in_place(graph, rules, apart=dials.apart)
         else:
-            access = RowAccess(read_rows, write_rows, precision.rounding)
-            distribution = Distribution(graph, rules, rank, keys_of(loss)[0], access, tape.token)
+            distribution = Distribution(graph, rules, rank, keys_of(loss)[0], precision.rounding, tape.token)
             rewritten = distribution.rewritten()
     state = {name: state[name] for name in updated} | state  # constants come last
     kernels = KernelGraph(tape.token, rewritten, inputs, outputs, state, updated)
@@ -249,7 +248,7 @@ def in_tasks(
 def _rule(tensor: Tensor, optimizer: OptimizerConfig, precision: Precision) -> InPlaceRule:
     """Return the rule by which a parameter is updated in place."""
     row = optimizer_of(optimizer.optimizer).of(tensor)
-    return InPlaceRule(precision.update(clipped_kernel(optimizer, row.in_place)), row.fused, row.whole)
+    return InPlaceRule(precision.update(clipped_kernel(optimizer, row.kernel)), row.fused, row.whole)
 
 
 class Outcome(NamedTuple):
@@ -275,8 +274,7 @@ def input_leaves(tape: Tape, batch_shape: tuple[int, int], chunk: tuple[int, int
     cut["S"] = (hyper_size,)
     leaves = {}
     for name, (axes, dtype) in INPUTS.items():
-        chunks = tuple(cut[axis] for axis in axes)
-        leaves[name] = array_of(f"{name}-{tape.token}", tuple(map(sum, chunks)), chunks, dtype)
+        leaves[name] = array_of(f"{name}-{tape.token}", tuple(cut[axis] for axis in axes), dtype)
     return leaves
 
 
@@ -305,7 +303,7 @@ def state_leaves(
 ) -> tuple[Lazy, Lazy]:
     """Return arrays without data for a state, by their names there, and the weights among them, by parameter."""
     leaves = {
-        name: array_of(f"{name}-{tape.token}", tensor.shape, tuple((size,) for size in tensor.shape), precision.dtype)
+        name: array_of(f"{name}-{tape.token}", tuple((size,) for size in tensor.shape), precision.dtype)
         for name, tensor in {**as_weights(tensors(config)), **(moments or {})}.items()
     }
     return leaves, weights_in(leaves)

@@ -11,9 +11,9 @@ from uuid import uuid4
 import dask.array as da
 import numpy as np
 
-from daskgpt.config.groups import ONE_GROUP, Groups
-from daskgpt.graph.calls import CallOptions, Origin, apply, parse
+from daskgpt.graph.calls import Origin, apply, parse
 from daskgpt.graph.nodes import from_numpy
+from daskgpt.graph.sum_order import ONE_GROUP, Groups
 from daskgpt.model import layers
 from daskgpt.model.layers import ADD, PASS, Layer, Row
 from daskgpt.model.precision import FLOAT32, Precision
@@ -95,9 +95,7 @@ class Tape:
         """
         gradients = {y.name: dy}
         for record in reversed(self.records):
-            arriving = gradients.pop(record.arrays[record.layer.outputs.split()[0]].name, None)
-            if arriving is None:
-                continue
+            arriving = gradients.pop(record.arrays[record.layer.outputs.split()[0]].name)
             for argument, row in record.layer.backward.items():
                 if record.arrays[argument].name not in constants:
                     self._arrive(gradients, record, argument, row, arriving)
@@ -151,7 +149,8 @@ class Tape:
             arrays,
             options={name: options[name] for name in row.options.split()},
             origin=origin,
-            call_options=CallOptions(groups=self.groups, **places),
+            groups=self.groups,
+            **places,
         )
 
 

@@ -89,40 +89,32 @@ class Forward:
         low = self(f"{at}.lora_a", layers.UNBIASED, x)
         return self(f"{at}.lora", layers.ADD, y, self(f"{at}.lora_b", layers.UNBIASED, low))
 
-    def embed(self) -> Any:
-        """Return the embedded tokens, plus the embedded positions if these have a table."""
-        return self(EMBEDDED, layers.EMBEDDING if self.config.position == "learned" else layers.TOKEN_EMBEDDING)
-
-    def normalize_heads(self, at: str, qkv: Any) -> Any:
-        """Return queries, keys and values, whose heads of queries and keys are normalized if the model does so."""
-        return qkv if self.config.qk_norm == "none" else self(at, layers.QK_NORM, qkv)
-
-    def with_positions(self, at: str, qkv: Any) -> Any:
-        """Return queries, keys and values with their positions, if the model has no table of positions."""
-        return qkv if self.config.position == "learned" else self(at, chosen(self.config, "position"), qkv)
-
     def drop(self, at: str, x: Any) -> Any:
         """Return x after dropout; x itself if nothing is dropped."""
         return self(at, layers.DROPOUT, x) if self.rate else x
 
 
-def transformer(tape: Any, config: ModelConfig, p: Parameters, inputs: Inputs, rate: float = 0.0) -> Any:
+def transformer(forward: Forward) -> Any:
     """Return the activations after the last normalization, (B, T, C) in the chunks of the tokens."""
-    forward = Forward(tape, config, p, inputs, rate)
-    x = forward.drop(EMBEDDED, forward.embed())
-    for number in range(config.blocks):
+    embedding = layers.EMBEDDING if forward.config.position == "learned" else layers.TOKEN_EMBEDDING
+    x = forward.drop(EMBEDDED, forward(EMBEDDED, embedding))
+    for number in range(forward.config.blocks):
         x = block(forward, f"h.{number}", x)
     return forward.normalize("ln_f", x)
 
 
 def block(forward: Forward, at: str, x: Any) -> Any:
     """Return x after a transformer block: x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    config = forward.config
     qkv = forward.linear(f"{at}.attn.c_attn", forward.normalize(f"{at}.ln_1", x))
-    qkv = forward.with_positions(f"{at}.attn", forward.normalize_heads(f"{at}.attn", qkv))
-    y = forward.linear(f"{at}.attn.c_proj", forward(f"{at}.attn", chosen(forward.config, "attention"), qkv))
+    if config.qk_norm != "none":
+        qkv = forward(f"{at}.attn", layers.QK_NORM, qkv)
+    if config.position != "learned":
+        qkv = forward(f"{at}.attn", chosen(config, "position"), qkv)
+    y = forward.linear(f"{at}.attn.c_proj", forward(f"{at}.attn", chosen(config, "attention"), qkv))
     x = forward(f"{at}.attn", layers.ADD, x, forward.drop(f"{at}.attn.c_proj", y))
     hidden = forward.linear(f"{at}.mlp.c_fc", forward.normalize(f"{at}.ln_2", x))
-    y = forward.linear(f"{at}.mlp.c_proj", forward(f"{at}.mlp", chosen(forward.config, "activation"), hidden))
+    y = forward.linear(f"{at}.mlp.c_proj", forward(f"{at}.mlp", chosen(config, "activation"), hidden))
     return forward(f"{at}.mlp", layers.ADD, x, forward.drop(f"{at}.mlp.c_proj", y))
 
 
@@ -140,9 +132,9 @@ def mean_loss(tape: Tape, config: ModelConfig, p: Parameters, inputs: Inputs, ra
     rate    rate of dropout, see `Forward`
     """
     check_tokens(config, inputs["tokens"], inputs["targets"])
-    forward = Forward(tape, config, p, inputs)
+    forward = Forward(tape, config, p, inputs, rate)
     head = layers.CROSSENTROPY if config.head == "tied" else layers.UNTIED_CROSSENTROPY
-    losses = forward("losses", head, transformer(tape, config, p, inputs, rate))
+    losses = forward("losses", head, transformer(forward))
     return forward("loss", layers.MEAN, losses)
 
 
@@ -151,9 +143,9 @@ def logits(tape: Any, config: ModelConfig, p: Parameters, inputs: Inputs, rows: 
 
     rows   the tokens that are scored
     """
-    x = transformer(tape, config, p, inputs)[:, rows]
+    forward = Forward(tape, config, p, inputs)
     head = layers.UNEMBEDDING if config.head == "tied" else layers.UNTIED_UNEMBEDDING
-    return Forward(tape, config, p, inputs)("logits", head, x)
+    return forward("logits", head, transformer(forward)[:, rows])
 
 
 def lazy_inputs(tape: Tape, tokens: da.Array, targets: da.Array) -> Inputs:
@@ -168,13 +160,8 @@ def check_tokens(config: ModelConfig, tokens: da.Array, targets: da.Array) -> No
     """Check that tokens and targets have the same chunks and fit the model's positions."""
     rule = "tokens and targets must be (B, T), not empty, in the same chunks"
     got = {"tokens": tokens.chunks, "targets": targets.chunks}
-    require(
-        tokens.ndim == 2 and tokens.size > 0 and tokens.chunks == targets.chunks,
-        "loss",
-        rule,
-        got,
-        "Rechunk one of them.",
-    )
+    fits = tokens.ndim == 2 and tokens.size > 0 and tokens.chunks == targets.chunks
+    require(fits, "loss", rule, got, "Rechunk one of them.")
     rule, length = "a sequence must not be longer than the model's positions", tokens.shape[1]
     got = {"sequence_length": length, "positions": config.positions}
     advice = "Shorten the sequence or use a model with more positions."

@@ -39,6 +39,7 @@ from daskgpt.graph.calls import wait
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.program import calls_of
+from daskgpt.kernels.bfloat16.isa import outruns_float32, unit
 from daskgpt.profiling.measure import BenchConfig, TimedEngine, in_turns, job_of
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.local import LocalScheduler, local_scheduler
@@ -191,12 +192,11 @@ def calibrate() -> Calibration:
     print("calibrate  kernels and tasks of this machine, for two to three minutes ...")
     for model, (config, turns, shapes) in MODELS.items():
         jobs = list[Job]()
-        for precision, (chunks, sequences, length, tokens, barrier) in product(("float32", "auto"), shapes):
+        precisions = ("float32", "bfloat16") if model == "gpt2" and outruns_float32(unit()) else ("float32",)
+        for precision, (chunks, sequences, length, tokens, barrier) in product(precisions, shapes):
             shape = BenchConfig(batch_size=sequences * max(cores, chunks), sequence_length=length)
             cuts: dict[str, Any] = {"batch_chunk": sequences, "sequence_chunk": tokens, "barrier": barrier}
-            job = job_of(config, shape, DataflowConfig(**cuts, precision=precision, grain="block"))
-            if precision == "float32" or (model != "384" and job.precision.name != "float32"):
-                jobs.append(job)
+            jobs.append(job_of(config, shape, DataflowConfig(**cuts, precision=precision, grain="block")))
         for kind, rows in sample(jobs, cores, turns).items():
             samples.setdefault(kind, []).extend(rows)
         print(f"calibrate  kernels of {model}: {perf_counter() - start:.0f} s")

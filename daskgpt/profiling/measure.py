@@ -13,12 +13,10 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
-from daskgpt.config.groups import groups_setting
+from daskgpt.config.errors import refusal, require, text_table
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, groups_setting
 from daskgpt.config.settings import Checked, setting
-from daskgpt.config.tables import text_table
 from daskgpt.graph.calls import PHASES
 from daskgpt.graph.program import Span
 from daskgpt.kernels.simd.lanes import features

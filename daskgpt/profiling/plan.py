@@ -12,10 +12,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import require, text_table
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig
-from daskgpt.config.tables import text_table
 from daskgpt.graph.calls import MESSAGE, Exchange, call_of
 from daskgpt.model.step import CompiledStep
 from daskgpt.profiling.measure import job_from

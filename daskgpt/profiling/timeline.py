@@ -13,8 +13,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple, TypeVar
 
-from daskgpt.config.errors import number_of, require
-from daskgpt.config.tables import text_table
+from daskgpt.config.errors import number_of, require, text_table
 from daskgpt.graph.calls import PHASES, Origin, call_of, is_pick
 from daskgpt.graph.compiled import CompiledGraph
 from daskgpt.graph.fuse import chunk_of

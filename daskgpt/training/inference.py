@@ -13,13 +13,13 @@ import dask.array as da
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.config.groups import Groups, groups_of_batch
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.dataset import validation_batches
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.graph.compiled import CompiledGraph, KernelGraph, Layout, compile_graph
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import from_numpy, graph_of
+from daskgpt.graph.sum_order import Groups, groups_of_batch
 from daskgpt.graph.update_in_place import Rewritten
 from daskgpt.model.parameters import check_parameters
 from daskgpt.model.step import Lazy, gradients_of, input_leaves, input_values, state_leaves

@@ -12,9 +12,7 @@ from typing import Any
 
 from daskgpt.config.errors import number_of, refusal, require
 from daskgpt.config.files import expanded
-from daskgpt.config.groups import groups_of_batch
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rows import digests_of_modules
 from daskgpt.config.run import (
     DataConfig,
     DataflowConfig,
@@ -22,15 +20,17 @@ from daskgpt.config.run import (
     RunConfig,
     check_chunks,
 )
+from daskgpt.config.settings import digests_of_modules
 from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.formats.models import PACKAGED
+from daskgpt.graph.sum_order import groups_of_batch
 from daskgpt.kernels.cache import PLACE
 from daskgpt.model.layers import CHOICES, chosen
 from daskgpt.model.optimizer import optimizer_of
 from daskgpt.model.parameters import Tensor, parameter_count, trained_tensors, value_count
-from daskgpt.model.precision import FLOAT32, Precision, resolve
+from daskgpt.model.precision import FLOAT32, Precision, precision_of, products_of
 from daskgpt.model.step import as_weights
 from daskgpt.schedulers.machine import memory_limit, usable_cores
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address
@@ -126,8 +126,8 @@ class Job:
 
     @property
     def precision(self) -> Precision:
-        """The precision of products; `auto` is resolved."""
-        return resolve(self.dataflow.precision, self.config.channels)[0]
+        """The precision of products."""
+        return precision_of(self.dataflow.precision)
 
     @property
     def uses(self) -> frozenset[str]:
@@ -219,7 +219,7 @@ def facts(job: Job) -> dict[str, str]:
         "model": f"{parameter_count(c):,} parameters{trained}: {sizes}, "
         f"vocabulary {c.vocabulary}, positions {c.positions}" + (f", {c.beyond_gpt2()}" if c.beyond_gpt2() else ""),
         "batch": batch,
-        "precision": f"{job.precision.name}: {resolve(job.dataflow.precision, c.channels)[1]}",
+        "precision": f"{job.precision.name}: {products_of(job.precision)}",
     }
 
 

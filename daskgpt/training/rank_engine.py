@@ -15,9 +15,9 @@ from uuid import uuid4
 
 import numpy as np
 
-from daskgpt.config.groups import share_of_rank
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.compiled import Layout
+from daskgpt.graph.sum_order import share_of_rank
 from daskgpt.model.parameters import RandomParameters, Tensor, tensors
 from daskgpt.model.step import Arrays, Outcome, as_weights
 from daskgpt.schedulers.cluster import ClusterScheduler

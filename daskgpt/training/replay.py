@@ -24,7 +24,6 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.config.files import digest_of
-from daskgpt.config.groups import Groups
 from daskgpt.config.run import DataflowConfig, RunConfig
 from daskgpt.config.settings import Checked, setting
 from daskgpt.data.dataset import BatchLoader
@@ -32,6 +31,7 @@ from daskgpt.formats.models import open_model_file
 from daskgpt.formats.safetensors import BASE
 from daskgpt.formats.stored_model import read_json
 from daskgpt.graph.calls import Origin
+from daskgpt.graph.sum_order import Groups
 from daskgpt.kernels.dropout import streams
 from daskgpt.model.layers import GATHER, SPLIT, Layer
 from daskgpt.model.parameters import RandomParameters, digest, tensors

@@ -11,8 +11,8 @@ from typing import Any
 from daskgpt.config.errors import nearest, refusal, require, require_named, short
 from daskgpt.config.files import expanded
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.rows import require_allowed
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
+from daskgpt.config.settings import require_allowed
 from daskgpt.data.dataset import Dataset, encoding_for, load_dataset
 from daskgpt.data.source import PREPARED, recognize
 from daskgpt.data.tokenizer import (

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from daskgpt.config.groups import Groups
 from daskgpt.config.model import ModelConfig
+from daskgpt.graph.sum_order import Groups
 from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.step import gradients_of, input_leaves, input_values, state_leaves
 from daskgpt.model.tape import Tape

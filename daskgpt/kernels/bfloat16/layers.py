@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from daskgpt.kernels import optimizers
-from daskgpt.kernels.arguments import into_new_arrays
 from daskgpt.kernels.bfloat16.gemm import TrainedRows, TrainedWeight, backward_weight, backward_x, forward, pack_weight
 from daskgpt.kernels.crossentropy import scale_rows, softmax_losses
 
@@ -52,28 +51,18 @@ def crossentropy_backward_wte(
 
 
 class PackedUpdate:
-    """An optimizer's kernel that also takes trained matrices: it updates their float32 values and packs them again.
-
-    A kernel that returns new arrays takes a whole `TrainedWeight` and returns another; one that works in place takes
-    `TrainedRows`.
-    """
+    """An optimizer's kernel that also takes `TrainedRows`: it updates their float32 values and packs them again."""
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
         self.kernel = kernel
 
-    def __call__(self, weight: Any, *arrays: np.ndarray, **options: float) -> Any:
-        if isinstance(weight, TrainedWeight):
-            new = self.kernel(weight.values, *arrays, **options)
-            if not isinstance(new, tuple):  # without moments
-                return TrainedWeight.of(new)
-            values, *moments = new
-            return TrainedWeight.of(values), *moments
-        if isinstance(weight, TrainedRows):
-            values = weight.weight.values[weight.first : weight.last]
-            self.kernel(values, *arrays, **options)
-            pack_weight(values, weight.weight.packed, first=weight.first)
-            return None
-        return self.kernel(weight, *arrays, **options)
+    def __call__(self, weight: Any, *arrays: np.ndarray, **options: float) -> None:
+        if not isinstance(weight, TrainedRows):
+            self.kernel(weight, *arrays, **options)
+            return
+        values = weight.weight.values[weight.first : weight.last]
+        self.kernel(values, *arrays, **options)
+        pack_weight(values, weight.weight.packed, first=weight.first)
 
 
 def iteration(x: np.ndarray) -> np.ndarray:
@@ -91,6 +80,3 @@ def iteration(x: np.ndarray) -> np.ndarray:
 def muon_inplace(*arrays: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """Update a matrix as `optimizers.muon_inplace` does, with products in bfloat16."""
     return optimizers.muon_inplace(*arrays, step=iteration, **options)
-
-
-muon = into_new_arrays(muon_inplace)
