@@ -1,6 +1,9 @@
-"""Tests of bfloat16: rounding, packed weights, and the three products on every unit, against rounded operands."""
+"""Tests of bfloat16: rounding, packed weights, scratch memory, the choice of a unit, and its three products."""
 
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +15,8 @@ from daskgpt.kernels.bfloat16.isa import Unit, outruns_float32, unit, works
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, rounded, to_bfloat16
 from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.optimizers import adamw_inplace
-from daskgpt.model.precision import read_rows, write_rows
+from daskgpt.kernels.simd.lanes import PAGE
+from daskgpt.model.precision import BFLOAT16, FLOAT32, read_rows, resolve, write_rows
 
 ALL = np.arange(1 << 16, dtype=np.uint16)
 # Rows, channels, outputs: below and above a tile and a block, odd numbers, a summed axis in one piece and in several.
@@ -241,3 +245,44 @@ def test_units_are_compiled_if_the_processor_has_them(monkeypatch):
         monkeypatch.setattr(isa, "has_avx512_bfloat16", lambda has=has: has)
         monkeypatch.setattr(isa, "features", lambda tiles=tiles: frozenset(f"amx-{name}" for name in tiles.split()))
         assert {unit for unit in Unit if isa.compiles(unit)} == compiled
+
+
+def test_scratch_pieces_are_page_aligned_and_disjoint():
+    scratch = isa.Scratch()
+    sizes = (1, PAGE, 0, PAGE + 1, 7)
+    addresses = scratch(*sizes)
+    assert all(address % PAGE == 0 for address in addresses)
+    assert [after - before for before, after in pairwise(addresses)] == [PAGE, PAGE, 0, 2 * PAGE]
+    assert scratch(*sizes) == addresses
+    assert scratch(PAGE) == addresses[:1], "less is found where more was"
+
+
+def test_scratch_is_per_thread(monkeypatch):
+    """A thread requests the tile registers there: without the request, its first product would crash."""
+    asked: list[int] = []
+    monkeypatch.setattr(isa, "unit", lambda: Unit.AMX)
+    monkeypatch.setattr(isa, "request_tiles", lambda: asked.append(threading.get_ident()))
+    scratch = isa.Scratch()
+    assert asked == [], "nothing is asked for by whoever only imports"
+
+    def use(size: int) -> tuple[int, list[int]]:
+        return threading.get_ident(), scratch(size)
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        first, (place,) = one.submit(use, 100).result()
+        second, (elsewhere,) = other.submit(use, 100).result()
+        assert first != second
+        assert abs(place - elsewhere) >= PAGE
+        assert asked == [first, second]
+        assert one.submit(use, PAGE).result() == (first, [place])
+        assert asked == [first, second]
+        one.submit(use, PAGE + 1).result()
+        assert asked == [first, second, first]
+
+
+def test_auto_precision_reports_its_choice():
+    assert resolve("float32", 768) == (FLOAT32, "products in float32")
+    for channels in (128, 255, 256, 768):
+        picked, why = resolve("auto", channels)
+        assert picked is (BFLOAT16 if outruns_float32(unit()) and channels >= 256 else FLOAT32)
+        assert why.startswith("auto: ")

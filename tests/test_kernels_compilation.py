@@ -132,18 +132,18 @@ def test_what_a_run_may_not_need_is_compiled_later(weighted, monkeypatch):
 
 @pytest.mark.parametrize(
     ("changed", "differs"),
-    [("gelu", True), ("simd.math", True), ("simd.lanes", True), ("compilation", True), ("attention", False)],
+    [("elementwise", True), ("simd.math", True), ("simd.lanes", True), ("compilation", True), ("attention", False)],
 )
 def test_fingerprint_covers_what_a_module_imports(changed, differs, monkeypatch):
     source = compilation._source
-    before = compilation._source_fingerprint("daskgpt.kernels.gelu")
+    before = compilation._source_fingerprint("daskgpt.kernels.elementwise")
 
     def changed_source(module):
         text, imported = source(module)
         return text + b"#" * (module == f"daskgpt.kernels.{changed}"), imported
 
     monkeypatch.setattr(compilation, "_source", changed_source)
-    assert (compilation._source_fingerprint.__wrapped__("daskgpt.kernels.gelu") != before) == differs
+    assert (compilation._source_fingerprint.__wrapped__("daskgpt.kernels.elementwise") != before) == differs
 
 
 def test_numba_is_a_version_whose_internals_are_known():

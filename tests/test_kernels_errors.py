@@ -6,19 +6,7 @@ import numpy as np
 import pytest
 from product_cases import using
 
-from daskgpt.kernels import (
-    add,
-    attention,
-    crossentropy,
-    embedding,
-    gelu,
-    layernorm,
-    linear,
-    qk_norm,
-    relu2,
-    rmsnorm,
-    rotary,
-)
+from daskgpt.kernels import attention, crossentropy, elementwise, embedding, linear, norms, rotary
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm as bfloat16
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
@@ -65,20 +53,20 @@ def read_only(array):
 
 # Kernels with arguments that fit.
 FITTING = {
-    "add": (add.forward, X, X),
-    "gelu": (gelu.backward, X, X),
-    "relu2": (relu2.backward, X, X),
+    "add": (elementwise.add, X, X),
+    "gelu": (elementwise.gelu_backward, X, X),
+    "relu2": (elementwise.relu2_backward, X, X),
     "linear": (linear.forward, X, TABLE, np.ones(9)),
     "linear without bias": (linear.forward, X, TABLE),
     "linear x": (linear.backward_x, LOGITS, TABLE),
     "linear weight": (total_last(linear.backward_weight), DY, X, np.ones((6, 8))),
     "linear bias": (total_last(linear.backward_bias), DY, np.ones(6)),
-    "layernorm": (layernorm.forward, X, WEIGHT, WEIGHT),
-    "layernorm x": (layernorm.backward_x, X, X, WEIGHT),
-    "layernorm weight": (total_last(layernorm.backward_weight), X, X, WEIGHT.copy()),
-    "rmsnorm": (rmsnorm.forward, X, WEIGHT),
-    "rmsnorm x": (rmsnorm.backward_x, X, X, WEIGHT),
-    "rmsnorm weight": (total_last(rmsnorm.backward_weight), X, X, WEIGHT.copy()),
+    "layernorm": (norms.layernorm, X, WEIGHT, WEIGHT),
+    "layernorm x": (norms.layernorm_backward_x, X, X, WEIGHT),
+    "layernorm weight": (total_last(norms.layernorm_backward_weight), X, X, WEIGHT.copy()),
+    "rmsnorm": (norms.rmsnorm, X, WEIGHT),
+    "rmsnorm x": (norms.rmsnorm_backward_x, X, X, WEIGHT),
+    "rmsnorm weight": (total_last(norms.rmsnorm_backward_weight), X, X, WEIGHT.copy()),
     "embedding": (embedding.forward, TOKENS, TABLE, POSITIONS, TABLE),
     "embedding wte": (total_last(embedding.backward_wte), X, TOKENS, TABLE.copy()),
     "embedding wpe": (total_last(embedding.backward_wpe), X, POSITIONS, TABLE.copy()),
@@ -125,7 +113,7 @@ REFUSED = [
     (lambda: attention.split(X, POSITIONS, **HALVES), "there must be an array for each part; got arrays=1, parts=2"),
     (lambda: attention.split(X, np.array([2, 0], "i4")), "positions must be consecutive"),
     (lambda: attention.forward(np.stack([QKV, QKV], 1), np.zeros(2, int), heads=2), "streams must have shape (4,)"),
-    (lambda: qk_norm.forward(X, WEIGHT, WEIGHT, heads=6, key_heads=-1, norm_eps=1e-5), "there must be a head"),
+    (lambda: norms.qk_norm(X, WEIGHT, WEIGHT, heads=6, key_heads=-1, norm_eps=1e-5), "there must be a head"),
     (lambda: rotary.forward(X, POSITIONS, heads=4, key_heads=-1, rope=(1e4,) * 5), "there must be a head"),
     (lambda: rotary.forward(X, POSITIONS, heads=2, key_heads=1, rope=(1e4,)), "rope must have five numbers"),
     (lambda: crossentropy.mean_backward(np.ones(0), LOSSES, LOSSES), "dy must have shape ()"),

@@ -6,7 +6,7 @@ from kernel_cases import FORMULAS, LAYERS, VOCABULARY, arrays_of, results_of
 from product_cases import assert_all_same, at_once
 from tolerances import TOLERANCES
 
-from daskgpt.kernels import crossentropy, embedding, layernorm, linear, rmsnorm
+from daskgpt.kernels import crossentropy, embedding, linear, norms
 from daskgpt.kernels.floating_point import flush_to_zero
 from daskgpt.model.layers import CROSSENTROPY
 
@@ -20,8 +20,8 @@ TOKENS, POSITIONS = RANDOM.integers(0, V, (B, T)).astype("i4"), np.arange(3, T +
 SUMS = {
     "embedding.wte": (embedding.backward_wte, (DY, TOKENS), (V, C)),
     "embedding.wpe": (embedding.backward_wpe, (DY, POSITIONS), (T + 4, C)),
-    "layernorm.weight": (layernorm.backward_weight, (DY, X), (C,)),
-    "rmsnorm.weight": (rmsnorm.backward_weight, (DY, X), (C,)),
+    "layernorm.weight": (norms.layernorm_backward_weight, (DY, X), (C,)),
+    "rmsnorm.weight": (norms.rmsnorm_backward_weight, (DY, X), (C,)),
     "linear.weight": (linear.backward_weight, (WIDE, X), (O, C)),
     "linear.bias": (linear.backward_bias, (WIDE,), (O,)),
     "crossentropy.wte": (crossentropy.backward_wte, (LOSSES, DLOGITS, X), (V, C)),

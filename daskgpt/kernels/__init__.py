@@ -1,4 +1,4 @@
-"""The arithmetic of GPT-2 on NumPy arrays: one file per layer, with its forward and backward kernels.
+"""The arithmetic of GPT-2 on NumPy arrays: a file per kind of layer, with forward and backward kernels.
 
 Every public kernel takes NumPy arrays and returns new ones. Inputs are only read, so they may be read-only; float32
 and float64 run the same source; a result depends on the values alone, not on where the arrays lie or which thread

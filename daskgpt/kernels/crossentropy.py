@@ -151,8 +151,7 @@ def backward_wte(
     where = "crossentropy.backward_wte"
     check_shape(where, "dy", dy, dlogits.shape[:-1])
     check_shape(where, "x", x, (*dy.shape, x.shape[-1]))
-    check_output(where, "total", total, (len(total), x.shape[-1]), x.dtype)
-    check_rows(where, total, first_row, dlogits.shape[-1])
+    check_rows(where, total, first_row, (dlogits.shape[-1], x.shape[-1]), x.dtype)
     multiply_rows(gemm_address(x.dtype), rows(dlogits), first_row, rows(scale_rows(x, dy)), accumulate, total)
     return total
 

@@ -9,6 +9,7 @@ probabilities that dropout drops; the others are scaled up after the sums.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -366,20 +367,14 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
     tiles.close_unit(unit)
 
 
-def forward(
-    qkv: np.ndarray,
-    streams: np.ndarray | None = None,
-    *,
-    heads: int,
-    key_heads: int = 0,
-    place: int = 0,
-    rate: float = 0.0,
-) -> tuple[np.ndarray, np.ndarray]:
+def forward(qkv: np.ndarray, streams: np.ndarray | None = None, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return causal self-attention as `attention.forward` does, its products' operands rounded to bfloat16.
 
     The probabilities are rounded before they are divided by their sum, which is taken before rounding. Dropout drops
     the same probabilities. On the portable unit, and where heads share keys, q, k and v are rounded, but not the
     probabilities.
+
+    options   heads, key_heads, place and rate, as in `attention.forward`
 
     Shapes   qkv (b, T, (NH + 2 KH) HS), streams (b,) or None -> y (b, T, C), logsumexp (b, NH, T)
     Dtype    float32; operands bfloat16, sums and softmax float32; int64 streams
@@ -388,10 +383,10 @@ def forward(
     Errors   TypeError when qkv is not float32; ValueError when the shapes do not fit
     """
     where = "bfloat16.attention.forward"
-    channels, (_, keys), dropout = attention.check_forward(where, qkv, streams, (heads, key_heads), place, rate)
+    channels, (heads, keys), dropout = attention.check_forward(where, qkv, streams, **options)
     check_float32(where, qkv=qkv)
     if unit() is Unit.PORTABLE or keys != heads:
-        return attention.forward(rounded(qkv), streams, heads=heads, key_heads=keys, place=place, rate=rate)
+        return attention.forward(rounded(qkv), streams, **options)
     *sequences, tokens, _ = qkv.shape
     y, logsumexp = np.empty((*sequences, tokens, channels), FLOAT32), np.empty((*sequences, heads, tokens), FLOAT32)
     size = channels // heads
@@ -411,11 +406,7 @@ def backward(
     y: np.ndarray,
     logsumexp: np.ndarray,
     streams: np.ndarray | None = None,
-    *,
-    heads: int,
-    key_heads: int = 0,
-    place: int = 0,
-    rate: float = 0.0,
+    **options: Any,
 ) -> np.ndarray:
     """Return the gradient of attention as `attention.backward` does, its products' operands rounded to bfloat16.
 
@@ -423,6 +414,8 @@ def backward(
     dq = ds k;  dk = dsᵀ q;  dv = pᵀ dy
 
     On the portable unit, and where heads share keys, q, k, v and dy are rounded, p and ds are not.
+
+    options   heads, key_heads, place and rate, as in `attention.forward`
 
     Shapes   dy (b, T, C), qkv (b, T, (NH + 2 KH) HS), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv
              as qkv
@@ -433,12 +426,11 @@ def backward(
     """
     where = "bfloat16.attention.backward"
     *sequences, tokens, _ = qkv.shape
-    channels, (_, keys), dropout = attention.check_forward(where, qkv, streams, (heads, key_heads), place, rate)
+    channels, (heads, keys), dropout = attention.check_forward(where, qkv, streams, **options)
     attention.check_backward(where, dy, y, logsumexp, (*sequences, tokens, channels), heads)
     check_float32(where, dy=dy, qkv=qkv, y=y, logsumexp=logsumexp)
     if unit() is Unit.PORTABLE or keys != heads:
-        kept = y, logsumexp, streams
-        return attention.backward(rounded(dy), rounded(qkv), *kept, heads=heads, key_heads=keys, place=place, rate=rate)
+        return attention.backward(rounded(dy), rounded(qkv), y, logsumexp, streams, **options)
     dqkv, size = np.empty(qkv.shape, FLOAT32), channels // heads
     steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
     panels, line = steps * patches * STEP, patches * ROW

@@ -1,7 +1,9 @@
-"""Products of linear layers in bfloat16 with float32 sums: packed weights, y = x weightᵀ + bias, dx = dy weight, and
-dweight = dyᵀ x.
+"""Products of linear layers and of the head in bfloat16 with float32 sums: packed weights, y = x weightᵀ + bias,
+dx = dy weight, and dweight = dyᵀ x.
 
-On the portable unit, operands are rounded to bfloat16 and multiplied in float32.
+A trained matrix is a `TrainedWeight`: its float32 values, which an optimizer updates, and the same values rounded and
+packed for the products, which each update renews. Everything else (layernorm, softmax, GELU, sums, moments) stays
+float32. On the portable unit, operands are rounded to bfloat16 and multiplied in float32.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.arguments import check_output, check_rows, check_shape, rows
+from daskgpt.kernels.arguments import check_rows, check_shape, rows
 from daskgpt.kernels.bfloat16 import tiles
 from daskgpt.kernels.bfloat16.isa import VARIABLE, Unit, scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, aligned, ceiling, check_float32, rounded, words
 from daskgpt.kernels.bfloat16.tiles import DEPTH, PATCH, ROW, STEP
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.crossentropy import scale_rows, softmax_losses
 from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
 from daskgpt.kernels.simd.lanes import address_of
 
@@ -365,8 +368,7 @@ def backward_weight(
     """
     where, outputs, channels = "bfloat16.backward_weight", dy.shape[-1], x.shape[-1]
     check_shape(where, "dy", dy, (*x.shape[:-1], outputs))
-    check_output(where, "total", total, (len(total), channels), FLOAT32)
-    check_rows(where, total, first_row, outputs)
+    check_rows(where, total, first_row, (outputs, channels), FLOAT32)
     check_float32(where, dy=dy, x=x)
     last = first_row + len(total)
     if not dy.size:
@@ -388,3 +390,35 @@ def backward_weight(
     plan = *places, band_rows, band_columns
     _sum_tokens(words(dy), words(x), words(total), int(unit()), int(accumulate), sizes, plan)
     return total
+
+
+def crossentropy_forward(
+    x: np.ndarray, wte: TrainedWeight, targets: np.ndarray, vocabulary: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `crossentropy.forward` returns: losses, and their gradient with respect to the logits.
+
+    Shapes   x (b, t, C), wte (V padded, C), targets (b, t) -> losses (b, t), dlogits (b, t, V padded)
+    Dtype    int32 targets, float32
+    """
+    dlogits = forward(x, wte)
+    return softmax_losses(dlogits, targets, vocabulary), dlogits
+
+
+def crossentropy_backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: TrainedWeight) -> np.ndarray:
+    """Return dx = dy (dlogits wte).
+
+    Shapes   dy (b, t), dlogits (b, t, V padded), wte (V padded, C) -> dx (b, t, C)
+    Dtype    float32
+    """
+    return scale_rows(backward_x(dlogits, wte), dy)
+
+
+def crossentropy_backward_wte(
+    dy: np.ndarray, dlogits: np.ndarray, x: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
+) -> np.ndarray:
+    """Return dwte = dlogitsᵀ (dy x), or some rows of it.
+
+    Shapes   dy (b, t), dlogits (b, t, V padded), x (b, t, C) -> total (rows, C), from first_row on
+    Dtype    float32
+    """
+    return backward_weight(dlogits, scale_rows(x, dy), total=total, accumulate=accumulate, first_row=first_row)

@@ -1,19 +1,25 @@
-"""The gradient of a weight and its AdamW step in one pass: the gradient never leaves the cache."""
+"""Updates of trained matrices: the gradient of one and its AdamW step in one pass, where the gradient never leaves the
+cache; Muon with products in bfloat16; and other optimizers, after whose updates matrices are packed again.
+"""
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.arguments import check_output, check_shape
+from daskgpt.kernels import optimizers
+from daskgpt.kernels.arguments import check_output, check_shape, into_new_arrays
 from daskgpt.kernels.bfloat16 import tiles
 from daskgpt.kernels.bfloat16.gemm import (
+    TrainedRows,
     TrainedWeight,
     backward_weight,
+    backward_x,
     check_layout,
     check_panel_rows,
+    forward,
     pack_weight,
     runs_of_tokens,
     sum_rows,
@@ -22,7 +28,7 @@ from daskgpt.kernels.bfloat16.isa import scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.tiles import STEP
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.optimizers import adamw_inplace, next_moment, next_weight, rates_of
+from daskgpt.kernels.optimizers import next_moment, next_weight, rates_of
 from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
 from daskgpt.kernels.totals import additions, level, tree_add
 
@@ -178,7 +184,7 @@ def _in_two_steps(parts, groups, start, state, first, last, options):
         if not begun:
             tree_add(totals, level(group), additions(group, parts=1 + groups[-1]))
     values = weight.values[first:last]
-    adamw_inplace(values, totals[0], m[first:last], v[first:last], hyper, **options)
+    optimizers.adamw_inplace(values, totals[0], m[first:last], v[first:last], hyper, **options)
     pack_weight(values, weight.packed, first=first)
 
 
@@ -246,3 +252,48 @@ def linear_update(
     _check("bfloat16.linear_update", parts, groups, start, state, first, last)
     in_one_pass = state[0].packed.in_tiles and all(dy.size for dy, _ in parts)
     (_in_one_pass if in_one_pass else _in_two_steps)(parts, groups, start, state, first, last, options)
+
+
+class PackedUpdate:
+    """An optimizer's kernel that also takes trained matrices: it updates their float32 values and packs them again.
+
+    A kernel that returns new arrays takes a whole `TrainedWeight` and returns another; one that works in place takes
+    `TrainedRows`.
+    """
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        self.kernel = kernel
+
+    def __call__(self, weight: Any, *arrays: np.ndarray, **options: float) -> Any:
+        if isinstance(weight, TrainedWeight):
+            new = self.kernel(weight.values, *arrays, **options)
+            if not isinstance(new, tuple):  # without moments
+                return TrainedWeight.of(new)
+            values, *moments = new
+            return TrainedWeight.of(values), *moments
+        if isinstance(weight, TrainedRows):
+            values = weight.weight.values[weight.first : weight.last]
+            self.kernel(values, *arrays, **options)
+            pack_weight(values, weight.weight.packed, first=weight.first)
+            return None
+        return self.kernel(weight, *arrays, **options)
+
+
+def iteration(x: np.ndarray) -> np.ndarray:
+    """Return one Newton-Schulz step as `optimizers.iteration` does, with rounded operands in its three products.
+
+    Shapes   x (n, k) -> (n, k)
+    Dtype    float32
+    """
+    packed = pack_weight(x)
+    gram = forward(x, packed)
+    square = forward(gram, pack_weight(gram))  # the gram matrix is its own transpose
+    return optimizers.add_scaled(x, backward_x(optimizers.polynomial(gram, square), packed))
+
+
+def muon_inplace(*arrays: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Update a matrix as `optimizers.muon_inplace` does, with products in bfloat16."""
+    return optimizers.muon_inplace(*arrays, step=iteration, **options)
+
+
+muon = into_new_arrays(muon_inplace)

@@ -12,7 +12,7 @@ from daskgpt.kernels.compilation import helper, instruction, kernel, part, stay_
 from daskgpt.kernels.decoding.gemv import ROWS, rows_times_vectors
 from daskgpt.kernels.decoding.kv_cache import attend, keep
 from daskgpt.kernels.decoding.thread_barrier import meet, next_part
-from daskgpt.kernels.gelu import CUBIC, SLOPE
+from daskgpt.kernels.elementwise import CUBIC, SLOPE
 from daskgpt.kernels.rotary import set_angles, turn
 from daskgpt.kernels.simd import lanes
 from daskgpt.kernels.simd.lanes import REALS, address_of, read, read_real
@@ -82,7 +82,7 @@ def _normalise(mean_too, epsilon, weight, bias, x, y):
 
 
 def _gelu(builder: ir.IRBuilder, v: ir.Value) -> ir.Value:
-    """Return GELU of each lane; see `kernels.gelu`."""
+    """Return GELU of each lane; see `kernels.elementwise`."""
     one = lanes.constant(REALS, 1.0)
     inner = lanes.fma(builder, builder.fmul(lanes.constant(REALS, CUBIC), v), v, one)
     power = lanes.exp(builder, builder.fmul(builder.fmul(lanes.constant(REALS, -SLOPE), v), inner))

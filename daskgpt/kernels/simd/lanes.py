@@ -45,6 +45,7 @@ def has_avx512_bfloat16() -> bool:
 
 LANES = 16
 VECTOR = 4 * LANES
+PAGE = 4096  # bytes of memory that the system maps at once
 # Where the 32 columns that some intrinsics work on at once begin, as vectors.
 PARTS = (0, LANES)
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
