@@ -18,7 +18,6 @@ Each of these modules imports only those below it:
     simd/                code on several numbers at a time, and on memory by its address
     compilation          how a kernel is compiled, once per dtype, and cached on disk
     tracing              arrays without data, with which a kernel tells what it would call
-    cache                the folder of compiled kernels, and the check of its files
 """
 
 import os

@@ -280,8 +280,8 @@ def copy_halves(builder, code, source, step, rows, columns, target, distance):
     _call(builder, code, lanes.whole(_COPY_HALVES), [source, step, rows, columns, target, distance])
 
 
-# Scratch memory is kept from call to call, since fresh memory costs a page fault every 4 KB. A function that is called by
-# its address cannot look up its thread: it takes memory from slots that all threads share, and gives it back.
+# Scratch memory is kept from call to call, since fresh memory costs a page fault every 4 KB. A function that is called
+# by its address cannot look up its thread: it takes memory from slots that all threads share, and gives it back.
 _SLOTS = 64  # for addresses of free memory
 
 
@@ -303,9 +303,8 @@ def _take_slot(builder, slot):
 @instruction("n n", "n")
 def _fill_slot(builder, slot, address):
     """Put an address into a slot if the slot is empty; return whether it was."""
-    result = builder.cmpxchg(
-        builder.inttoptr(slot, lanes.I64.as_pointer()), lanes.whole(0), address, "acq_rel", "acquire"
-    )
+    place = builder.inttoptr(slot, lanes.I64.as_pointer())
+    result = builder.cmpxchg(place, lanes.whole(0), address, "acq_rel", "acquire")
     return builder.zext(builder.extract_value(result, 1), lanes.I64)
 
 
