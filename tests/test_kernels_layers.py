@@ -7,7 +7,7 @@ from product_cases import assert_all_same, at_once
 from tolerances import TOLERANCES
 
 from daskgpt.kernels import crossentropy, embedding, linear, norms
-from daskgpt.kernels.floating_point import flush_to_zero
+from daskgpt.kernels.native import flush_to_zero
 from daskgpt.model.layers import CROSSENTROPY
 
 every_layer = pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)

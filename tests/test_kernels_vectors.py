@@ -9,10 +9,10 @@ import pytest
 
 from daskgpt.kernels import elementwise
 from daskgpt.kernels.compilation import wide_vectors
-from daskgpt.kernels.floating_point import flush_to_zero
+from daskgpt.kernels.native import flush_to_zero
 from daskgpt.kernels.simd import math as elementary
 from daskgpt.kernels.simd.lanes import address_of
-from daskgpt.kernels.simd.reductions import dot, dot_at, maximum, sum_of
+from daskgpt.kernels.simd.rows import dot, dot_at, maximum, sum_of
 
 HALF_OF_THE_SMALLEST = np.full(40, 2.0**-127, np.float32)
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")

@@ -27,7 +27,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.groups import ONE_GROUP, Groups
 from daskgpt.graph.nodes import GraphNode, Key
 from daskgpt.graph.sum_order import Chain, Cut, SumOrder
-from daskgpt.kernels.floating_point import flush_to_zero
+from daskgpt.kernels.native import flush_to_zero
 
 CUT = "bth"
 ROWS_ELEMENTS = 768 * 1024  # numbers of a gradient that are summed at a time: 3 MiB of float32, in the last cache

@@ -11,10 +11,9 @@ Each of these modules imports only those below it:
     attention, linear …  the layers, the loss and the optimizers
     dropout              the layer, and the random numbers that decide which probabilities attention drops
     float32/             products inside kernels, called by their address
-    native               many native calls as one
+    native               many native calls as one; subnormal numbers count as zero
     totals               totals of groups that are added in a fixed tree
     arguments            checks and views of arguments
-    floating_point       subnormal numbers count as zero
     simd/                code on several numbers at a time, and on memory by its address
     compilation          how a kernel is compiled, once per dtype, and cached on disk
     tracing              arrays without data, with which a kernel tells what it would call

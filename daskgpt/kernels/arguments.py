@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.kernels.compilation import kernel
 from daskgpt.kernels.tracing import Operand
 
 
@@ -69,24 +68,14 @@ def check_rows(where: str, total: np.ndarray, first_row: int, shape: tuple[int, 
         raise refusal(ValueError, where, f"total must be some of the {rows} rows", got, "Check the first row.")
 
 
-@kernel("i1 n")
-def _first_outside(indices, count):
-    """Return the position of the first index outside range(count); -1 if there is none."""
-    for i in range(indices.size):
-        if indices[i] < 0 or indices[i] >= count:
-            return i
-    return -1
-
-
 def checked_indices(where: str, name: str, indices: np.ndarray, count: int) -> np.ndarray:
     """Return flat indices; raise ValueError if one is outside range(count), since a compiled kernel would use it."""
     row = flat(indices)
     if isinstance(row, Operand):  # a step checks its tokens before
         return row
-    position = _first_outside(row, count)
-    if position >= 0:
-        rule = f"{name} must be from 0 to {count - 1}"
-        raise refusal(ValueError, where, rule, {name: row[position]}, "Check what they count.")
+    if row.size and (row.min() < 0 or row.max() >= count):
+        rule, wrong = f"{name} must be from 0 to {count - 1}", row[(row < 0) | (row >= count)]
+        raise refusal(ValueError, where, rule, {name: wrong[0]}, "Check what they count.")
     return row
 
 

@@ -22,8 +22,7 @@ from daskgpt.kernels.float32.blas import gemm, gemm_address
 from daskgpt.kernels.float32.gemm import LEFT, RESULT
 from daskgpt.kernels.simd.lanes import LANES, address_of, transpose_square
 from daskgpt.kernels.simd.math import log
-from daskgpt.kernels.simd.reductions import maximum
-from daskgpt.kernels.simd.softmax import PADDING, exponentials, score_gradients
+from daskgpt.kernels.simd.rows import PADDING, exponentials, maximum, score_gradients
 
 # Numbers at the end of the scratch's rows: vectors may reach beyond the last token, and rows whose length is a power of
 # two would compete for a few cache lines.
@@ -104,7 +103,7 @@ def _forward(
                     totals[i] = exponentials(scores[i], limit, last, scale, tops[i])
                     if threshold > 0:
                         row = first + i
-                        factors_of_row(streams[sequence], place, head, row, threshold, kept, factors, row + 1)
+                        factors_of_row(streams[sequence], place, head, row, 0, threshold, kept, factors, row + 1)
                         for j in range(row + 1):
                             scores[i, j] *= factors[j]
                 row_of_sums = logsumexp[sequence, head, first:last]
@@ -161,7 +160,7 @@ def _backward(
                 for i in range(n):
                     row = first + i
                     if threshold > 0:
-                        factors_of_row(streams[sequence], place, head, row, threshold, kept, factors, row + 1)
+                        factors_of_row(streams[sequence], place, head, row, 0, threshold, kept, factors, row + 1)
                         for j in range(row + 1):
                             gradients[i, j] *= factors[j]
                     # A logarithm near 1,000 has a rounding error of 3e-5, which every probability computed from it

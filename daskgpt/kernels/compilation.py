@@ -36,7 +36,7 @@ from daskgpt.kernels.numba_internals import optimized_once, without_literals
 from daskgpt.kernels.tracing import NotNative, Operand
 
 # No fastmath: an operation is rounded as it is written, whatever compiler, processor or place in a loop. What is to be
-# one rounding says so (`simd.math.fma`), and sums over a row have their own order (`simd.reductions`).
+# one rounding says so (`simd.math.fma`), and sums over a row have their own order (`simd.rows`).
 _OPTIONS: dict[str, bool | str] = {"nogil": True, "error_model": "numpy"}
 _FLOATS = {"f": numba.float32, "d": numba.float64}
 _ELEMENTS = {"i": numba.int32, "h": numba.uint16, "l": numba.int64, "s": numba.float32, "d": numba.float64}

@@ -10,7 +10,7 @@ from daskgpt.kernels.arguments import check_output, check_rows, check_shape, che
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
 from daskgpt.kernels.simd.math import exp, fma, log
-from daskgpt.kernels.simd.reductions import maximum, sum_of
+from daskgpt.kernels.simd.rows import maximum, sum_of
 
 # Number of logits that fit into the first cache, where they are summed.
 _PIECE = 2048

@@ -10,7 +10,7 @@ import numpy as np
 from daskgpt.kernels.arguments import check_output, check_shape, contiguous, head_size, rows
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.simd.math import fma
-from daskgpt.kernels.simd.reductions import dot, scale_of, sum_of
+from daskgpt.kernels.simd.rows import dot, scale_of, sum_of
 
 EPSILON = 1e-5
 _ONE_PART = (1, 0)

@@ -3,16 +3,15 @@
 All products are patches of 32 x 32 sums. The forward kernel takes 32 queries at a time and keeps their scores against
 the keys up to the diagonal. The backward kernel takes 32 keys at a time and computes the scores transposed, one row per
 key. Rounded, the probabilities and their gradients are then the left operands of dv = pᵀ dy and dk = dsᵀ q, and with
-their rows in pairs the right operand of dqᵀ = kᵀ dsᵀ. Only dqᵀ is transposed, once per head. Panels hold zeros beyond
-the tokens and the head. Scores beyond the diagonal are left out of sums, and are zero in operands. So are the
-probabilities that dropout drops; the others are scaled up after the sums.
+their rows in pairs the right operand of dqᵀ = kᵀ dsᵀ. Only dqᵀ is transposed, once per head, and so are dropout's
+factors. Panels hold zeros beyond the tokens and the head. Scores beyond the diagonal are left out of sums, and are zero
+in operands. So are the probabilities that dropout drops; the others are scaled up after the sums.
 """
 
 import math
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from daskgpt.kernels import attention
 from daskgpt.kernels.bfloat16 import tiles
@@ -21,11 +20,11 @@ from daskgpt.kernels.bfloat16.isa import Unit, scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, ceiling, check_float32, rounded, words
 from daskgpt.kernels.bfloat16.tiles import PATCH, ROW, STEP, TILE
 from daskgpt.kernels.compilation import helper, instruction, kernel, wide_vectors
-from daskgpt.kernels.dropout import FIRST_MULTIPLIER, FIRST_STEP, ROUNDS, SECOND_MULTIPLIER, SECOND_STEP, factors_of_row
+from daskgpt.kernels.dropout import factors_of_row
 from daskgpt.kernels.simd import lanes
 from daskgpt.kernels.simd.lanes import VECTOR, address_of, read_real, write_real
 from daskgpt.kernels.simd.math import log
-from daskgpt.kernels.simd.reductions import dot_at, folded
+from daskgpt.kernels.simd.rows import dot_at, folded
 
 
 @instruction("n n n")
@@ -95,53 +94,6 @@ def score_gradients(builder, scores, gradients, logsumexp, deltas, p, ds, pairs,
         tiles.store_pairs(builder, both[0], both[1], builder.add(pairs, lanes.whole(first // lanes.LANES * TILE)))
 
 
-_COUNTERS = ir.VectorType(lanes.I64, lanes.LANES)
-_LOWER, _HALF = lanes.constant(_COUNTERS, 2**32 - 1), lanes.constant(_COUNTERS, 32)
-
-
-def _philox(builder, counter, key, other):
-    """Return four vectors of random words, as `dropout.philox` does for single numbers."""
-    a, b, c, d = counter
-    for _ in range(ROUNDS):
-        first = builder.mul(a, lanes.constant(_COUNTERS, FIRST_MULTIPLIER))
-        second = builder.mul(c, lanes.constant(_COUNTERS, SECOND_MULTIPLIER))
-        a = builder.xor(builder.xor(builder.lshr(second, _HALF), b), lanes.splat(builder, key))
-        c = builder.xor(builder.xor(builder.lshr(first, _HALF), d), lanes.splat(builder, other))
-        b, d = builder.and_(second, _LOWER), builder.and_(first, _LOWER)
-        key, other = (
-            builder.and_(builder.add(word, lanes.whole(step)), lanes.whole(2**32 - 1))
-            for word, step in ((key, FIRST_STEP), (other, SECOND_STEP))
-        )
-    return a, b, c, d
-
-
-@instruction("n n n n n n n s")
-def _factors(builder, target, stream, place, part, query, group, threshold, kept):
-    """Write the factors of 16 queries and of keys 4 group ... 4 group + 3, a row per key; see `factors_of_patch`."""
-    queries = builder.add(lanes.splat(builder, query), ir.Constant(_COUNTERS, list(range(lanes.LANES))))
-    counter = lanes.splat(builder, group), queries, lanes.splat(builder, place), lanes.splat(builder, part)
-    key, other = builder.and_(stream, lanes.whole(2**32 - 1)), builder.lshr(stream, lanes.whole(32))
-    for row, word in enumerate(_philox(builder, counter, key, other)):
-        gone = builder.icmp_unsigned("<", word, lanes.splat(builder, threshold))
-        lanes.store(
-            builder,
-            builder.select(gone, lanes.constant(lanes.REALS, 0.0), lanes.splat(builder, kept)),
-            target,
-            row * ROW,
-        )
-
-
-@helper
-def factors_of_patch(stream, place, part, query, key, threshold, kept, patch):
-    """Write a row of 32 queries per key, 32 keys: 0 where a probability is dropped, else `kept` (`factors_of_row`)."""
-    for group in range(8):
-        for half in range(2):
-            _factors(
-                patch + 4 * group * ROW + half * 64, stream, place, part, query + 16 * half, key // 4 + group,
-                threshold, kept,
-            )  # fmt: skip
-
-
 @instruction("n n")
 def drop_halves(builder, target, factors):
     """Set those of 32 bfloat16 numbers at target to zero whose float32 number at `factors` is zero."""
@@ -199,7 +151,7 @@ def _softmax(scores, patch, scale, tops, totals, p):
 def _drop_queries(p, patch, stream, place, head, threshold, kept, factors):
     """Set the dropped probabilities of a left panel of 32 queries to zero."""
     for row in range(32):
-        factors_of_row(stream, place, head, patch * 32 + row, threshold, kept, factors, (patch + 1) * 32)
+        factors_of_row(stream, place, head, patch * 32 + row, 0, threshold, kept, factors, (patch + 1) * 32)
         for j in range(patch + 1):
             drop_halves(p + j * STEP + row * 64, address_of(factors) + j * ROW)
 
@@ -273,6 +225,15 @@ def _transpose_patch(patch, spare, rows, columns, target, target_step):
 
 
 @helper
+def _factors_of_patch(stream, place, part, query, key, threshold, kept, row, spare, patch):
+    """Write a row of 32 queries per key, 32 keys: 0 where a probability is dropped, else `kept` (`factors_of_row`)."""
+    for i in range(32):
+        factors_of_row(stream, place, part, query + i, key, threshold, kept, row, 32)
+        tiles.copy_row(address_of(row), spare + i * ROW, 32)
+    _transpose_patch(spare, spare + PATCH, 32, 32, patch, ROW)
+
+
+@helper
 def _pack_head(q, dy, qkv_step, dy_step, kv_bytes, tokens, size, rows, pairs, panel, long_panel):
     """Pack the panels of a head. rows: k, v (left), q, dy (right), a row per token; pairs: q, dy (right), k (left)."""
     head_bytes, long_head_bytes = (tokens + 31) // 32 * panel, (size + 31) // 32 * long_panel
@@ -309,8 +270,8 @@ def _differentiate_patch(
             drop_halves(p + row * 64, factors + row * ROW)
 
 
-@kernel("h1 h1 h1 h1 H1 n n4 n9 l1 n2 s", cost=12)
-def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropout, kept):
+@kernel("h1 h1 h1 h1 H1 n n4 n9 l1 n2 s S1", cost=12)
+def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropout, kept, row):
     wide_vectors()
     tiles.open_unit(unit)
     sequences, tokens, heads, size = sizes
@@ -334,8 +295,8 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
             for i in range(j, patches):
                 key, query = rows + j * panel, rows + 2 * head_bytes + i * panel
                 if threshold > 0:
-                    factors_of_patch(
-                        streams[sequence], place, head % heads, i * 32, j * 32, threshold, kept, factors
+                    _factors_of_patch(
+                        streams[sequence], place, head % heads, i * 32, j * 32, threshold, kept, row, work, factors
                     )  # fmt: skip
                 _differentiate_patch(
                     unit, key, query, key + head_bytes, query + head_bytes, steps, nothing, work, offsets + i * ROW,
@@ -440,5 +401,6 @@ def backward(
     )  # fmt: skip
     arrays = [words(array) for array in (dy, qkv, y, logsumexp)]
     sizes = math.prod(sequences), tokens, heads, size
-    _backward(*arrays, words(dqkv), int(unit()), sizes, tuple(addresses), *dropout)
+    row = np.empty(32, FLOAT32)
+    _backward(*arrays, words(dqkv), int(unit()), sizes, tuple(addresses), *dropout, row)
     return dqkv

@@ -1,6 +1,6 @@
 """Dot products of rows of a matrix with a few vectors: each row is read once, and the next rows are fetched ahead.
 
-A product sums in 16 lanes, number l, l + 16, l + 32 ... in lane l, which meet in a tree (`reductions.folded`), whatever
+A product sums in 16 lanes, number l, l + 16, l + 32 ... in lane l, which meet in a tree (`rows.folded`), whatever
 the number of rows and vectors that are multiplied together. Vectors end with zeros, up to a multiple of 16 numbers.
 """
 
@@ -14,7 +14,7 @@ from numba.core import cgutils
 from daskgpt.kernels.compilation import instruction, part, stay_apart, wide_vectors
 from daskgpt.kernels.simd import lanes
 from daskgpt.kernels.simd.lanes import LANES, REALS
-from daskgpt.kernels.simd.reductions import folded
+from daskgpt.kernels.simd.rows import folded
 
 # Rows that are worked on together; a tile multiplies all of them by one vector, or a few of them by a few vectors.
 ROWS = 8

@@ -16,7 +16,7 @@ from daskgpt.kernels.decoding.gemv import either
 from daskgpt.kernels.simd import lanes
 from daskgpt.kernels.simd.lanes import LANES, REALS, address_of, read_real, write, write_real
 from daskgpt.kernels.simd.math import exp, nearest_half
-from daskgpt.kernels.simd.reductions import maximum, sum_of
+from daskgpt.kernels.simd.rows import maximum, sum_of
 
 GROUP = 64  # positions of keys
 

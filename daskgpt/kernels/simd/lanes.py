@@ -60,14 +60,7 @@ _LOG2_E, _LOG_2_HIGH, _LOG_2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 _LOWEST, _HIGHEST = -87.0, 88.72
 # Adding and subtracting 1.5 * 2**23 rounds to a whole number, which is then in the sum's lowest bits.
 _ROUND = 12582912.0
-_POLYNOMIAL = (
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
-)
+_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
 def whole(number: int) -> ir.Constant:
@@ -147,9 +140,9 @@ def prefetch(builder: ir.IRBuilder, place: ir.Value, offset: ir.Value = 0) -> No
 
 
 def fma(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
-    """Return left right + total of float32 numbers with one rounding."""
+    """Return left right + total with one rounding."""
     kind = total.type
-    name = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+    name = f"v{kind.count}{NAMES[kind.element]}" if isinstance(kind, ir.VectorType) else NAMES[kind]
     return call(builder, f"llvm.fma.{name}", kind, [left, right, total])
 
 
