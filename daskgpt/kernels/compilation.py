@@ -90,8 +90,8 @@ def for_float32(version: Callable[..., Any]) -> Callable[[Callable[..., Any]], A
 def numba_type(word: str, real: numba.types.Type | None = None) -> numba.types.Type:
     """Return the Numba type of a word of a signature, such as r2 or w1; `kernel` explains the letters."""
     letter, count = word[0], word[1:]
-    if letter in "nf" or word in ("s", "d"):
-        number = {"n": numba.int64, "f": real, "s": numba.float32, "d": numba.float64}[letter]
+    if letter in "nf" or not count:
+        number = {"n": numba.int64, "f": real, **_ELEMENTS}[letter]
         return numba.types.UniTuple(number, int(count)) if count else number
     return numba.types.Array(_ELEMENTS.get(letter.lower(), real), int(count), "C", readonly=letter not in "wHLSD")
 
@@ -349,8 +349,8 @@ def kernel(signature: str, *, cost: int = 1, use: str = "") -> Callable[[Callabl
     r = float array that is read, w = float array that is written, i = int32 array that is read, h = uint16 array that
     is read, H = uint16 array that is written, l and L = int64, d and D = float64, s and S = float32 whatever the others
     are, each with its number of dimensions and contiguous; n = whole number, f = number of the arrays' dtype, s =
-    float32 number, d = float64 number, n3 and f3 = tuples of three of them. Arrays that are read may be read-only.
-    `cost` and `use` are those of `Kernel`.
+    float32 number, d = float64 number, h = uint16 number, n3 and f3 = tuples of three of them. Arrays that are read may
+    be read-only. `cost` and `use` are those of `Kernel`.
     """
 
     def register(function: Callable[..., Any]) -> Kernel:

@@ -146,14 +146,18 @@ def fma(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, total: ir.Value)
     return call(builder, f"llvm.fma.{name}", kind, [left, right, total])
 
 
+def _like(kind: ir.Type, element: ir.Type) -> ir.Type:
+    """Return the type with as many lanes as `kind`, or the type of a single number."""
+    return ir.VectorType(element, kind.count) if isinstance(kind, ir.VectorType) else element
+
+
 def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Return e**x of a float32 number or of each lane.
 
     x is n ln(2) + r; the polynomial gives exp(r), and n is added to its exponent bits. At most 2 units in the last
     place; x is clamped to -87 ... 88.72, so never 0 and never infinite; NaN stays NaN.
     """
-    kind = x.type
-    bits = ir.VectorType(I32, kind.count) if isinstance(kind, ir.VectorType) else I32
+    kind, bits = x.type, _like(x.type, I32)
 
     def number(value: float) -> ir.Constant:
         return constant(kind, value)
@@ -174,14 +178,13 @@ def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def round_to_bfloat16(builder: ir.IRBuilder, reals: ir.Value) -> ir.Value:
-    """Return the 16 bits of the bfloat16 nearest to each float32 number; ties go to even, NaN stays NaN.
+    """Return the 16 bits of the bfloat16 nearest to a float32 number or to each lane; ties go to even, NaN stays NaN.
 
     The processor's instruction turns subnormal numbers into zeros, as the products would; without it, they are rounded
     like others.
     """
-    lanes = reals.type.count
-    bits, halves = ir.VectorType(I32, lanes), ir.VectorType(I16, lanes)
-    if has_avx512_bfloat16() and lanes == LANES:
+    bits, halves = _like(reals.type, I32), _like(reals.type, I16)
+    if has_avx512_bfloat16() and reals.type == REALS:
         return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", halves, [reals])
     given, half = builder.bitcast(reals, bits), constant(bits, 16)
     odd = builder.and_(builder.lshr(given, half), constant(bits, 1))
@@ -193,11 +196,10 @@ def round_to_bfloat16(builder: ir.IRBuilder, reals: ir.Value) -> ir.Value:
 
 
 def widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
-    """Return bfloat16 numbers, given as 16 bits, as float32, which is exact."""
-    lanes = halves.type.count
-    bits = ir.VectorType(I32, lanes)
+    """Return a bfloat16 number or each lane, given as 16 bits, as float32, which is exact."""
+    bits = _like(halves.type, I32)
     wide = builder.shl(builder.zext(halves, bits), constant(bits, 16))
-    return builder.bitcast(wide, ir.VectorType(F32, lanes))
+    return builder.bitcast(wide, _like(halves.type, F32))
 
 
 def _transposed_quads(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
