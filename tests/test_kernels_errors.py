@@ -9,6 +9,7 @@ from product_cases import using
 from daskgpt.kernels import attention, crossentropy, elementwise, embedding, linear, norms, rotary
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm as bfloat16
+from daskgpt.kernels.bfloat16.gemm import TrainedWeight
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
 from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.dropout import dropped, streams
@@ -25,9 +26,9 @@ HYPER = np.ones(3)
 SMALL_X, SMALL_DY, NARROW, BIAS = (np.ones(shape, "f4") for shape in ((4, 6), (4, 64), (64, 6), (64,)))
 
 
-def update(dy=SMALL_DY, x=SMALL_X, weight=NARROW, m=NARROW, v=NARROW, rows=64, groups=(0,), start=None):
+def update(dy=SMALL_DY, x=SMALL_X, weight=NARROW, m=NARROW, v=NARROW, groups=(0,), start=None):
     """One chunk's; nothing is written over that other tests need."""
-    trained = bfloat16.TrainedWeight(weight.copy(), bfloat16.pack_weight(NARROW[:rows]))
+    trained = TrainedWeight.of(weight.copy())
     linear_update([(dy, x)], groups, start, (trained, m.copy(), v.copy(), HYPER), 0, len(weight), **ADAMW)
 
 
@@ -37,7 +38,7 @@ def product_of_rows(first, count):
 
 
 def repacked(rows, first):
-    return bfloat16.pack_weight(np.ones((rows, 6), "f4"), bfloat16.pack_weight(NARROW), first=first)
+    return TrainedWeight.of(NARROW).pack(np.ones((rows, 6), "f4"), first)
 
 
 def total_last(kernel, *options):
@@ -79,11 +80,11 @@ FITTING = {
     "muon": (lambda *arrays: muon(*arrays, HYPER, **MUON), TABLE, TABLE, TABLE),
 }
 FITTING |= {
-    "bfloat16": (lambda x, bias: bfloat16.forward(x, bfloat16.pack_weight(NARROW), bias), SMALL_X, BIAS),
-    "bfloat16 x": (lambda dy: bfloat16.backward_x(dy, bfloat16.pack_weight(NARROW)), SMALL_DY),
+    "bfloat16": (lambda x, bias: bfloat16.forward(x, TrainedWeight.of(NARROW), bias), SMALL_X, BIAS),
+    "bfloat16 x": (lambda dy: bfloat16.backward_x(dy, TrainedWeight.of(NARROW)), SMALL_DY),
     "bfloat16 weight": (total_last(bfloat16.backward_weight), SMALL_DY, SMALL_X, NARROW.copy()),
     "bfloat16 update": (update, SMALL_DY, SMALL_X, NARROW, NARROW, NARROW),
-    "bfloat16 repacked": (lambda weight: bfloat16.pack_weight(weight, bfloat16.pack_weight(NARROW)), NARROW),
+    "bfloat16 repacked": (lambda weight: TrainedWeight.of(NARROW).pack(weight), NARROW),
 }
 for module, name in ((attention, "attention"), (bf16_attention, "bfloat16 attention")):
     FITTING[f"{name} backward"] = (partial(module.backward, heads=2), Y, QKV, Y, LOGSUMEXP)
@@ -121,7 +122,6 @@ REFUSED = [
     (lambda: repacked(32, 64), "rows=(64, 96)"),
     (lambda: product_of_rows(2, 63), "total must be some of the 64 rows; got first_row=2"),
     (lambda: product_of_rows(-1, 3), "total must be some of the 64 rows; got first_row=-1"),
-    (lambda: update(rows=32), "got packed=(32, 6)"),
     (lambda: update(groups=[1]), "got groups=[1]"),
     (lambda: linear_update([], [], None, (None,) * 4, 0, 64, **ADAMW), "got parts=0"),
 ]
@@ -129,7 +129,7 @@ WRONG_TYPES = [
     (lambda: embedding.forward(TOKENS.astype("i8"), TABLE, POSITIONS, TABLE), "got dtypes=int64"),
     (lambda: to_bfloat16(X), "to_bfloat16: x must be float32"),
     (lambda: from_bfloat16(X.astype("f4")), "from_bfloat16: x must be bfloat16"),
-    (lambda: bfloat16.pack_weight(TABLE), "pack_weight: weight must be float32"),
+    (lambda: TrainedWeight.of(TABLE), "TrainedWeight.pack: values must be float32"),
     (lambda: update(start=np.zeros((64, 6))), "start must be float32"),
 ]
 BAD = [(*row, ValueError) for row in REFUSED] + [(*row, TypeError) for row in WRONG_TYPES]
@@ -185,6 +185,6 @@ def test_float64_is_refused_where_operands_are_rounded(name):
 
 def test_a_weight_in_another_layout_is_refused():
     with using("portable"):
-        packed = bfloat16.pack_weight(NARROW)
+        packed = TrainedWeight.of(NARROW)
     with using("avx512"), pytest.raises(RuntimeError, match="packed for the unit that multiplies"):
         bfloat16.forward(SMALL_X, packed)

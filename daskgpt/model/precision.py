@@ -14,7 +14,7 @@ from daskgpt.kernels import attention, crossentropy, embedding, linear, optimize
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16 import update as bf16_update
-from daskgpt.kernels.bfloat16.gemm import TrainedWeight, empty_weight, pack_weight
+from daskgpt.kernels.bfloat16.gemm import TrainedWeight, packed_bytes
 from daskgpt.kernels.bfloat16.isa import outruns_float32, unit
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
 from daskgpt.kernels.compilation import all_cached, compile_all
@@ -75,7 +75,7 @@ class Precision:
     def held_bytes(self, tensor: Tensor) -> int:
         """Return the bytes of a parameter as it is held."""
         values = int(np.prod(tensor.shape)) * self.dtype.itemsize
-        return values + (empty_weight(*tensor.shape).nbytes if self.packed and tensor.multiplied else 0)
+        return values + (packed_bytes(*tensor.shape) if self.packed and tensor.multiplied else 0)
 
     def compile(self, uses: Container[str] | None = None, **options: Any) -> None:
         """Compile every kernel of this precision, or load it from the cache on disk; see `compile_all`."""
@@ -104,11 +104,11 @@ def write_rows(held: Any, rows: slice, values: np.ndarray) -> None:
     """Write received rows into a parameter; rounded rows only into its packed values."""
     if values.dtype == np.uint16:
         for first in range(0, len(values), PACKED_ROWS):
-            pack_weight(from_bfloat16(values[first : first + PACKED_ROWS]), held.packed, first=rows.start + first)
+            held.pack(from_bfloat16(values[first : first + PACKED_ROWS]), rows.start + first)
         return
     values_of(held)[rows] = values
     if isinstance(held, TrainedWeight):
-        pack_weight(values, held.packed, first=rows.start)
+        held.pack(values, rows.start)
 
 
 FLOAT32 = Precision("float32", np.dtype("float32"))

@@ -26,52 +26,79 @@ from daskgpt.kernels.simd.lanes import address_of
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A weight (outputs, channels) in bfloat16, laid out for y = x weightᵀ and for dx = dy weight.
-
-    In tiles, `forward` holds a panel for every 32 outputs and `backward` one for every 32 channels. For the portable
-    unit one float32 array of rounded values serves both products. A packed weight can be sent to another process whose
-    unit uses the same layout.
-    """
-
-    outputs: int
-    channels: int
-    in_tiles: bool
-    forward: np.ndarray
-    backward: np.ndarray
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory; an array that serves both products counts once."""
-        return sum(array.nbytes for array in {id(array): array for array in (self.forward, self.backward)}.values())
-
-
-@dataclass(frozen=True, slots=True)
 class TrainedWeight:
-    """A matrix in float32, which an optimizer updates, and the same matrix packed for products.
+    """A matrix in float32, which an optimizer updates, and the same matrix in bfloat16, laid out for both products.
+
+    In tiles, `forward` holds a panel for every 32 outputs, for y = x weightᵀ, and `backward` one for every 32 channels,
+    for dx = dy weight. For the portable
+    unit one float32 array of rounded values serves both products. A weight can be sent to another process whose unit
+    uses the same layout.
 
     Shapes   values (O, C); it is indexed by rows and has a shape like an array
     """
 
     values: np.ndarray
-    packed: PackedWeight
+    forward: np.ndarray
+    backward: np.ndarray
 
     @classmethod
     def of(cls, values: np.ndarray) -> TrainedWeight:
-        """Pack a float32 matrix."""
-        return cls(values, pack_weight(values))
+        """Pack a float32 matrix.
+
+        Errors   TypeError when it is not float32
+        """
+        outputs, channels = values.shape
+        if unit() is Unit.PORTABLE:
+            forward = backward = np.empty(values.shape, FLOAT32)
+        else:
+            size = ceiling(outputs, 32) * ceiling(channels, 32)
+            forward, backward = aligned(size), aligned(size)
+        weight = cls(values, forward, backward)
+        weight.pack(values)
+        return weight
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+    def shape(self) -> tuple[int, int]:
+        outputs, channels = self.values.shape
+        return outputs, channels
+
+    @property
+    def in_tiles(self) -> bool:
+        return self.forward.dtype != FLOAT32
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.packed.nbytes
+        return self.values.nbytes + packed_bytes(*self.shape)
 
     def __getitem__(self, rows: slice) -> TrainedRows:
         first, last, _ = rows.indices(len(self.values))
         return TrainedRows(self, first, last)
+
+    def pack(self, values: np.ndarray, first: int = 0) -> None:
+        """Round these values of rows from `first` on and lay them out for both products.
+
+        So several tasks can pack parts of a weight, also of one whose values are in another process.
+
+        Shapes   values (rows, C)
+        Dtype    float32
+        Cost     reads and writes 4 bytes per number
+        Errors   TypeError when values are not float32; ValueError when the channels do not fit or the rows do not begin
+                 and end at multiples of 32 (or the last row); RuntimeError for another unit's layout
+        """
+        where, (outputs, channels), last = "TrainedWeight.pack", self.shape, first + len(values)
+        check_float32(where, values=values)
+        check_layout(where, self)
+        check_shape(where, "values", values, (len(values), channels))
+        check_panel_rows(where, outputs, first, last)
+        if self.in_tiles:
+            _pack(words(values), self.forward, self.backward, outputs, channels, first, last)
+        else:
+            self.forward[first:last] = rounded(values)
+
+
+def packed_bytes(outputs: int, channels: int) -> int:
+    """Return the bytes of what a `TrainedWeight` holds besides its values."""
+    return 4 * (outputs * channels if unit() is Unit.PORTABLE else ceiling(outputs, 32) * ceiling(channels, 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +108,6 @@ class TrainedRows:
     weight: TrainedWeight
     first: int
     last: int
-
-
-Weight = PackedWeight | TrainedWeight
 
 
 @kernel("h1 H1 H1 n n n n", cost=2)
@@ -100,48 +124,12 @@ def check_panel_rows(where: str, outputs: int, first: int, last: int) -> None:
         raise refusal(ValueError, where, rule, {"rows": (first, last)}, "Round them.")
 
 
-def check_layout(where: str, weight: PackedWeight) -> None:
+def check_layout(where: str, weight: TrainedWeight) -> None:
     """Raise RuntimeError when a weight was packed for another unit's layout."""
     if weight.in_tiles != (unit() is not Unit.PORTABLE):
         rule = "the weight must be packed for the unit that multiplies"
         got = f"in_tiles={weight.in_tiles} for {unit().name.lower()}"
         raise refusal(RuntimeError, where, rule, got, f"Set {VARIABLE} to one unit in all processes.")
-
-
-def empty_weight(outputs: int, channels: int) -> PackedWeight:
-    """Return a packed weight without values, which `pack_weight` fills."""
-    if unit() is Unit.PORTABLE:
-        both = np.empty((outputs, channels), FLOAT32)
-        return PackedWeight(outputs, channels, False, both, both)
-    size = ceiling(outputs, 32) * ceiling(channels, 32)
-    return PackedWeight(outputs, channels, True, aligned(size), aligned(size))
-
-
-def pack_weight(weight: np.ndarray, packed: PackedWeight | None = None, *, first: int = 0) -> PackedWeight:
-    """Round a weight to bfloat16 and lay it out for both products.
-
-    With `packed`, overwrite its rows from `first` on, so that several tasks can pack parts of one weight.
-
-    Shapes   weight (O, C), or (rows, C) with `packed` -> PackedWeight
-    Dtype    float32 -> bfloat16
-    Cost     reads and writes 4 bytes per number
-    Errors   TypeError when weight is not float32; ValueError when the channels do not fit or the rows do not begin and
-             end at multiples of 32 (or the last row); RuntimeError for another unit's layout
-    """
-    where = "pack_weight"
-    check_float32(where, weight=weight)
-    outputs, channels = weight.shape
-    if packed is None:
-        packed = empty_weight(outputs, channels)
-    check_layout(where, packed)
-    check_shape(where, "weight", weight, (outputs, packed.channels))
-    last = first + outputs
-    check_panel_rows(where, packed.outputs, first, last)
-    if packed.in_tiles:
-        _pack(words(weight), packed.forward, packed.backward, packed.outputs, channels, first, last)
-    else:
-        packed.forward[first:last] = rounded(weight)
-    return packed
 
 
 # The rows of x that are multiplied with one panel of the weight after another: they stay in the second cache.
@@ -214,20 +202,19 @@ def _plan(rows: int, depth: int, width: int) -> tuple[int, int, int, int, int]:
 
 
 def _product(
-    where: str, name: str, x: np.ndarray, weight: Weight, backward: bool, bias: np.ndarray | None = None
+    where: str, name: str, x: np.ndarray, weight: TrainedWeight, backward: bool, bias: np.ndarray | None = None
 ) -> np.ndarray:
     """Return x weightᵀ + bias, or with `backward` x weight; `name` is what errors call x."""
-    packed = weight.packed if isinstance(weight, TrainedWeight) else weight
-    check_layout(where, packed)
-    depth, width = (packed.outputs, packed.channels) if backward else (packed.channels, packed.outputs)
+    check_layout(where, weight)
+    depth, width = weight.shape if backward else weight.shape[::-1]
     check_shape(where, name, x, (*x.shape[:-1], depth))
     check_float32(where, **{name: x})
     if bias is not None:
         check_shape(where, "bias", bias, (width,))
         check_float32(where, bias=bias)
     y = np.empty((*x.shape[:-1], width), FLOAT32)
-    if not packed.in_tiles:
-        multiply(gemm_address(FLOAT32), not backward, rows(rounded(x)), packed.forward, 0, rows(y))
+    if not weight.in_tiles:
+        multiply(gemm_address(FLOAT32), not backward, rows(rounded(x)), weight.forward, 0, rows(y))
         if bias is not None:
             y += bias
         return y
@@ -237,12 +224,12 @@ def _product(
     start = NOTHING
     if bias is not None:  # with zeros up to a multiple of 32 numbers
         start = words(np.concatenate([bias, np.zeros(-width % 32, FLOAT32)]))
-    operand = packed.backward if backward else packed.forward
+    operand = weight.backward if backward else weight.forward
     _multiply(words(x), operand, start, words(y), int(unit()), (count, depth, width), plan)
     return y
 
 
-def forward(x: np.ndarray, weight: Weight, bias: np.ndarray | None = None) -> np.ndarray:
+def forward(x: np.ndarray, weight: TrainedWeight, bias: np.ndarray | None = None) -> np.ndarray:
     """Return the output of a linear layer, in bfloat16 with float32 sums.
 
     y = x weightᵀ + bias
@@ -255,7 +242,7 @@ def forward(x: np.ndarray, weight: Weight, bias: np.ndarray | None = None) -> np
     return _product("bfloat16.forward", "x", x, weight, False, bias)
 
 
-def backward_x(dy: np.ndarray, weight: Weight) -> np.ndarray:
+def backward_x(dy: np.ndarray, weight: TrainedWeight) -> np.ndarray:
     """Return the gradient of a linear layer with respect to its input, in bfloat16 with float32 sums.
 
     dx = dy weight

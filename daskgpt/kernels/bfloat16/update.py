@@ -20,7 +20,6 @@ from daskgpt.kernels.bfloat16.gemm import (
     check_layout,
     check_panel_rows,
     forward,
-    pack_weight,
     runs_of_tokens,
     sum_rows,
 )
@@ -154,15 +153,12 @@ def _check(where, parts, groups, start, state, first, last):
     if len(groups) != len(parts) or not in_order:
         rule = "groups must be one a part, 0 ... 0 1 ... 1 and so on"
         raise refusal(ValueError, where, rule, {"groups": list(groups)}, "Give each part the number of its group.")
-    outputs, channels = shape = weight.values.shape
+    outputs, channels = shape = weight.shape
     check_panel_rows(where, outputs, first, last)
     check_shape(where, "hyper", hyper, (3,))
     for name, array in (("weight", weight.values), ("m", m), ("v", v)):
         check_output(where, name, array, shape, FLOAT32)
-    check_layout(where, weight.packed)
-    if (weight.packed.outputs, weight.packed.channels) != shape:
-        got = {"packed": (weight.packed.outputs, weight.packed.channels)}
-        raise refusal(ValueError, where, f"packed must be of the weight's shape {shape}", got, "Give the weight's own.")
+    check_layout(where, weight)
     for dy, x in parts:
         check_shape(where, "dy", dy, (*x.shape[:-1], outputs))
         check_shape(where, "x", x, (*x.shape[:-1], channels))
@@ -185,7 +181,7 @@ def _in_two_steps(parts, groups, start, state, first, last, options):
             tree_add(totals, level(group), additions(group, parts=1 + groups[-1]))
     values = weight.values[first:last]
     optimizers.adamw_inplace(values, totals[0], m[first:last], v[first:last], hyper, **options)
-    pack_weight(values, weight.packed, first=first)
+    weight.pack(values, first)
 
 
 def _runs(dy, x):
@@ -207,7 +203,7 @@ def _table(operands, groups, started):
 
 def _in_one_pass(parts, groups, start, state, first, last, options):
     weight, m, v, hyper = state
-    packed, (outputs, channels) = weight.packed, weight.shape
+    outputs, channels = weight.shape
     operands = [(np.ascontiguousarray(dy), np.ascontiguousarray(x)) for dy, x in parts]
     table = _table(operands, groups, start is not None)
     steps, totals = [ceiling(count, 32) // 32 for count in table[:, _TOKENS].tolist()], 1 + int(table[:, _TOTAL].max())
@@ -221,7 +217,7 @@ def _in_one_pass(parts, groups, start, state, first, last, options):
     arrays = [NOTHING if array is None else words(array) for array in (weight.values, m, v, start)]
     constants = [options[name] for name in ("beta1", "beta2", "eps", "weight_decay")]
     sizes = outputs, channels, first, last
-    _update(table, *arrays, packed.forward, packed.backward, hyper, *constants, int(unit()), sizes, plan)
+    _update(table, *arrays, weight.forward, weight.backward, hyper, *constants, int(unit()), sizes, plan)
 
 
 def linear_update(
@@ -235,7 +231,7 @@ def linear_update(
 ) -> None:
     """Update rows first ... last - 1 of a linear layer's weight by AdamW, in place, straight from dy and x.
 
-    g = start + Σ_parts Σ_tokens dyᵀ x, then adamw_inplace, then pack_weight, with the bits of these three kernels
+    g = start + Σ_parts Σ_tokens dyᵀ x, then adamw_inplace, then packing, with the bits of these three kernels
 
     parts    pairs of dy and x, in the order in which their rows are summed
     groups   group of each part, whose total the part is added to, see `kernels.totals`; the first continues from start
@@ -250,7 +246,7 @@ def linear_update(
              multiples of 32 (or the last row), or an array cannot be written; RuntimeError for another unit's layout
     """
     _check("bfloat16.linear_update", parts, groups, start, state, first, last)
-    in_one_pass = state[0].packed.in_tiles and all(dy.size for dy, _ in parts)
+    in_one_pass = state[0].in_tiles and all(dy.size for dy, _ in parts)
     (_in_one_pass if in_one_pass else _in_two_steps)(parts, groups, start, state, first, last, options)
 
 
@@ -274,7 +270,7 @@ class PackedUpdate:
         if isinstance(weight, TrainedRows):
             values = weight.weight.values[weight.first : weight.last]
             self.kernel(values, *arrays, **options)
-            pack_weight(values, weight.weight.packed, first=weight.first)
+            weight.weight.pack(values, weight.first)
             return None
         return self.kernel(weight, *arrays, **options)
 
@@ -285,9 +281,9 @@ def iteration(x: np.ndarray) -> np.ndarray:
     Shapes   x (n, k) -> (n, k)
     Dtype    float32
     """
-    packed = pack_weight(x)
+    packed = TrainedWeight.of(x)
     gram = forward(x, packed)
-    square = forward(gram, pack_weight(gram))  # the gram matrix is its own transpose
+    square = forward(gram, TrainedWeight.of(gram))  # the gram matrix is its own transpose
     return optimizers.add_scaled(x, backward_x(optimizers.polynomial(gram, square), packed))
 
 
