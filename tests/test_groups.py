@@ -55,7 +55,7 @@ def test_groups_are_added_in_a_binary_tree(random, groups, started):
         bias_sum, table_sum = (CallOptions(start=start, groups=Groups(groups)) for start in starts)
         (db,) = apply("db", linear.backward_bias, "btC -> C", arrays[:1], call_options=bias_sum)
         table_sum = replace(table_sum, new_axes={"V": V})
-        (dw,) = apply("dw", embedding.backward_wte, "btC, bt -> VC", arrays, call_options=table_sum)
+        (dw,) = apply("dw", embedding.backward, "btC, bt -> VC", arrays, call_options=table_sum)
         for one, other in zip(dask.compute(db, dw, scheduler="sync"), wanted):
             np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32), err_msg=str(chunks))
     # Numbers of many sizes: each number of groups rounds in its own way.

@@ -18,8 +18,8 @@ DY, X, WIDE, LOSSES, DLOGITS = (RANDOM.normal(size=(B, T, *axes)) for axes in ((
 TOKENS, POSITIONS = RANDOM.integers(0, V, (B, T)).astype("i4"), np.arange(3, T + 3, dtype="i4")
 # A kernel, what it sums, and the shape of its total; what the sums are is tested with the layers.
 SUMS = {
-    "embedding.wte": (embedding.backward_wte, (DY, TOKENS), (V, C)),
-    "embedding.wpe": (embedding.backward_wpe, (DY, POSITIONS), (T + 4, C)),
+    "embedding.wte": (embedding.backward, (DY, TOKENS), (V, C)),
+    "embedding.wpe": (embedding.backward, (DY, POSITIONS), (T + 4, C)),
     "layernorm.weight": (norms.layernorm_backward_weight, (DY, X), (C,)),
     "rmsnorm.weight": (norms.rmsnorm_backward_weight, (DY, X), (C,)),
     "linear.weight": (linear.backward_weight, (WIDE, X), (O, C)),

@@ -60,15 +60,15 @@ EMBEDDING = Layer(
     name="embedding",
     forward=Row(embedding.forward, "bt, VC, t, PC -> btC", "tokens wte positions wpe"),
     backward={
-        "wte": Row(embedding.backward_wte, "btC, bt -> VC", "dy tokens"),
-        "wpe": Row(embedding.backward_wpe, "btC, t -> PC", "dy positions"),
+        "wte": Row(embedding.backward, "btC, bt -> VC", "dy tokens"),
+        "wpe": Row(embedding.backward, "btC, t -> PC", "dy positions"),
     },
 )
 
 TOKEN_EMBEDDING = Layer(
     name="embedding",
     forward=Row(embedding.forward, "bt, VC -> btC", "tokens wte"),
-    backward={"wte": Row(embedding.backward_wte, "btC, bt -> VC", "dy tokens")},
+    backward={"wte": Row(embedding.backward, "btC, bt -> VC", "dy tokens")},
 )
 
 LAYERNORM = Layer(
