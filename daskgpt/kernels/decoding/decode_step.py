@@ -9,8 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from daskgpt.kernels.compilation import helper, instruction, kernel, part, stay_apart, wide_vectors
-from daskgpt.kernels.decoding.gemv import ROWS, rows_times_vectors
-from daskgpt.kernels.decoding.kv_cache import attend, keep
+from daskgpt.kernels.decoding.products import ROWS, attend, keep, rows_times_vectors
 from daskgpt.kernels.elementwise import CUBIC, SLOPE
 from daskgpt.kernels.rotary import set_angles, turn
 from daskgpt.kernels.simd import lanes
