@@ -124,8 +124,8 @@ def rows_times_vectors(halves, rows, place, pitch, count, xs, x_pitch, vectors, 
         m += 1
 
 
-# Kept keys of a head lie in groups of 64 positions, channel by channel, so that 64 scores are summed at a time. Its kept
-# values lie position by position, with zeros up to a multiple of 16 channels. Both are read from one end to the other.
+# Kept keys of a head lie in groups of 64 positions, channel by channel, so that 64 scores are summed at a time; values
+# lie position by position, with zeros up to a multiple of 16 channels. Both are read from one end to the other.
 GROUP = 64
 
 
