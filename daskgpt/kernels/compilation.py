@@ -298,7 +298,7 @@ class Kernel:
         Errors   OSError if the system refuses
         """
         files = self._files(kind, folder)
-        with contextlib.suppress(FileNotFoundError):  # another process may have removed one
+        with contextlib.suppress(OSError):  # another process may have removed one
             sealed = all(_is_sealed(path, path.read_bytes()) for path in files)
             if sealed and {path.suffix for path in files} == {".nbi", ".nbc"}:
                 return True
