@@ -141,13 +141,6 @@ _LONGEST, _DEEP_ROWS = 2048, 256
 _PATCHES_TO_FETCH = 3
 
 
-@helper
-def _store_patch(patch, rows, columns, target, row_bytes):
-    """Copy a patch of sums to rows x columns of a matrix."""
-    for row in range(rows):
-        tiles.store_columns(patch + row * ROW, target + row * row_bytes, columns)
-
-
 @kernel("h1 h1 h1 H1 n n3 n6", cost=6)
 def _multiply(x, weight, bias, y, unit, sizes, plan):
     """Multiply. Loops from outside: rows that fit the cache, pieces of the summed axis, panels, steps, row bands."""
@@ -182,8 +175,9 @@ def _multiply(x, weight, bias, y, unit, sizes, plan):
                         )  # fmt: skip
                         if done:
                             row = row0 + i * 32
+                            high, wide = min(32, rows - row), min(32, width - column)
                             target = address_of(y) + (row * width + column) * 4
-                            _store_patch(patch, min(32, rows - row), min(32, width - column), target, width * 4)
+                            tiles.copy_rows(patch, ROW, target, width * 4, high, wide)
     tiles.close_unit(unit)
 
 

@@ -261,14 +261,6 @@ def transpose_tile(builder, tile):
 
 
 @instruction("n n n")
-def store_columns(builder, source, target, count):
-    """Copy `count` of 32 float32 numbers from source to target."""
-    for first in lanes.PARTS:
-        value = lanes.load(builder, source, first * 4)
-        lanes.store_masked(builder, value, target, first * 4, lanes.below(builder, count, first))
-
-
-@instruction("n n n")
 def copy_row(builder, source, target, count):
     """Copy `count` float32 numbers from source to target."""
     with cgutils.for_range(builder, builder.lshr(count, lanes.whole(4))) as loop:
