@@ -53,7 +53,7 @@ def test_groups_are_added_in_a_binary_tree(random, groups, started):
         starts = [da.from_array(value, chunks=-1) if started else None for value in (bias, table)]
         bias_sum, table_sum = ({"start": start, "groups": Groups(groups)} for start in starts)
         (db,) = apply("db", linear.backward_bias, "btC -> C", arrays[:1], **bias_sum)
-        (dw,) = apply("dw", embedding.backward_wte, "btC, bt -> VC", arrays, new_axes={"V": V}, **table_sum)
+        (dw,) = apply("dw", embedding.backward, "btC, bt -> VC", arrays, new_axes={"V": V}, **table_sum)
         for one, other in zip(dask.compute(db, dw, scheduler="sync"), wanted):
             np.testing.assert_array_equal(one.view(np.int32), other.view(np.int32), err_msg=str(chunks))
     # Numbers of many sizes: each number of groups rounds in its own way.

@@ -1,6 +1,9 @@
-"""Tests of bfloat16: rounding, packed weights, and the three products on every unit, against rounded operands."""
+"""Tests of bfloat16: rounding, packed weights, scratch memory, the choice of a unit, and its three products."""
 
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from daskgpt.kernels.bfloat16.isa import Unit, outruns_float32, unit, works
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, rounded, to_bfloat16
 from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.optimizers import adamw_inplace
+from daskgpt.kernels.simd.lanes import PAGE
 
 ALL = np.arange(1 << 16, dtype=np.uint16)
 # Rows, channels, outputs: below and above a tile and a block, odd numbers, a summed axis in one piece and in several.
@@ -68,7 +72,7 @@ def test_rounding_takes_any_size_and_strides_and_read_only_arrays(last, random):
 def test_forward_and_backward_x(name, shape):
     rows, channels, outputs = shape
     x, weight, bias, dy = arrays(1, (rows, channels), (outputs, channels), (outputs,), (rows, outputs))
-    packed = gemm.pack_weight(weight)
+    packed = TrainedWeight.of(weight)
     y, dx = gemm.forward(x, packed, bias), gemm.backward_x(dy, packed)
     assert y.dtype == np.float32
     assert_product(y, x, weight.T, bias)
@@ -80,7 +84,7 @@ def test_forward_and_backward_x(name, shape):
 
 def test_inputs_are_only_read_wherever_they_lie(name):
     x, weight, bias = arrays(8, (37, 65), (41, 65), (41,))
-    packed = gemm.pack_weight(weight)
+    packed = TrainedWeight.of(weight)
     expected = gemm.forward(x, packed, bias)
     memory = np.empty(x.nbytes + 64, np.uint8)
     for offset in (4, 20, 36):
@@ -98,27 +102,28 @@ def test_sent_weight_gives_the_owners_bits(name):
         sent = read_rows(trained, rows, rounded=True)
         assert sent.nbytes == weight[rows].nbytes / 2
         write_rows(other, rows, sent)
-    expected = gemm.forward(x, trained.packed), gemm.backward_x(dy, trained.packed)
-    for packed in (other.packed, pickle.loads(pickle.dumps(trained.packed))):
+    expected = gemm.forward(x, trained), gemm.backward_x(dy, trained)
+    for packed in (other, pickle.loads(pickle.dumps(trained))):
         assert_all_same((gemm.forward(x, packed), gemm.backward_x(dy, packed)), expected)
 
 
 def test_shared_memory_is_counted_once(name):
     weight = TrainedWeight.of(np.ones((64, 96), np.float32))
     # Rounded values in float32 serve both products; in tiles each product has 2 bytes a number of its own.
-    assert weight.nbytes == 2 * weight.packed.nbytes == 2 * weight.values.nbytes
+    packed = {array.ctypes.data: array.nbytes for array in (weight.forward, weight.backward)}
+    assert weight.nbytes == weight.values.nbytes + sum(packed.values()) == 2 * weight.values.nbytes
 
 
 def test_rows_of_a_weight_can_be_packed_apart(name):
     old, new = arrays(10, (100, 70), (100, 70))
-    packed, expected = gemm.pack_weight(old), gemm.pack_weight(new)
+    packed, expected = TrainedWeight.of(old), TrainedWeight.of(new)
     for first, last in ((32, 64), (64, 100), (0, 32)):
-        assert gemm.pack_weight(new[first:last], packed, first=first) is packed
+        packed.pack(new[first:last], first)
     assert_all_same((packed.forward, packed.backward), (expected.forward, expected.backward))
 
 
 def test_without_rows_or_tokens_nothing_is_added(name):
-    packed = gemm.pack_weight(arrays(11, (45, 70))[0])
+    packed = TrainedWeight.of(arrays(11, (45, 70))[0])
     assert gemm.forward(np.empty((0, 70), "f4"), packed).shape == (0, 45)
     assert gemm.backward_x(np.empty((2, 0, 45), "f4"), packed).shape == (2, 0, 70)
     dy, x, total = np.empty((0, 5), "f4"), np.empty((0, 3), "f4"), np.ones((5, 3), "f4")
@@ -129,7 +134,7 @@ def test_without_rows_or_tokens_nothing_is_added(name):
 def test_nan_and_infinity_reach_the_result(name):
     x, weight = arrays(12, (40, 70), (45, 70))
     x[3, 5], x[20, 7] = np.nan, np.inf
-    y = gemm.forward(x, gemm.pack_weight(np.abs(weight) + 1))
+    y = gemm.forward(x, TrainedWeight.of(np.abs(weight) + 1))
     assert np.isnan(y[3]).all()
     assert np.isposinf(y[20]).all()
     assert np.isfinite(np.delete(y, (3, 20), axis=0)).all()
@@ -181,10 +186,9 @@ def test_an_update_in_one_pass_has_the_bits_of_products_additions_and_adamw(
     while len(sums) > 1:
         sums = sums[::2] + sums[1::2]
     adamw_inplace(expected[0], sums[0], *expected[1:], HYPER, **OPTIONS)
-    packed, start = gemm.pack_weight(weight), gradient if given else None
-    trained = TrainedWeight(weight, packed), m, v, HYPER
-    linear_update(list(zip(dys, xs)), groups, start, trained, 0, outputs, **OPTIONS)
-    fresh = gemm.pack_weight(weight)
+    packed, start = TrainedWeight.of(weight), gradient if given else None
+    linear_update(list(zip(dys, xs)), groups, start, (packed, m, v, HYPER), 0, outputs, **OPTIONS)
+    fresh = TrainedWeight.of(weight)
     updated = weight, m, v, packed.forward, packed.backward
     assert_all_same(updated, (*expected, fresh.forward, fresh.backward))
 
@@ -241,3 +245,36 @@ def test_units_are_compiled_if_the_processor_has_them(monkeypatch):
         monkeypatch.setattr(isa, "has_avx512_bfloat16", lambda has=has: has)
         monkeypatch.setattr(isa, "features", lambda tiles=tiles: frozenset(f"amx-{name}" for name in tiles.split()))
         assert {unit for unit in Unit if isa.compiles(unit)} == compiled
+
+
+def test_scratch_pieces_are_page_aligned_and_disjoint():
+    scratch = isa.Scratch()
+    sizes = (1, PAGE, 0, PAGE + 1, 7)
+    addresses = scratch(*sizes)
+    assert all(address % PAGE == 0 for address in addresses)
+    assert [after - before for before, after in pairwise(addresses)] == [PAGE, PAGE, 0, 2 * PAGE]
+    assert scratch(*sizes) == addresses
+    assert scratch(PAGE) == addresses[:1], "less is found where more was"
+
+
+def test_scratch_is_per_thread(monkeypatch):
+    """A thread requests the tile registers there: without the request, its first product would crash."""
+    asked: list[int] = []
+    monkeypatch.setattr(isa, "unit", lambda: Unit.AMX)
+    monkeypatch.setattr(isa, "request_tiles", lambda: asked.append(threading.get_ident()))
+    scratch = isa.Scratch()
+    assert asked == [], "nothing is asked for by whoever only imports"
+
+    def use(size: int) -> tuple[int, list[int]]:
+        return threading.get_ident(), scratch(size)
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        first, (place,) = one.submit(use, 100).result()
+        second, (elsewhere,) = other.submit(use, 100).result()
+        assert first != second
+        assert abs(place - elsewhere) >= PAGE
+        assert asked == [first, second]
+        assert one.submit(use, PAGE).result() == (first, [place])
+        assert asked == [first, second]
+        one.submit(use, PAGE + 1).result()
+        assert asked == [first, second, first]

@@ -1,22 +1,18 @@
 """Tests of the decorator of the kernels: signatures, one compilation a dtype, the cache on disk."""
 
-import errno
 import importlib
-import os
 import pickle
 import sys
-import tempfile
 from pathlib import Path
 
 import numba
 import numpy as np
 import pytest
 from full_disk import full_disk
-from numba.core.caching import IndexDataCacheFile
 from numba.core.registry import cpu_target
 
-from daskgpt.kernels import cache, compilation, numba_internals
-from daskgpt.kernels.compilation import KERNELS, Kernel, all_cached, compile_all, compile_later
+from daskgpt.kernels import compilation, numba_internals
+from daskgpt.kernels.compilation import KERNELS, Kernel, all_cached, compile_all
 
 SIGNATURE = "r1 i1 f n w1"
 SOURCE = f"""
@@ -121,29 +117,31 @@ def test_compile_all_leaves_every_wanted_kernel_in_the_cache(weighted, monkeypat
     assert not all_cached(np.float32)
 
 
-def test_what_a_run_may_not_need_is_compiled_later(weighted, monkeypatch):
-    weighted.use = "decoding"
-    monkeypatch.setattr(compilation, "_all_kernels", lambda: [weighted])
+def test_processes_share_the_work_and_leave_out_what_a_run_does_not_use(weighted, monkeypatch):
+    large = sys.modules["weighted_module"].large
+    monkeypatch.setattr(compilation, "_all_kernels", lambda: [weighted, large])
+    monkeypatch.setattr(weighted, "use", "decoding")
     compile_all(np.float32, uses={"muon"})
-    assert not weighted.is_cached("f")
-    compile_later(np.float32, {"decoding"})
-    assert weighted.compile("f").stats.cache_hits
+    assert [kernel.is_cached("f") for kernel in (weighted, large)] == [False, True]
+    compile_all(np.float64, uses={"decoding"}, processes=2)
+    loaded = [bool(kernel.compile("d").stats.cache_hits) for kernel in (weighted, large)]
+    assert loaded == [True, False]
 
 
 @pytest.mark.parametrize(
     ("changed", "differs"),
-    [("gelu", True), ("simd.math", True), ("simd.lanes", True), ("compilation", True), ("attention", False)],
+    [("elementwise", True), ("simd.math", True), ("simd.lanes", True), ("compilation", True), ("attention", False)],
 )
 def test_fingerprint_covers_what_a_module_imports(changed, differs, monkeypatch):
     source = compilation._source
-    before = compilation._source_fingerprint("daskgpt.kernels.gelu")
+    before = compilation._source_fingerprint("daskgpt.kernels.elementwise")
 
     def changed_source(module):
         text, imported = source(module)
         return text + b"#" * (module == f"daskgpt.kernels.{changed}"), imported
 
     monkeypatch.setattr(compilation, "_source", changed_source)
-    assert (compilation._source_fingerprint.__wrapped__("daskgpt.kernels.gelu") != before) == differs
+    assert (compilation._source_fingerprint.__wrapped__("daskgpt.kernels.elementwise") != before) == differs
 
 
 def test_numba_is_a_version_whose_internals_are_known():
@@ -217,76 +215,31 @@ def test_damaged_files_of_the_cache_are_removed_and_made_again(damage, ending, w
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A process that has not kept a kernel yet, and a folder for temporary files."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    fresh = cache.Place()
-    monkeypatch.setattr(compilation, "PLACE", fresh)
-    cache.problem_of.cache_clear()
-    return fresh
+def cache(monkeypatch):
+    """A process that has not kept a kernel yet."""
+    monkeypatch.setattr(compilation, "CACHE", compilation.Cache())
+    return compilation.CACHE
 
 
-@pytest.fixture
-def unwritable(place, monkeypatch):
+def test_kernels_that_cannot_be_kept_are_compiled_once(weighted, cache, monkeypatch):
     """Numba writes to no folder that the environment does not name."""
     monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "UserProvidedCacheLocator")
-    monkeypatch.setenv("NUMBA_CACHE_LOCATOR_CLASSES", "UserProvidedCacheLocator")
-    return place
-
-
-def test_without_a_folder_processes_share_a_temporary_one(weighted, unwritable, monkeypatch):
-    large = sys.modules["weighted_module"].large
-    monkeypatch.setattr(compilation, "_all_kernels", lambda: [weighted, large])
-    assert not all_cached(np.float32)
-    compile_all(np.float32, processes=2)
-    loaded = [bool(kernel.compile("f").stats.cache_hits) for kernel in (weighted, large)]
-    assert loaded == [True, False]
-    assert Path(unwritable.folder).stat().st_mode & 0o777 == 0o700
-    assert Kernel(weighted.function, SIGNATURE).is_cached("f")
-    line = unwritable.told(2.5)
-    assert unwritable.folder in line
-    assert "no folder can be written); compiling and loading them took 2.5 s" in line
-    assert unwritable.told(2.5) == "", "it is said once"
-
-
-@pytest.mark.parametrize("why", ["no temporary folder", "another user's"])
-def test_kernels_that_cannot_be_kept_are_compiled_once(why, weighted, unwritable, monkeypatch):
-    if why == "another user's":
-        folder = Path(tempfile.gettempdir()) / f"daskgpt-kernels-{os.getuid()}"
-        folder.mkdir()
-        folder.chmod(0o777)
-    else:
-        monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     monkeypatch.setattr(compilation, "_all_kernels", lambda: [weighted])
     monkeypatch.setattr(compilation, "_start_compiling", lambda *_: pytest.fail("what it compiles cannot be kept"))
     compile_all(np.float64, processes=2)
-    weighted.use = "decoding"
-    compile_later(np.float32, {"decoding"})
-    assert "are compiled at each start" in unwritable.told(1)
+    line = cache.told(2.5)
+    assert "compiled at each start (no folder can be written); compiling them took 2.5 s" in line
+    assert cache.told(2.5) == "", "it is said once"
 
 
-def test_a_full_folder_is_left_for_another(weighted, place, monkeypatch):
-    """One file fits, and then none; that there is no room is noticed before kernels are compiled, or by the first."""
-    full = Path(weighted._dispatcher("f")[0].stats.cache_path)
-    save = IndexDataCacheFile.save
-
-    def no_room(self, key, data):
-        if self._cache_path == str(full):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(self, key, data)
-
-    monkeypatch.setattr(IndexDataCacheFile, "save", no_room)
-    weighted.compile("f")
-    weighted.compile("d")
-    assert place.reason == f"{full}: No space left on device"
-    assert [Path(weighted.compile(kind).stats.cache_path).is_relative_to(place.folder) for kind in "fd"] == [
-        False,
-        True,
-    ]
+def test_a_full_folder_keeps_nothing(weighted, cache):
+    full = weighted._dispatcher("f")[0].stats.cache_path
     with full_disk(1000):
-        assert cache.problem_of.__wrapped__(str(full)) == f"{full}: File too large"
+        weighted.compile("f")
+        weighted.compile("d")
+    assert cache.problem == f"{full}: File too large"
+    assert [weighted.compile(kind).stats.cache_path for kind in "fd"] == [full, None]
+    assert not Kernel(weighted.function, SIGNATURE).is_cached("f")
 
 
 def test_settings_of_numba_have_their_own_files(weighted, monkeypatch):

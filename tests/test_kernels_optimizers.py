@@ -7,7 +7,7 @@ import pytest
 from product_cases import UNITS, assert_all_same, call, using
 from tolerances import TOLERANCES
 
-from daskgpt.kernels.bfloat16 import layers as bf16
+from daskgpt.kernels.bfloat16 import update as bf16
 from daskgpt.kernels.optimizers import (
     A,
     adamw_inplace,

@@ -1,21 +1,18 @@
-"""Tests of the parts of kernels: exp, log, sigmoid, maximum, sums over a row, flush-to-zero, scratch memory."""
+"""Tests of the parts of kernels: exp, log, sigmoid, maximum, sums over a row, and flush-to-zero."""
 
 import platform
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import numba
 import numpy as np
 import pytest
 
-from daskgpt.kernels import add
+from daskgpt.kernels import elementwise
 from daskgpt.kernels.compilation import wide_vectors
-from daskgpt.kernels.floating_point import flush_to_zero
+from daskgpt.kernels.native import flush_to_zero
 from daskgpt.kernels.simd import math as elementary
 from daskgpt.kernels.simd.lanes import address_of
-from daskgpt.kernels.simd.memory import PAGE, Scratch
-from daskgpt.kernels.simd.reductions import dot, dot_at, maximum, sum_of
+from daskgpt.kernels.simd.rows import dot, dot_at, maximum, sum_of
 
 HALF_OF_THE_SMALLEST = np.full(40, 2.0**-127, np.float32)
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -138,7 +135,7 @@ def flushes() -> bool:
 
 
 def kernel_result() -> float:
-    return float(add.forward(HALF_OF_THE_SMALLEST, HALF_OF_THE_SMALLEST)[0])
+    return float(elementwise.add(HALF_OF_THE_SMALLEST, HALF_OF_THE_SMALLEST)[0])
 
 
 @pytest.mark.skipif(not ON_X86, reason="only x86 has the two bits; elsewhere the functions do nothing")
@@ -165,34 +162,3 @@ def test_a_thread_has_its_own_state():
     with pytest.raises(KeyError), flush_to_zero():
         raise KeyError
     assert not flushes()
-
-
-def test_scratch_pieces_are_page_aligned_and_disjoint():
-    scratch = Scratch(lambda: None)
-    sizes = (1, PAGE, 0, PAGE + 1, 7)
-    addresses = scratch(*sizes)
-    assert all(address % PAGE == 0 for address in addresses)
-    assert [after - before for before, after in pairwise(addresses)] == [PAGE, PAGE, 0, 2 * PAGE]
-    assert scratch(*sizes) == addresses
-    assert scratch(PAGE) == addresses[:1], "less is found where more was"
-
-
-def test_scratch_is_per_thread():
-    """A thread requests the tile registers there: without the request, its first product would crash."""
-    asked: list[int] = []
-    scratch = Scratch(lambda: asked.append(threading.get_ident()))
-    assert asked == [], "nothing is asked for by whoever only imports"
-
-    def use(size: int) -> tuple[int, list[int]]:
-        return threading.get_ident(), scratch(size)
-
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        first, (place,) = one.submit(use, 100).result()
-        second, (elsewhere,) = other.submit(use, 100).result()
-        assert first != second
-        assert abs(place - elsewhere) >= PAGE
-        assert asked == [first, second]
-        assert one.submit(use, PAGE).result() == (first, [place])
-        assert asked == [first, second]
-        one.submit(use, PAGE + 1).result()
-        assert asked == [first, second, first]

@@ -10,7 +10,7 @@ from layer_check import check_layer
 from tolerances import TOLERANCES
 
 from daskgpt.graph.calls import apply
-from daskgpt.kernels import rmsnorm
+from daskgpt.kernels import norms
 from daskgpt.model.layers import LAYERS, LINEAR, RMSNORM, Layer, Row
 
 # Below and above the lanes of a sum, and no multiples of them.
@@ -38,24 +38,24 @@ def test_check_covers_everything():
 
 
 def without_mean(dy, x, weight, **options):
-    return rmsnorm.backward_x(dy, x, weight, **options) + 1e-3 * dy
+    return norms.rmsnorm_backward_x(dy, x, weight, **options) + 1e-3 * dy
 
 
 def anew(dy, x, *, accumulate, **options):
-    return rmsnorm.backward_weight(dy, x, accumulate=False, **options)
+    return norms.rmsnorm_backward_weight(dy, x, accumulate=False, **options)
 
 
 def across_tokens(x, weight, **options):
-    return rmsnorm.forward(x - x.mean(axis=1, keepdims=True), weight, **options)
+    return norms.rmsnorm(x - x.mean(axis=1, keepdims=True), weight, **options)
 
 
 def over_its_argument(x, weight, **options):
     x *= 2
-    return rmsnorm.forward(x, weight, **options)
+    return norms.rmsnorm(x, weight, **options)
 
 
 def of_float64(x, weight, **options):
-    return rmsnorm.forward(x, weight, **options).astype("f8")
+    return norms.rmsnorm(x, weight, **options).astype("f8")
 
 
 FORWARD, BACKWARD = RMSNORM.forward, RMSNORM.backward

@@ -18,9 +18,8 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.kernels.bfloat16.rounding import ceiling, to_bfloat16
-from daskgpt.kernels.decoding.decode_step import ACTIVATIONS, OUTSIDE, TENSORS, decode_step, stages
-from daskgpt.kernels.decoding.kv_cache import GROUP
-from daskgpt.kernels.decoding.thread_barrier import APART
+from daskgpt.kernels.decoding.decode_step import ACTIVATIONS, APART, OUTSIDE, TENSORS, decode_step, stages
+from daskgpt.kernels.decoding.products import GROUP
 from daskgpt.kernels.rotary import angles_of
 from daskgpt.kernels.simd.lanes import LANES
 from daskgpt.model.layers import Layer

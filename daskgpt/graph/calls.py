@@ -26,7 +26,7 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.graph.nodes import GraphNode, Key
 from daskgpt.graph.sum_order import ONE_GROUP, Chain, Cut, Groups, SumOrder
-from daskgpt.kernels.floating_point import flush_to_zero
+from daskgpt.kernels.native import flush_to_zero
 
 CUT = "bth"
 ROWS_ELEMENTS = 768 * 1024  # numbers of a gradient that are summed at a time: 3 MiB of float32, in the last cache

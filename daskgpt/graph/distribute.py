@@ -35,7 +35,7 @@ from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exc
 from daskgpt.graph.nodes import Graph, Key, dependents_of, key_trees, only_key, read_parts, task
 from daskgpt.graph.sum_order import Groups, SumOrder, share_of_rank
 from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares, squares_in
-from daskgpt.kernels.bfloat16.gemm import TrainedWeight, pack_weight
+from daskgpt.kernels.bfloat16.gemm import TrainedWeight
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
 from daskgpt.kernels.totals import subtrees, tree_sum
 
@@ -481,10 +481,10 @@ def write_rows(weight: Any, rows: slice, values: np.ndarray) -> None:
     """Write received rows into a weight; rounded rows only into its packed values."""
     if values.dtype == np.uint16:
         for first in range(0, len(values), PACKED_ROWS):
-            pack_weight(from_bfloat16(values[first : first + PACKED_ROWS]), weight.packed, first=rows.start + first)
+            weight.pack(from_bfloat16(values[first : first + PACKED_ROWS]), rows.start + first)
     elif isinstance(weight, TrainedWeight):
         weight.values[rows] = values
-        pack_weight(values, weight.packed, first=rows.start)
+        weight.pack(values, rows.start)
     else:
         weight[rows] = values
 

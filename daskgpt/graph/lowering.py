@@ -22,7 +22,7 @@ import numpy as np
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels.native import ALIGNMENT, DATA, MOST_WORDS, NANOSECONDS, STEP, run_calls
-from daskgpt.kernels.tracing import FLOATS, RETURNS, Buffer, NativeCall, NotNative, Operand, Trace, tracing
+from daskgpt.kernels.tracing import FLOATS, RETURNS, Buffer, NativeCall, NotNative, Operand, Trace
 
 WORDS, ARENA = 0, 1  # bases of every run, before those of arrays
 UNTIMED = np.empty(0, np.int64)
@@ -180,9 +180,9 @@ def lower(
     forms      of the values in all slots, see `form_of`
     outputs    slots of its results
     """
-    with tracing() as trace:
-        values = {slot: _outside(trace, forms[slot], (slot,)) for slot in arriving}
-        traced = [_traced(trace, call, values, forms[call.slot]) for call in calls]
+    trace = Trace()
+    values = {slot: _outside(trace, forms[slot], (slot,)) for slot in arriving}
+    traced = [_traced(trace, call, values, forms[call.slot]) for call in calls]
     plan = _Plan(traced, values, outputs, trace.constants)
     lowered.arrays, lowered.items = len(plan.numbers), plan.items
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from daskgpt.graph.lowering import Lowered, NativeRun, filled, form_of, lower
 from daskgpt.graph.nodes import Graph, GraphNode, Key, key_trees, task
-from daskgpt.kernels.floating_point import flush_to_zero
+from daskgpt.kernels.native import flush_to_zero
 
 
 class Span(NamedTuple):

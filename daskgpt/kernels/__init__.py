@@ -1,4 +1,4 @@
-"""The arithmetic of GPT-2 on NumPy arrays: one file per layer, with its forward and backward kernels.
+"""The arithmetic of GPT-2 on NumPy arrays: a file per kind of layer, with forward and backward kernels.
 
 Every public kernel takes NumPy arrays and returns new ones. Inputs are only read, so they may be read-only; float32
 and float64 run the same source; a result depends on the values alone, not on where the arrays lie or which thread
@@ -11,14 +11,12 @@ Each of these modules imports only those below it:
     attention, linear …  the layers, the loss and the optimizers
     dropout              the layer, and the random numbers that decide which probabilities attention drops
     float32/             products inside kernels, called by their address
-    native               many native calls as one
+    native               many native calls as one; subnormal numbers count as zero
     totals               totals of groups that are added in a fixed tree
     arguments            checks and views of arguments
-    floating_point       subnormal numbers count as zero
     simd/                code on several numbers at a time, and on memory by its address
     compilation          how a kernel is compiled, once per dtype, and cached on disk
     tracing              arrays without data, with which a kernel tells what it would call
-    cache                the folder of compiled kernels, and the check of its files
 """
 
 import os

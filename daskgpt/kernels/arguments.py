@@ -3,7 +3,6 @@
 import numpy as np
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.kernels.compilation import Kernel, kernel
 from daskgpt.kernels.tracing import Operand
 
 
@@ -34,10 +33,16 @@ def check_shape(where: str, name: str, array: np.ndarray, shape: tuple[int, ...]
         raise refusal(ValueError, where, rule, {"shape": array.shape}, "Check the order of the arguments.")
 
 
-def check_heads(where: str, heads: int, key_heads: int) -> None:
-    """Raise ValueError unless there is a head of queries, and no negative number of heads of keys."""
+def head_size(where: str, x: np.ndarray, heads: int, key_heads: int) -> int:
+    """Return the channels of a head, where the columns of x are heads of queries, of keys and of values.
+
+    Errors   ValueError unless there is a head of queries, no negative number of heads of keys, and no column too many
+    """
     got = {"heads": heads, "key_heads": key_heads}
     require(heads >= 1 and key_heads >= 0, where, "there must be a head", got, "Check the model's numbers of heads.")
+    size = x.shape[-1] // (heads + 2 * key_heads)
+    check_shape(where, "x", x, (*x.shape[:-1], (heads + 2 * key_heads) * size))
+    return size
 
 
 def check_output(where: str, name: str, array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -50,33 +55,13 @@ def check_output(where: str, name: str, array: np.ndarray, shape: tuple[int, ...
         raise refusal(ValueError, where, rule, got, "Allocate it with np.empty.")
 
 
-def check_rows(where: str, total: np.ndarray, first_row: int, rows: int) -> None:
-    """Raise ValueError unless `total` can hold rows from `first_row` on of a gradient with `rows` rows."""
+def check_rows(where: str, total: np.ndarray, first_row: int, shape: tuple[int, int], dtype: np.dtype) -> None:
+    """Raise ValueError unless rows from `first_row` on of a gradient of this shape can be written into `total`."""
+    rows, columns = shape
+    check_output(where, "total", total, (len(total), columns), dtype)
     if not 0 <= first_row <= rows - len(total):
         got = {"first_row": first_row, "rows": len(total)}
         raise refusal(ValueError, where, f"total must be some of the {rows} rows", got, "Check the first row.")
-
-
-def elementwise(where: str, kernel: Kernel, **arrays: np.ndarray) -> np.ndarray:
-    """Return what a kernel computes from each number of one or more arrays, in the shape and dtype of the last one.
-
-    Errors   ValueError when the shapes differ
-    """
-    *others, last = arrays.values()
-    for name, array in zip(arrays, others, strict=False):
-        check_shape(where, name, array, last.shape)
-    result = np.empty(last.shape, last.dtype, like=last)
-    kernel(*map(flat, arrays.values()), flat(result))
-    return result
-
-
-@kernel("i1 n")
-def _first_outside(indices, count):
-    """Return the position of the first index outside range(count); -1 if there is none."""
-    for i in range(indices.size):
-        if indices[i] < 0 or indices[i] >= count:
-            return i
-    return -1
 
 
 def checked_indices(where: str, name: str, indices: np.ndarray, count: int) -> np.ndarray:
@@ -84,8 +69,7 @@ def checked_indices(where: str, name: str, indices: np.ndarray, count: int) -> n
     row = flat(indices)
     if isinstance(row, Operand):  # a step checks its tokens before
         return row
-    position = _first_outside(row, count)
-    if position >= 0:
-        rule = f"{name} must be from 0 to {count - 1}"
-        raise refusal(ValueError, where, rule, {name: row[position]}, "Check what they count.")
+    if row.size and (row.min() < 0 or row.max() >= count):
+        rule, wrong = f"{name} must be from 0 to {count - 1}", row[(row < 0) | (row >= count)]
+        raise refusal(ValueError, where, rule, {name: wrong[0]}, "Check what they count.")
     return row

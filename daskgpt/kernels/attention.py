@@ -10,6 +10,7 @@ of exponentials. From it the backward kernel computes the probabilities again, a
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,7 @@ from daskgpt.kernels.float32.blas import gemm, gemm_address
 from daskgpt.kernels.float32.gemm import LEFT, RESULT
 from daskgpt.kernels.simd.lanes import LANES, address_of, transpose_square
 from daskgpt.kernels.simd.math import log
-from daskgpt.kernels.simd.reductions import maximum
-from daskgpt.kernels.simd.softmax import PADDING, exponentials, score_gradients
+from daskgpt.kernels.simd.rows import PADDING, exponentials, maximum, score_gradients
 
 # Numbers at the end of the scratch's rows: vectors may reach beyond the last token, and rows whose length is a power of
 # two would compete for a few cache lines.
@@ -103,7 +103,7 @@ def _forward(
                     totals[i] = exponentials(scores[i], limit, last, scale, tops[i])
                     if threshold > 0:
                         row = first + i
-                        factors_of_row(streams[sequence], place, head, row, threshold, kept, factors, row + 1)
+                        factors_of_row(streams[sequence], place, head, row, 0, threshold, kept, factors, row + 1)
                         for j in range(row + 1):
                             scores[i, j] *= factors[j]
                 row_of_sums = logsumexp[sequence, head, first:last]
@@ -160,7 +160,7 @@ def _backward(
                 for i in range(n):
                     row = first + i
                     if threshold > 0:
-                        factors_of_row(streams[sequence], place, head, row, threshold, kept, factors, row + 1)
+                        factors_of_row(streams[sequence], place, head, row, 0, threshold, kept, factors, row + 1)
                         for j in range(row + 1):
                             gradients[i, j] *= factors[j]
                     # A logarithm near 1,000 has a rounding error of 3e-5, which every probability computed from it
@@ -182,25 +182,29 @@ def _backward(
 
 
 def check_forward(
-    where: str, qkv: np.ndarray, streams: np.ndarray | None, heads: tuple[int, int], place: int, rate: float
+    where: str,
+    qkv: np.ndarray,
+    streams: np.ndarray | None,
+    heads: int,
+    key_heads: int = 0,
+    place: int = 0,
+    rate: float = 0.0,
 ) -> tuple[int, tuple[int, int], Dropout]:
     """Return the channels of y, the numbers of heads of queries and of keys, and dropout in the form that kernels take.
 
-    heads    both numbers; the second is 0 if they are equal
-
     Errors   ValueError unless the columns of qkv are those of the heads, and there is a stream for each sequence
     """
-    queries, keys = heads[0], heads[1] or heads[0]
-    columns, fits = qkv.shape[-1], queries >= 1 and keys >= 1 and queries % keys == 0
-    if not fits or columns % (queries + 2 * keys):
+    keys = key_heads or heads
+    columns, fits = qkv.shape[-1], heads >= 1 and keys >= 1 and heads % keys == 0
+    if not fits or columns % (heads + 2 * keys):
         rule = "qkv must have a column per channel of all heads, and key_heads must divide heads"
-        got = {"columns": columns, "heads": queries, "key_heads": keys}
+        got = {"columns": columns, "heads": heads, "key_heads": keys}
         raise refusal(ValueError, where, rule, got, "Check the order of the arguments.")
-    channels = columns // (queries + 2 * keys) * queries
+    channels = columns // (heads + 2 * keys) * heads
     if streams is None:
-        return channels, (queries, keys), _NO_DROPOUT
+        return channels, (heads, keys), _NO_DROPOUT
     check_shape(where, "streams", streams, (math.prod(qkv.shape[:-2]),))
-    return channels, (queries, keys), (contiguous(streams), (place, threshold_of(rate)), 1 / (1 - rate))
+    return channels, (heads, keys), (contiguous(streams), (place, threshold_of(rate)), 1 / (1 - rate))
 
 
 def check_backward(
@@ -256,7 +260,7 @@ def forward(
              2022, arXiv:2205.14135, for the log-sum-exp
     Errors   ValueError when there are not (NH + 2 KH) HS columns, or not one stream per sequence
     """
-    channels, numbers, dropout = check_forward("attention.forward", qkv, streams, (heads, key_heads), place, rate)
+    channels, numbers, dropout = check_forward("attention.forward", qkv, streams, heads, key_heads, place, rate)
     *sequences, tokens, _ = qkv.shape
     y = np.empty((*sequences, tokens, channels), qkv.dtype, like=qkv)
     logsumexp = np.empty((*sequences, heads, tokens), qkv.dtype, like=qkv)
@@ -274,11 +278,7 @@ def backward(
     y: np.ndarray,
     logsumexp: np.ndarray,
     streams: np.ndarray | None = None,
-    *,
-    heads: int,
-    key_heads: int = 0,
-    place: int = 0,
-    rate: float = 0.0,
+    **options: Any,
 ) -> np.ndarray:
     """Return the gradient of causal self-attention with respect to q, k and v.
 
@@ -288,6 +288,8 @@ def backward(
     f is 1, or with dropout 0 or 1 / (1 - rate); the dropped probabilities are determined again. y is used in bfloat16
     only, where sum(dy y) replaces sum(p dp).
 
+    options   heads, key_heads, place and rate, as in `forward`
+
     Shapes   dy (b, T, C), qkv (b, T, (NH + 2 KH) HS), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv
              as qkv; there may be more axes before T
     Dtype    float32 or float64, one for all; int64 streams
@@ -296,11 +298,11 @@ def backward(
     Errors   ValueError when the shapes do not fit
     """
     where, (*sequences, tokens, _) = "attention.backward", qkv.shape
-    channels, numbers, dropout = check_forward(where, qkv, streams, (heads, key_heads), place, rate)
-    check_backward(where, dy, y, logsumexp, (*sequences, tokens, channels), heads)
+    channels, numbers, dropout = check_forward(where, qkv, streams, **options)
+    check_backward(where, dy, y, logsumexp, (*sequences, tokens, channels), numbers[0])
     dqkv = np.empty(qkv.shape, qkv.dtype, like=qkv)
     arguments, result = [matrices(array) for array in (dy, qkv, logsumexp)], matrices(dqkv)
-    band, size = _band(tokens), channels // heads
+    band, size = _band(tokens), channels // numbers[0]
     scratch = _scratch(tokens, qkv, band, band, size, size) + _copies(tokens, qkv, size, 3)
     factors = np.empty(tokens + 3, qkv.dtype, like=qkv)
     _backward(gemm_address(qkv.dtype), *arguments, numbers, result, *scratch, *dropout, factors)

@@ -1,13 +1,15 @@
-"""The one decorator of the private Numba functions behind the kernels, and the registry that compiles them all.
+"""The one decorator of the private Numba functions behind the kernels, their cache, and the registry that compiles all.
 
 A kernel is written once and compiled twice, for float32 and for float64, at its first call with each. The two are
 separate functions for Numba's cache on disk, because a cached function with a single signature cannot be mixed up by
 processes that write the cache at the same time (numba#4807). Their names carry two fingerprints: one of the processor
 and the Numba version, so that machines that share a folder do not overwrite each other's code, and one of the sources
 that the kernel is made of, because Numba does not see that a helper in another file changed.
+
+Numba runs whatever the files of its cache hold: with a damaged one a process crashes or computes wrong numbers. Each
+file therefore ends with a seal, a SHA-256 of its name and content, which Numba does not read.
 """
 
-import atexit
 import contextlib
 import functools
 import hashlib
@@ -30,12 +32,11 @@ from numpy.typing import DTypeLike
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels import require_compiler
-from daskgpt.kernels.cache import PLACE, is_sealed, problem_of, seal
 from daskgpt.kernels.numba_internals import optimized_once, without_literals
 from daskgpt.kernels.tracing import NotNative, Operand
 
 # No fastmath: an operation is rounded as it is written, whatever compiler, processor or place in a loop. What is to be
-# one rounding says so (`simd.math.fma`), and sums over a row have their own order (`simd.reductions`).
+# one rounding says so (`simd.math.fma`), and sums over a row have their own order (`simd.rows`).
 _OPTIONS: dict[str, bool | str] = {"nogil": True, "error_model": "numpy"}
 _FLOATS = {"f": numba.float32, "d": numba.float64}
 _ELEMENTS = {"i": numba.int32, "h": numba.uint16, "l": numba.int64, "s": numba.float32, "d": numba.float64}
@@ -50,6 +51,8 @@ _BFLOAT16 = "daskgpt.kernels.bfloat16."
 _PYTHON = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"  # in the names of Numba's files
 
 _IMPORT = re.compile(rb"^from (daskgpt\.kernels[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
+
+_SEAL_BYTES = hashlib.sha256().digest_size
 
 KERNELS: list["Kernel"] = []
 
@@ -87,8 +90,8 @@ def for_float32(version: Callable[..., Any]) -> Callable[[Callable[..., Any]], A
 def numba_type(word: str, real: numba.types.Type | None = None) -> numba.types.Type:
     """Return the Numba type of a word of a signature, such as r2 or w1; `kernel` explains the letters."""
     letter, count = word[0], word[1:]
-    if letter in "nf" or word in ("s", "d"):
-        number = {"n": numba.int64, "f": real, "s": numba.float32, "d": numba.float64}[letter]
+    if letter in "nf" or not count:
+        number = {"n": numba.int64, "f": real, **_ELEMENTS}[letter]
         return numba.types.UniTuple(number, int(count)) if count else number
     return numba.types.Array(_ELEMENTS.get(letter.lower(), real), int(count), "C", readonly=letter not in "wHLSD")
 
@@ -165,6 +168,50 @@ def _source(module: str) -> tuple[bytes, list[str]]:
     return source, [name for name in names if name in sys.modules]
 
 
+def _seal_of(path: Path, content: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + content).digest()
+
+
+def _is_sealed(path: Path, content: bytes) -> bool:
+    """Return whether a file with this content is as it was when it was sealed."""
+    return content[-_SEAL_BYTES:] == _seal_of(path, content[:-_SEAL_BYTES])
+
+
+def _seal(path: Path) -> None:
+    """Append a seal to a file that has none.
+
+    Errors   OSError if there is no room
+    """
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:  # another process may have removed it
+        content = file.read()
+        if not _is_sealed(path, content):
+            file.write(_seal_of(path, content))
+
+
+class Cache:
+    """Whether the folder that Numba chooses keeps the kernels of this process.
+
+    problem   why it does not; they are then compiled for this process alone
+    """
+
+    problem = ""
+    _is_told = False
+
+    def told(self, seconds: float) -> str:
+        """Return a line, once in a process, about kernels that are not kept.
+
+        seconds   that compiling kernels took
+        """
+        if not self.problem or self._is_told:
+            return ""
+        self._is_told = True
+        took, advice = f"compiling them took {seconds:.1f} s", "Set NUMBA_CACHE_DIR to a folder with 16 MiB."
+        return f"kernels are compiled at each start ({self.problem}); {took}. {advice}"
+
+
+CACHE = Cache()
+
+
 class Kernel:
     """A private Numba function in its float32 and float64 versions.
 
@@ -186,7 +233,6 @@ class Kernel:
         self._witness = [*arrays, *others, 0][0]
         self._any = not any(word[0] in "rwf" for word in self.words)
         self._compiled: dict[str, Any] = {}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # that compile it now
 
     def __call__(self, *arguments: Any) -> Any:
         witness = arguments[self._witness]
@@ -211,20 +257,19 @@ class Kernel:
         """Compile one version, or load it from the cache on disk; return the compiled function."""
         dispatcher = self._compiled.get(kind)
         if dispatcher is None:
-            if process := self._processes.pop(kind, None):
-                process.wait()
             dispatcher, _ = self._dispatcher(kind)
             try:
                 with optimized_once():
                     dispatcher.compile(tuple(numba_type(word, _FLOATS.get(kind)) for word in self.words))
                 stats = dispatcher.stats
                 if stats.cache_misses and stats.cache_path is not None:
-                    seal(self._files(kind, stats.cache_path))
+                    for path in self._files(kind, stats.cache_path):
+                        _seal(path)
                     self._remove_outdated(kind, Path(stats.cache_path))
             except OSError as error:
                 if not dispatcher.signatures:
                     raise
-                PLACE.move(f"{dispatcher.stats.cache_path}: {error.strerror}")  # it is compiled, but not kept
+                CACHE.problem = f"{dispatcher.stats.cache_path}: {error.strerror}"  # it is compiled, but not kept
             dispatcher.disable_compile()
             self._compiled[kind] = dispatcher
         return dispatcher
@@ -253,8 +298,10 @@ class Kernel:
         Errors   OSError if the system refuses
         """
         files = self._files(kind, folder)
-        if {path.suffix for path in files} == {".nbi", ".nbc"} and all(map(is_sealed, files)):
-            return True
+        with contextlib.suppress(OSError):  # another process may have removed one
+            sealed = all(_is_sealed(path, path.read_bytes()) for path in files)
+            if sealed and {path.suffix for path in files} == {".nbi", ".nbc"}:
+                return True
         for path in files:
             path.unlink(missing_ok=True)
         return False
@@ -278,21 +325,14 @@ class Kernel:
         require_compiler()
         copy = types.FunctionType(self.function.__code__, self.function.__globals__, self._variant(kind))
         copy.__qualname__, copy.__module__ = copy.__name__, self.function.__module__
-        has_source = os.path.exists(copy.__code__.co_filename)
-        while has_source and PLACE.folder is not None:
+        if os.path.exists(copy.__code__.co_filename) and not CACHE.problem:
             try:
-                with PLACE.chosen():
-                    dispatcher = numba.njit(**_OPTIONS, cache=True)(copy)
-                folder = dispatcher.stats.cache_path
-                is_kept = self._is_kept(kind, folder)
-                problem = "" if is_kept else problem_of(folder)
+                dispatcher = numba.njit(**_OPTIONS, cache=True)(copy)
+                return dispatcher, self._is_kept(kind, dispatcher.stats.cache_path)
             except RuntimeError:
-                problem = "no folder can be written"
+                CACHE.problem = "no folder can be written"
             except OSError as error:
-                problem = f"{error.filename}: {error.strerror}"
-            if not problem:
-                return dispatcher, is_kept
-            PLACE.move(problem)
+                CACHE.problem = f"{error.filename}: {error.strerror}"
         return numba.njit(**_OPTIONS)(copy), False
 
     def _remove_outdated(self, kind: str, folder: Path) -> None:
@@ -309,8 +349,8 @@ def kernel(signature: str, *, cost: int = 1, use: str = "") -> Callable[[Callabl
     r = float array that is read, w = float array that is written, i = int32 array that is read, h = uint16 array that
     is read, H = uint16 array that is written, l and L = int64, d and D = float64, s and S = float32 whatever the others
     are, each with its number of dimensions and contiguous; n = whole number, f = number of the arrays' dtype, s =
-    float32 number, d = float64 number, n3 and f3 = tuples of three of them. Arrays that are read may be read-only.
-    `cost` and `use` are those of `Kernel`.
+    float32 number, d = float64 number, h = uint16 number, n3 and f3 = tuples of three of them. Arrays that are read may
+    be read-only. `cost` and `use` are those of `Kernel`.
     """
 
     def register(function: Callable[..., Any]) -> Kernel:
@@ -352,7 +392,7 @@ def compile_all(
     """
     wanted = _wanted(bfloat16, uses)
     missing = [kernel for kernel in wanted if not kernel.is_cached(kernel.kind_of(dtype))]
-    share_here, *others = _shares(missing, processes if PLACE.folder is not None else 1)
+    share_here, *others = _shares(missing, 1 if CACHE.problem else processes)
     started = [_start_compiling(share, dtype) for share in others if share]
     try:
         for kernel in share_here:
@@ -381,40 +421,22 @@ def _shares(kernels: Iterable[Kernel], count: int) -> list[list[Kernel]]:
     return shares
 
 
-def compile_later(dtype: DTypeLike, uses: Container[str]) -> None:
-    """Compile the kernels of these features in another process of low priority; their first call waits for its end."""
-    needed = (kernel for kernel in _all_kernels() if kernel.use in uses)
-    missing = [kernel for kernel in needed if not kernel.is_cached(kernel.kind_of(dtype))]
-    if missing and PLACE.folder is not None:
-        _start_compiling(missing, dtype, priority=19)
-
-
-def _start_compiling(kernels: Sequence[Kernel], dtype: DTypeLike, priority: int = 0) -> "subprocess.Popen[bytes]":
-    """Compile kernels in another process, which leaves them in the cache on disk; `Kernel.compile` waits for its end.
-
-    priority   of the process, from 0 to 19, the lowest, where the system has priorities
-    """
+def _start_compiling(kernels: Sequence[Kernel], dtype: DTypeLike) -> "subprocess.Popen[bytes]":
+    """Compile kernels in another process, which leaves them in the cache on disk."""
     code = f"from {__name__} import _compile_named; _compile_named()"
-    arguments = [np.dtype(dtype).char, str(priority), *(kernel.name for kernel in kernels)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | PLACE.environment,
+    return subprocess.Popen(
+        [sys.executable, "-c", code, np.dtype(dtype).char, *(kernel.name for kernel in kernels)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,  # an error comes again where the kernel is called
         start_new_session=True,  # Ctrl-C is for this process
     )
-    atexit.register(process.kill)
-    for kernel in kernels:
-        kernel._processes[kernel.kind_of(dtype)] = process
-    return process
 
 
 def _compile_named() -> None:
     """Compile the kernels that the arguments of this process name."""
-    dtype, priority, *names = sys.argv[1:]
-    with contextlib.suppress(OSError):  # some containers forbid it
-        os.nice(int(priority))
+    dtype, *names = sys.argv[1:]
     for name in names:
         importlib.import_module(name.rpartition(".")[0])
         for kernel in KERNELS:

@@ -10,7 +10,7 @@ from daskgpt.kernels.arguments import check_output, check_rows, check_shape, che
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
 from daskgpt.kernels.simd.math import exp, fma, log
-from daskgpt.kernels.simd.reductions import maximum, sum_of
+from daskgpt.kernels.simd.rows import maximum, sum_of
 
 # Number of logits that fit into the first cache, where they are summed.
 _PIECE = 2048
@@ -151,8 +151,7 @@ def backward_wte(
     where = "crossentropy.backward_wte"
     check_shape(where, "dy", dy, dlogits.shape[:-1])
     check_shape(where, "x", x, (*dy.shape, x.shape[-1]))
-    check_output(where, "total", total, (len(total), x.shape[-1]), x.dtype)
-    check_rows(where, total, first_row, dlogits.shape[-1])
+    check_rows(where, total, first_row, (dlogits.shape[-1], x.shape[-1]), x.dtype)
     multiply_rows(gemm_address(x.dtype), rows(dlogits), first_row, rows(scale_rows(x, dy)), accumulate, total)
     return total
 

@@ -11,12 +11,9 @@ from daskgpt.kernels.arguments import check_shape, flat, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 
 _LOWER, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-ROUNDS = 10
-FIRST_MULTIPLIER, SECOND_MULTIPLIER = 0xD2511F53, 0xCD9E8D57
-FIRST_STEP, SECOND_STEP = 0x9E3779B9, 0xBB67AE85  # of the two halves of the key, from round to round
-_MULTIPLIERS = np.uint64(FIRST_MULTIPLIER), np.uint64(SECOND_MULTIPLIER)
-_STEPS = np.uint64(FIRST_STEP), np.uint64(SECOND_STEP)
-NUMBERS = 2**32  # that a word has
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_STEPS = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)  # of the two halves of the key, from round to round
+_NUMBERS = 2**32  # that a word has
 
 
 @helper
@@ -50,19 +47,21 @@ def philox(a, b, c, d, key, other):
 
 
 @helper
-def factors_of_row(stream, place, part, row, threshold, kept, factors, count):
-    """factors[j] = 0 if word j of a row is below the threshold, else `kept`, for j below count and up to 3 more.
+def factors_of_row(stream, place, part, row, first, threshold, kept, factors, count):
+    """factors[j] = 0 if word first + j of a row is below the threshold, else `kept`, for j below count and up to 3
+    more.
 
     stream   of the sequence
     place    number of the place in the model
     part     of it, such as an attention head
     row      such as the position of a token
+    first    a multiple of 4
     """
     zero, limit = factors.dtype.type(0), np.uint64(threshold)
     key, other = np.uint64(stream) & _LOWER, np.uint64(stream) >> _HALF
     row, place, part = np.uint64(row), np.uint64(place), np.uint64(part)
     for group in range((count + 3) // 4):
-        a, b, c, d = philox(np.uint64(group), row, place, part, key, other)
+        a, b, c, d = philox(np.uint64(first // 4 + group), row, place, part, key, other)
         factors[4 * group] = kept if a >= limit else zero
         factors[4 * group + 1] = kept if b >= limit else zero
         factors[4 * group + 2] = kept if c >= limit else zero
@@ -94,7 +93,7 @@ def threshold_of(rate: float) -> int:
     Errors   ValueError for a rate below 0, or of 1 and more
     """
     require(0 <= rate < 1, "dropout", "rate must be at least 0 and below 1", {"rate": rate}, "Take 0.1, say.")
-    return min(round(rate * NUMBERS), NUMBERS - 1)
+    return min(round(rate * _NUMBERS), _NUMBERS - 1)
 
 
 @kernel("r2 l1 i1 w2 w1 n n f", use="dropout")
@@ -102,7 +101,7 @@ def _dropped(x, streams, positions, y, factors, place, threshold, kept):
     wide_vectors()
     tokens = positions.size
     for i in range(x.shape[0]):
-        factors_of_row(streams[i // tokens], place, 0, positions[i % tokens], threshold, kept, factors, x.shape[1])
+        factors_of_row(streams[i // tokens], place, 0, positions[i % tokens], 0, threshold, kept, factors, x.shape[1])
         for j in range(x.shape[1]):
             y[i, j] = x[i, j] * factors[j]
 

@@ -56,37 +56,19 @@ def forward(
     return y
 
 
-def backward_wte(
-    dy: np.ndarray, tokens: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
+def backward(
+    dy: np.ndarray, indices: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
 ) -> np.ndarray:
-    """Return the gradient of the token table, or some rows of it: each token's rows of dy, added in order.
+    """Return the gradient of a table, or some rows of it: the rows of dy of each token or position, added in order.
 
-    Tokens whose rows lie outside are skipped; `forward` has checked all tokens.
+    Indices of rows outside are skipped; `forward` has checked all.
 
-    Shapes   dy (b, t, C), tokens (b, t) -> total (rows, C), those of the gradient from first_row on
-    Dtype    int32 tokens; float32 or float64, one for dy and total
+    Shapes   dy (b, t, C), indices (b, t) or (t,) -> total (rows, C), those of the gradient from first_row on
+    Dtype    int32 indices; float32 or float64, one for dy and total
     Errors   ValueError for shapes that do not fit
     """
-    check_shape("embedding.backward_wte", "tokens", tokens, dy.shape[:-1])
-    return _add_rows("embedding.backward_wte", dy, tokens, total, accumulate, first_row)
-
-
-def backward_wpe(
-    dy: np.ndarray, positions: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
-) -> np.ndarray:
-    """Return the gradient of the position table, or some rows of it: each position's rows of dy, added in order.
-
-    Shapes   dy (b, t, C), positions (t,) -> total (rows, C), those of the gradient from first_row on
-    Dtype    int32 positions; float32 or float64, one for dy and total
-    Errors   ValueError for shapes that do not fit
-    """
-    check_shape("embedding.backward_wpe", "positions", positions, dy.shape[1:-1])
-    return _add_rows("embedding.backward_wpe", dy, positions, total, accumulate, first_row)
-
-
-def _add_rows(
-    where: str, dy: np.ndarray, indices: np.ndarray, total: np.ndarray, accumulate: bool, first_row: int
-) -> np.ndarray:
+    where = "embedding.backward"
+    check_shape(where, "indices", indices, dy.shape[dy.ndim - 1 - indices.ndim : -1])
     check_output(where, "total", total, (len(total), dy.shape[-1]), dy.dtype)
     _backward(rows(dy), flat(indices), total, accumulate, first_row)
     return total

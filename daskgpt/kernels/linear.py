@@ -77,8 +77,7 @@ def backward_weight(
     """
     where, outputs = "linear.backward_weight", dy.shape[-1]
     check_shape(where, "dy", dy, (*x.shape[:-1], outputs))
-    check_output(where, "total", total, (len(total), x.shape[-1]), x.dtype)
-    check_rows(where, total, first_row, outputs)
+    check_rows(where, total, first_row, (outputs, x.shape[-1]), x.dtype)
     multiply_rows(gemm_address(x.dtype), rows(dy), first_row, rows(x), accumulate, total)
     return total
 

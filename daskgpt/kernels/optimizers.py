@@ -17,7 +17,7 @@ from daskgpt.kernels.float32.blas import gemm, gemm_address, product
 from daskgpt.kernels.float32.gemm import NOTHING
 from daskgpt.kernels.simd.lanes import address_of
 from daskgpt.kernels.simd.math import fma
-from daskgpt.kernels.simd.reductions import dot
+from daskgpt.kernels.simd.rows import dot
 
 HYPER_SIZE = 3  # numbers that change from step to step: the learning rate and AdamW's two corrections
 GRAD_INFO = 2  # numbers that `clipped_hyper` appends to those of an optimizer: norm, and factor of gradients

@@ -14,7 +14,7 @@ import math
 import numpy as np
 
 from daskgpt.config.errors import require
-from daskgpt.kernels.arguments import check_heads, check_shape, flat, rows
+from daskgpt.kernels.arguments import check_shape, flat, head_size, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 
 Rope = tuple[float, ...]  # base, factor, low, high, positions
@@ -78,10 +78,8 @@ def _turn(
     where: str, x: np.ndarray, positions: np.ndarray, heads: int, key_heads: int, rope: Rope, sign: float
 ) -> np.ndarray:
     check_shape(where, "positions", positions, x.shape[1:-1])
-    check_heads(where, heads, key_heads)
+    size = head_size(where, x, heads, key_heads)
     require(len(rope) == 5, where, "rope must have five numbers", {"rope": rope}, "See `forward`.")
-    size = x.shape[-1] // (heads + 2 * key_heads)
-    check_shape(where, "x", x, (*x.shape[:-1], (heads + 2 * key_heads) * size))
     require(size % 2 == 0, where, "a head must have pairs of channels", {"channels": size}, "Take an even number.")
     y = np.empty(x.shape, x.dtype, like=x)
     cosines, sines = (np.empty(size // 2, x.dtype, like=x) for _ in range(2))

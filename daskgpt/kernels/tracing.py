@@ -8,11 +8,9 @@ noted, and raises `NotNative`: such a kernel stays a Python call.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import struct
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -24,25 +22,6 @@ FLOATS = 8  # arguments that a processor takes in registers for floating-point n
 
 class NotNative(Exception):
     """A kernel uses an operand in another way than as an argument of a native function."""
-
-
-_TRACING = threading.local()  # whether this thread traces
-
-
-def require_no_trace(what: str) -> None:
-    """Raise NotNative while this thread traces, for what belongs to one thread or one moment."""
-    if getattr(_TRACING, "active", False):
-        raise NotNative(what)
-
-
-@contextlib.contextmanager
-def tracing() -> Iterator[Trace]:
-    """Return a trace, for the calls of this `with` block."""
-    _TRACING.active = True
-    try:
-        yield Trace()
-    finally:
-        _TRACING.active = False
 
 
 @dataclass(eq=False)

@@ -16,21 +16,7 @@ from typing import Any
 
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.settings import row_of
-from daskgpt.kernels import (
-    add,
-    attention,
-    crossentropy,
-    dropout,
-    embedding,
-    gelu,
-    layernorm,
-    linear,
-    qk_norm,
-    relu2,
-    rmsnorm,
-    rotary,
-    swiglu,
-)
+from daskgpt.kernels import attention, crossentropy, dropout, elementwise, embedding, linear, norms, rotary
 
 Sizes = Mapping[str, int]
 Options = Mapping[str, Any]
@@ -74,23 +60,23 @@ EMBEDDING = Layer(
     name="embedding",
     forward=Row(embedding.forward, "bt, VC, t, PC -> btC", "tokens wte positions wpe"),
     backward={
-        "wte": Row(embedding.backward_wte, "btC, bt -> VC", "dy tokens"),
-        "wpe": Row(embedding.backward_wpe, "btC, t -> PC", "dy positions"),
+        "wte": Row(embedding.backward, "btC, bt -> VC", "dy tokens"),
+        "wpe": Row(embedding.backward, "btC, t -> PC", "dy positions"),
     },
 )
 
 TOKEN_EMBEDDING = Layer(
     name="embedding",
     forward=Row(embedding.forward, "bt, VC -> btC", "tokens wte"),
-    backward={"wte": Row(embedding.backward_wte, "btC, bt -> VC", "dy tokens")},
+    backward={"wte": Row(embedding.backward, "btC, bt -> VC", "dy tokens")},
 )
 
 LAYERNORM = Layer(
     name="layernorm",
-    forward=Row(layernorm.forward, "btC, C, C -> btC", "x weight bias"),
+    forward=Row(norms.layernorm, "btC, C, C -> btC", "x weight bias"),
     backward={
-        "x": Row(layernorm.backward_x, "btC, btC, C -> btC", "dy x weight"),
-        "weight": Row(layernorm.backward_weight, "btC, btC -> C", "dy x"),
+        "x": Row(norms.layernorm_backward_x, "btC, btC, C -> btC", "dy x weight"),
+        "weight": Row(norms.layernorm_backward_weight, "btC, btC -> C", "dy x"),
         "bias": Row(linear.backward_bias, "btC -> C", "dy"),
     },
     cheap=True,
@@ -98,10 +84,10 @@ LAYERNORM = Layer(
 
 RMSNORM = Layer(
     name="rmsnorm",
-    forward=Row(rmsnorm.forward, "btC, C -> btC", "x weight", "norm_eps"),
+    forward=Row(norms.rmsnorm, "btC, C -> btC", "x weight", "norm_eps"),
     backward={
-        "x": Row(rmsnorm.backward_x, "btC, btC, C -> btC", "dy x weight", "norm_eps"),
-        "weight": Row(rmsnorm.backward_weight, "btC, btC -> C", "dy x", "norm_eps"),
+        "x": Row(norms.rmsnorm_backward_x, "btC, btC, C -> btC", "dy x weight", "norm_eps"),
+        "weight": Row(norms.rmsnorm_backward_weight, "btC, btC -> C", "dy x", "norm_eps"),
     },
     cheap=True,
 )
@@ -125,22 +111,22 @@ UNBIASED = Layer(
 
 GELU = Layer(
     name="gelu",
-    forward=Row(gelu.forward, "btC -> btC", "x"),
-    backward={"x": Row(gelu.backward, "btC, btC -> btC", "dy x")},
+    forward=Row(elementwise.gelu, "btC -> btC", "x"),
+    backward={"x": Row(elementwise.gelu_backward, "btC, btC -> btC", "dy x")},
     cheap=True,
 )
 
 RELU2 = Layer(
     name="relu2",
-    forward=Row(relu2.forward, "btC -> btC", "x"),
-    backward={"x": Row(relu2.backward, "btC, btC -> btC", "dy x")},
+    forward=Row(elementwise.relu2, "btC -> btC", "x"),
+    backward={"x": Row(elementwise.relu2_backward, "btC, btC -> btC", "dy x")},
     cheap=True,
 )
 
 SWIGLU = Layer(
     name="swiglu",
-    forward=Row(swiglu.forward, "btX -> btC", "x"),
-    backward={"x": Row(swiglu.backward, "btC, btX -> btX", "dy x")},
+    forward=Row(elementwise.swiglu, "btX -> btC", "x"),
+    backward={"x": Row(elementwise.swiglu_backward, "btC, btX -> btX", "dy x")},
     new_axes=lambda sizes, options: {"C": sizes["X"] // 2},
     cheap=True,
     widens=2,
@@ -155,18 +141,18 @@ ROTARY = Layer(
 
 QK_NORM = Layer(
     name="qk_norm",
-    forward=Row(qk_norm.forward, "btX, D, D -> btX", "x q_norm k_norm", "heads key_heads norm_eps"),
+    forward=Row(norms.qk_norm, "btX, D, D -> btX", "x q_norm k_norm", "heads key_heads norm_eps"),
     backward={
-        "x": Row(qk_norm.backward_x, "btX, btX, D, D -> btX", "dy x q_norm k_norm", "heads key_heads norm_eps"),
-        "q_norm": Row(qk_norm.backward_q_norm, "btX, btX -> D", "dy x", "heads key_heads norm_eps"),
-        "k_norm": Row(qk_norm.backward_k_norm, "btX, btX -> D", "dy x", "heads key_heads norm_eps"),
+        "x": Row(norms.qk_norm_backward_x, "btX, btX, D, D -> btX", "dy x q_norm k_norm", "heads key_heads norm_eps"),
+        "q_norm": Row(norms.qk_norm_backward_q_norm, "btX, btX -> D", "dy x", "heads key_heads norm_eps"),
+        "k_norm": Row(norms.qk_norm_backward_k_norm, "btX, btX -> D", "dy x", "heads key_heads norm_eps"),
     },
     cheap=True,
 )
 
 ADD = Layer(
     name="add",
-    forward=Row(add.forward, "btC, btC -> btC", "x y"),
+    forward=Row(elementwise.add, "btC, btC -> btC", "x y"),
     outputs="sum",
     backward={"x": PASS, "y": PASS},
 )

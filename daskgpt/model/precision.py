@@ -13,10 +13,9 @@ from daskgpt.graph.calls import is_ours
 from daskgpt.kernels import attention, crossentropy, embedding, linear, optimizers
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm
-from daskgpt.kernels.bfloat16 import layers as bf16_layers
-from daskgpt.kernels.bfloat16.gemm import TrainedWeight, empty_weight
+from daskgpt.kernels.bfloat16 import update as bf16_update
+from daskgpt.kernels.bfloat16.gemm import TrainedWeight, packed_bytes
 from daskgpt.kernels.bfloat16.isa import unit
-from daskgpt.kernels.bfloat16.layers import PackedUpdate
 from daskgpt.kernels.compilation import all_cached, compile_all
 from daskgpt.model.parameters import Tensor
 
@@ -62,7 +61,7 @@ class Precision:
     def update(self, kernel: Kernel) -> Kernel:
         """Return an optimizer's kernel for rows of parameters as this precision holds them."""
         update = self.kernel(kernel)
-        return PackedUpdate(update) if self.packed else update
+        return bf16_update.PackedUpdate(update) if self.packed else update
 
     def hold(self, tensor: Tensor, value: np.ndarray) -> Any:
         """Return a parameter as a step holds it, without a copy if it has the dtype already."""
@@ -73,7 +72,7 @@ class Precision:
     def held_bytes(self, tensor: Tensor) -> int:
         """Return the bytes of a parameter as it is held."""
         values = int(np.prod(tensor.shape)) * self.dtype.itemsize
-        return values + (empty_weight(*tensor.shape).nbytes if self.packed and tensor.multiplied else 0)
+        return values + (packed_bytes(*tensor.shape) if self.packed and tensor.multiplied else 0)
 
     def compile(self, uses: Container[str] | None = None, **options: Any) -> None:
         """Compile every kernel of this precision, or load it from the cache on disk; see `compile_all`."""
@@ -102,15 +101,13 @@ BFLOAT16 = Precision(
         attention.backward: bf16_attention.backward,
         linear.backward_x: gemm.backward_x,
         linear.backward_weight: gemm.backward_weight,
-        crossentropy.forward: bf16_layers.crossentropy_forward,
-        crossentropy.backward_x: bf16_layers.crossentropy_backward_x,
-        crossentropy.backward_wte: bf16_layers.crossentropy_backward_wte,
-        optimizers.muon_inplace: bf16_layers.muon_inplace,
+        crossentropy.forward: gemm.crossentropy_forward,
+        crossentropy.backward_x: gemm.crossentropy_backward_x,
+        crossentropy.backward_wte: gemm.crossentropy_backward_wte,
+        optimizers.muon_inplace: bf16_update.muon_inplace,
     },
     packed=True,
-    rounding=frozenset(
-        (gemm.forward, gemm.backward_x, bf16_layers.crossentropy_forward, bf16_layers.crossentropy_backward_x)
-    ),
+    rounding=frozenset((gemm.forward, gemm.backward_x, gemm.crossentropy_forward, gemm.crossentropy_backward_x)),
     at_once=dict.fromkeys((linear.backward_weight, crossentropy.backward_wte), TILE_TOKENS),
 )
 PRECISIONS = {precision.name: precision for precision in (FLOAT32, BFLOAT16, FLOAT64)}

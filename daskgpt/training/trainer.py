@@ -19,7 +19,6 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
-from daskgpt.kernels.compilation import compile_later
 from daskgpt.model.parameters import check_config, check_dtypes, check_finite, check_parameters, merged
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.opening import open_scheduler, resolved_address
@@ -201,9 +200,7 @@ def fit(
 def train(job: Job, start: Start, observers: Observers, client: Any = None) -> Result:
     """Compile kernels, open the scheduler of a job, and train. The run's folder is closed."""
     try:
-        compile_kernels(job.precision, job.uses)
-        if observers.sampler:
-            compile_later(np.float32, {"decoding"})
+        compile_kernels(job.precision, job.uses | ({"decoding"} if observers.sampler else set()))
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads, client) as scheduler:
             return run_job(job, scheduler, start, observers)
     finally:

@@ -3,15 +3,15 @@
 All products are patches of 32 x 32 sums. The forward kernel takes 32 queries at a time and keeps their scores against
 the keys up to the diagonal. The backward kernel takes 32 keys at a time and computes the scores transposed, one row per
 key. Rounded, the probabilities and their gradients are then the left operands of dv = pᵀ dy and dk = dsᵀ q, and with
-their rows in pairs the right operand of dqᵀ = kᵀ dsᵀ. Only dqᵀ is transposed, once per head. Panels hold zeros beyond
-the tokens and the head. Scores beyond the diagonal are left out of sums, and are zero in operands. So are the
-probabilities that dropout drops; the others are scaled up after the sums.
+their rows in pairs the right operand of dqᵀ = kᵀ dsᵀ. Only dqᵀ is transposed, once per head, and so are dropout's
+factors. Panels hold zeros beyond the tokens and the head. Scores beyond the diagonal are left out of sums, and are zero
+in operands. So are the probabilities that dropout drops; the others are scaled up after the sums.
 """
 
 import math
+from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from daskgpt.kernels import attention
 from daskgpt.kernels.bfloat16 import tiles
@@ -20,11 +20,11 @@ from daskgpt.kernels.bfloat16.isa import Unit, scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, ceiling, check_float32, rounded, words
 from daskgpt.kernels.bfloat16.tiles import PATCH, ROW, STEP, TILE
 from daskgpt.kernels.compilation import helper, instruction, kernel, wide_vectors
-from daskgpt.kernels.dropout import FIRST_MULTIPLIER, FIRST_STEP, ROUNDS, SECOND_MULTIPLIER, SECOND_STEP, factors_of_row
+from daskgpt.kernels.dropout import factors_of_row
 from daskgpt.kernels.simd import lanes
 from daskgpt.kernels.simd.lanes import VECTOR, address_of, read_real, write_real
 from daskgpt.kernels.simd.math import log
-from daskgpt.kernels.simd.reductions import dot_at, folded
+from daskgpt.kernels.simd.rows import dot_at, folded
 
 
 @instruction("n n n")
@@ -94,53 +94,6 @@ def score_gradients(builder, scores, gradients, logsumexp, deltas, p, ds, pairs,
         tiles.store_pairs(builder, both[0], both[1], builder.add(pairs, lanes.whole(first // lanes.LANES * TILE)))
 
 
-_COUNTERS = ir.VectorType(lanes.I64, lanes.LANES)
-_LOWER, _HALF = lanes.constant(_COUNTERS, 2**32 - 1), lanes.constant(_COUNTERS, 32)
-
-
-def _philox(builder, counter, key, other):
-    """Return four vectors of random words, as `dropout.philox` does for single numbers."""
-    a, b, c, d = counter
-    for _ in range(ROUNDS):
-        first = builder.mul(a, lanes.constant(_COUNTERS, FIRST_MULTIPLIER))
-        second = builder.mul(c, lanes.constant(_COUNTERS, SECOND_MULTIPLIER))
-        a = builder.xor(builder.xor(builder.lshr(second, _HALF), b), lanes.splat(builder, key))
-        c = builder.xor(builder.xor(builder.lshr(first, _HALF), d), lanes.splat(builder, other))
-        b, d = builder.and_(second, _LOWER), builder.and_(first, _LOWER)
-        key, other = (
-            builder.and_(builder.add(word, lanes.whole(step)), lanes.whole(2**32 - 1))
-            for word, step in ((key, FIRST_STEP), (other, SECOND_STEP))
-        )
-    return a, b, c, d
-
-
-@instruction("n n n n n n n s")
-def _factors(builder, target, stream, place, part, query, group, threshold, kept):
-    """Write the factors of 16 queries and of keys 4 group ... 4 group + 3, a row per key; see `factors_of_patch`."""
-    queries = builder.add(lanes.splat(builder, query), ir.Constant(_COUNTERS, list(range(lanes.LANES))))
-    counter = lanes.splat(builder, group), queries, lanes.splat(builder, place), lanes.splat(builder, part)
-    key, other = builder.and_(stream, lanes.whole(2**32 - 1)), builder.lshr(stream, lanes.whole(32))
-    for row, word in enumerate(_philox(builder, counter, key, other)):
-        gone = builder.icmp_unsigned("<", word, lanes.splat(builder, threshold))
-        lanes.store(
-            builder,
-            builder.select(gone, lanes.constant(lanes.REALS, 0.0), lanes.splat(builder, kept)),
-            target,
-            row * ROW,
-        )
-
-
-@helper
-def factors_of_patch(stream, place, part, query, key, threshold, kept, patch):
-    """Write a row of 32 queries per key, 32 keys: 0 where a probability is dropped, else `kept` (`factors_of_row`)."""
-    for group in range(8):
-        for half in range(2):
-            _factors(
-                patch + 4 * group * ROW + half * 64, stream, place, part, query + 16 * half, key // 4 + group,
-                threshold, kept,
-            )  # fmt: skip
-
-
 @instruction("n n")
 def drop_halves(builder, target, factors):
     """Set those of 32 bfloat16 numbers at target to zero whose float32 number at `factors` is zero."""
@@ -198,7 +151,7 @@ def _softmax(scores, patch, scale, tops, totals, p):
 def _drop_queries(p, patch, stream, place, head, threshold, kept, factors):
     """Set the dropped probabilities of a left panel of 32 queries to zero."""
     for row in range(32):
-        factors_of_row(stream, place, head, patch * 32 + row, threshold, kept, factors, (patch + 1) * 32)
+        factors_of_row(stream, place, head, patch * 32 + row, 0, threshold, kept, factors, (patch + 1) * 32)
         for j in range(patch + 1):
             drop_halves(p + j * STEP + row * 64, address_of(factors) + j * ROW)
 
@@ -272,6 +225,15 @@ def _transpose_patch(patch, spare, rows, columns, target, target_step):
 
 
 @helper
+def _factors_of_patch(stream, place, part, query, key, threshold, kept, row, spare, patch):
+    """Write a row of 32 queries per key, 32 keys: 0 where a probability is dropped, else `kept` (`factors_of_row`)."""
+    for i in range(32):
+        factors_of_row(stream, place, part, query + i, key, threshold, kept, row, 32)
+        tiles.copy_row(address_of(row), spare + i * ROW, 32)
+    _transpose_patch(spare, spare + PATCH, 32, 32, patch, ROW)
+
+
+@helper
 def _pack_head(q, dy, qkv_step, dy_step, kv_bytes, tokens, size, rows, pairs, panel, long_panel):
     """Pack the panels of a head. rows: k, v (left), q, dy (right), a row per token; pairs: q, dy (right), k (left)."""
     head_bytes, long_head_bytes = (tokens + 31) // 32 * panel, (size + 31) // 32 * long_panel
@@ -308,8 +270,8 @@ def _differentiate_patch(
             drop_halves(p + row * 64, factors + row * ROW)
 
 
-@kernel("h1 h1 h1 h1 H1 n n4 n9 l1 n2 s", cost=12)
-def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropout, kept):
+@kernel("h1 h1 h1 h1 H1 n n4 n9 l1 n2 s S1", cost=12)
+def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropout, kept, row):
     wide_vectors()
     tiles.open_unit(unit)
     sequences, tokens, heads, size = sizes
@@ -333,8 +295,8 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
             for i in range(j, patches):
                 key, query = rows + j * panel, rows + 2 * head_bytes + i * panel
                 if threshold > 0:
-                    factors_of_patch(
-                        streams[sequence], place, head % heads, i * 32, j * 32, threshold, kept, factors
+                    _factors_of_patch(
+                        streams[sequence], place, head % heads, i * 32, j * 32, threshold, kept, row, work, factors
                     )  # fmt: skip
                 _differentiate_patch(
                     unit, key, query, key + head_bytes, query + head_bytes, steps, nothing, work, offsets + i * ROW,
@@ -366,20 +328,14 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
     tiles.close_unit(unit)
 
 
-def forward(
-    qkv: np.ndarray,
-    streams: np.ndarray | None = None,
-    *,
-    heads: int,
-    key_heads: int = 0,
-    place: int = 0,
-    rate: float = 0.0,
-) -> tuple[np.ndarray, np.ndarray]:
+def forward(qkv: np.ndarray, streams: np.ndarray | None = None, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return causal self-attention as `attention.forward` does, its products' operands rounded to bfloat16.
 
     The probabilities are rounded before they are divided by their sum, which is taken before rounding. Dropout drops
     the same probabilities. On the portable unit, and where heads share keys, q, k and v are rounded, but not the
     probabilities.
+
+    options   heads, key_heads, place and rate, as in `attention.forward`
 
     Shapes   qkv (b, T, (NH + 2 KH) HS), streams (b,) or None -> y (b, T, C), logsumexp (b, NH, T)
     Dtype    float32; operands bfloat16, sums and softmax float32; int64 streams
@@ -388,10 +344,10 @@ def forward(
     Errors   TypeError when qkv is not float32; ValueError when the shapes do not fit
     """
     where = "bfloat16.attention.forward"
-    channels, (_, keys), dropout = attention.check_forward(where, qkv, streams, (heads, key_heads), place, rate)
+    channels, (heads, keys), dropout = attention.check_forward(where, qkv, streams, **options)
     check_float32(where, qkv=qkv)
     if unit() is Unit.PORTABLE or keys != heads:
-        return attention.forward(rounded(qkv), streams, heads=heads, key_heads=keys, place=place, rate=rate)
+        return attention.forward(rounded(qkv), streams, **options)
     *sequences, tokens, _ = qkv.shape
     y, logsumexp = np.empty((*sequences, tokens, channels), FLOAT32), np.empty((*sequences, heads, tokens), FLOAT32)
     size = channels // heads
@@ -411,11 +367,7 @@ def backward(
     y: np.ndarray,
     logsumexp: np.ndarray,
     streams: np.ndarray | None = None,
-    *,
-    heads: int,
-    key_heads: int = 0,
-    place: int = 0,
-    rate: float = 0.0,
+    **options: Any,
 ) -> np.ndarray:
     """Return the gradient of attention as `attention.backward` does, its products' operands rounded to bfloat16.
 
@@ -423,6 +375,8 @@ def backward(
     dq = ds k;  dk = dsᵀ q;  dv = pᵀ dy
 
     On the portable unit, and where heads share keys, q, k, v and dy are rounded, p and ds are not.
+
+    options   heads, key_heads, place and rate, as in `attention.forward`
 
     Shapes   dy (b, T, C), qkv (b, T, (NH + 2 KH) HS), y (b, T, C), logsumexp (b, NH, T), streams (b,) or None -> dqkv
              as qkv
@@ -433,12 +387,11 @@ def backward(
     """
     where = "bfloat16.attention.backward"
     *sequences, tokens, _ = qkv.shape
-    channels, (_, keys), dropout = attention.check_forward(where, qkv, streams, (heads, key_heads), place, rate)
+    channels, (heads, keys), dropout = attention.check_forward(where, qkv, streams, **options)
     attention.check_backward(where, dy, y, logsumexp, (*sequences, tokens, channels), heads)
     check_float32(where, dy=dy, qkv=qkv, y=y, logsumexp=logsumexp)
     if unit() is Unit.PORTABLE or keys != heads:
-        kept = y, logsumexp, streams
-        return attention.backward(rounded(dy), rounded(qkv), *kept, heads=heads, key_heads=keys, place=place, rate=rate)
+        return attention.backward(rounded(dy), rounded(qkv), y, logsumexp, streams, **options)
     dqkv, size = np.empty(qkv.shape, FLOAT32), channels // heads
     steps, patches = ceiling(size, 32) // 32, ceiling(tokens, 32) // 32
     panels, line = steps * patches * STEP, patches * ROW
@@ -448,5 +401,6 @@ def backward(
     )  # fmt: skip
     arrays = [words(array) for array in (dy, qkv, y, logsumexp)]
     sizes = math.prod(sequences), tokens, heads, size
-    _backward(*arrays, words(dqkv), int(unit()), sizes, tuple(addresses), *dropout)
+    row = np.empty(32, FLOAT32)
+    _backward(*arrays, words(dqkv), int(unit()), sizes, tuple(addresses), *dropout, row)
     return dqkv

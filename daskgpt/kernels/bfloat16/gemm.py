@@ -1,7 +1,9 @@
-"""Products of linear layers in bfloat16 with float32 sums: packed weights, y = x weightᵀ + bias, dx = dy weight, and
-dweight = dyᵀ x.
+"""Products of linear layers and of the head in bfloat16 with float32 sums: packed weights, y = x weightᵀ + bias,
+dx = dy weight, and dweight = dyᵀ x.
 
-On the portable unit, operands are rounded to bfloat16 and multiplied in float32.
+A trained matrix is a `TrainedWeight`: its float32 values, which an optimizer updates, and the same values rounded and
+packed for the products, which each update renews. Everything else (layernorm, softmax, GELU, sums, moments) stays
+float32. On the portable unit, operands are rounded to bfloat16 and multiplied in float32.
 """
 
 from __future__ import annotations
@@ -12,63 +14,91 @@ from dataclasses import dataclass
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.arguments import check_output, check_rows, check_shape, rows
+from daskgpt.kernels.arguments import check_rows, check_shape, rows
 from daskgpt.kernels.bfloat16 import tiles
 from daskgpt.kernels.bfloat16.isa import VARIABLE, Unit, scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, aligned, ceiling, check_float32, rounded, words
 from daskgpt.kernels.bfloat16.tiles import DEPTH, PATCH, ROW, STEP
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
+from daskgpt.kernels.crossentropy import scale_rows, softmax_losses
 from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
 from daskgpt.kernels.simd.lanes import address_of
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A weight (outputs, channels) in bfloat16, laid out for y = x weightᵀ and for dx = dy weight.
-
-    In tiles, `forward` holds a panel for every 32 outputs and `backward` one for every 32 channels. For the portable
-    unit one float32 array of rounded values serves both products. A packed weight can be sent to another process whose
-    unit uses the same layout.
-    """
-
-    outputs: int
-    channels: int
-    in_tiles: bool
-    forward: np.ndarray
-    backward: np.ndarray
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory; an array that serves both products counts once."""
-        return sum(array.nbytes for array in {id(array): array for array in (self.forward, self.backward)}.values())
-
-
-@dataclass(frozen=True, slots=True)
 class TrainedWeight:
-    """A matrix in float32, which an optimizer updates, and the same matrix packed for products.
+    """A matrix in float32, which an optimizer updates, and the same matrix in bfloat16, laid out for both products.
+
+    In tiles, `forward` holds a panel for every 32 outputs, for y = x weightᵀ, and `backward` one for every 32 channels,
+    for dx = dy weight. For the portable
+    unit one float32 array of rounded values serves both products. A weight can be sent to another process whose unit
+    uses the same layout.
 
     Shapes   values (O, C); it is indexed by rows and has a shape like an array
     """
 
     values: np.ndarray
-    packed: PackedWeight
+    forward: np.ndarray
+    backward: np.ndarray
 
     @classmethod
     def of(cls, values: np.ndarray) -> TrainedWeight:
-        """Pack a float32 matrix."""
-        return cls(values, pack_weight(values))
+        """Pack a float32 matrix.
+
+        Errors   TypeError when it is not float32
+        """
+        outputs, channels = values.shape
+        if unit() is Unit.PORTABLE:
+            forward = backward = np.empty(values.shape, FLOAT32)
+        else:
+            size = ceiling(outputs, 32) * ceiling(channels, 32)
+            forward, backward = aligned(size), aligned(size)
+        weight = cls(values, forward, backward)
+        weight.pack(values)
+        return weight
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+    def shape(self) -> tuple[int, int]:
+        outputs, channels = self.values.shape
+        return outputs, channels
+
+    @property
+    def in_tiles(self) -> bool:
+        return self.forward.dtype != FLOAT32
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.packed.nbytes
+        return self.values.nbytes + packed_bytes(*self.shape)
 
     def __getitem__(self, rows: slice) -> TrainedRows:
         first, last, _ = rows.indices(len(self.values))
         return TrainedRows(self, first, last)
+
+    def pack(self, values: np.ndarray, first: int = 0) -> None:
+        """Round these values of rows from `first` on and lay them out for both products.
+
+        So several tasks can pack parts of a weight, also of one whose values are in another process.
+
+        Shapes   values (rows, C)
+        Dtype    float32
+        Cost     reads and writes 4 bytes per number
+        Errors   TypeError when values are not float32; ValueError when the channels do not fit or the rows do not begin
+                 and end at multiples of 32 (or the last row); RuntimeError for another unit's layout
+        """
+        where, (outputs, channels), last = "TrainedWeight.pack", self.shape, first + len(values)
+        check_float32(where, values=values)
+        check_layout(where, self)
+        check_shape(where, "values", values, (len(values), channels))
+        check_panel_rows(where, outputs, first, last)
+        if self.in_tiles:
+            _pack(words(values), self.forward, self.backward, outputs, channels, first, last)
+        else:
+            self.forward[first:last] = rounded(values)
+
+
+def packed_bytes(outputs: int, channels: int) -> int:
+    """Return the bytes of what a `TrainedWeight` holds besides its values."""
+    return 4 * (outputs * channels if unit() is Unit.PORTABLE else ceiling(outputs, 32) * ceiling(channels, 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +108,6 @@ class TrainedRows:
     weight: TrainedWeight
     first: int
     last: int
-
-
-Weight = PackedWeight | TrainedWeight
 
 
 @kernel("h1 H1 H1 n n n n", cost=2)
@@ -97,48 +124,12 @@ def check_panel_rows(where: str, outputs: int, first: int, last: int) -> None:
         raise refusal(ValueError, where, rule, {"rows": (first, last)}, "Round them.")
 
 
-def check_layout(where: str, weight: PackedWeight) -> None:
+def check_layout(where: str, weight: TrainedWeight) -> None:
     """Raise RuntimeError when a weight was packed for another unit's layout."""
     if weight.in_tiles != (unit() is not Unit.PORTABLE):
         rule = "the weight must be packed for the unit that multiplies"
         got = f"in_tiles={weight.in_tiles} for {unit().name.lower()}"
         raise refusal(RuntimeError, where, rule, got, f"Set {VARIABLE} to one unit in all processes.")
-
-
-def empty_weight(outputs: int, channels: int) -> PackedWeight:
-    """Return a packed weight without values, which `pack_weight` fills."""
-    if unit() is Unit.PORTABLE:
-        both = np.empty((outputs, channels), FLOAT32)
-        return PackedWeight(outputs, channels, False, both, both)
-    size = ceiling(outputs, 32) * ceiling(channels, 32)
-    return PackedWeight(outputs, channels, True, aligned(size), aligned(size))
-
-
-def pack_weight(weight: np.ndarray, packed: PackedWeight | None = None, *, first: int = 0) -> PackedWeight:
-    """Round a weight to bfloat16 and lay it out for both products.
-
-    With `packed`, overwrite its rows from `first` on, so that several tasks can pack parts of one weight.
-
-    Shapes   weight (O, C), or (rows, C) with `packed` -> PackedWeight
-    Dtype    float32 -> bfloat16
-    Cost     reads and writes 4 bytes per number
-    Errors   TypeError when weight is not float32; ValueError when the channels do not fit or the rows do not begin and
-             end at multiples of 32 (or the last row); RuntimeError for another unit's layout
-    """
-    where = "pack_weight"
-    check_float32(where, weight=weight)
-    outputs, channels = weight.shape
-    if packed is None:
-        packed = empty_weight(outputs, channels)
-    check_layout(where, packed)
-    check_shape(where, "weight", weight, (outputs, packed.channels))
-    last = first + outputs
-    check_panel_rows(where, packed.outputs, first, last)
-    if packed.in_tiles:
-        _pack(words(weight), packed.forward, packed.backward, packed.outputs, channels, first, last)
-    else:
-        packed.forward[first:last] = rounded(weight)
-    return packed
 
 
 # The rows of x that are multiplied with one panel of the weight after another: they stay in the second cache.
@@ -148,13 +139,6 @@ _ROWS_BYTES = 1 << 20
 _LONGEST, _DEEP_ROWS = 2048, 256
 # With fewer bands of rows than this, a panel is multiplied faster than the next one can be fetched.
 _PATCHES_TO_FETCH = 3
-
-
-@helper
-def _store_patch(patch, rows, columns, target, row_bytes):
-    """Copy a patch of sums to rows x columns of a matrix."""
-    for row in range(rows):
-        tiles.store_columns(patch + row * ROW, target + row * row_bytes, columns)
 
 
 @kernel("h1 h1 h1 H1 n n3 n6", cost=6)
@@ -191,8 +175,9 @@ def _multiply(x, weight, bias, y, unit, sizes, plan):
                         )  # fmt: skip
                         if done:
                             row = row0 + i * 32
+                            high, wide = min(32, rows - row), min(32, width - column)
                             target = address_of(y) + (row * width + column) * 4
-                            _store_patch(patch, min(32, rows - row), min(32, width - column), target, width * 4)
+                            tiles.copy_rows(patch, ROW, target, width * 4, high, wide)
     tiles.close_unit(unit)
 
 
@@ -211,20 +196,19 @@ def _plan(rows: int, depth: int, width: int) -> tuple[int, int, int, int, int]:
 
 
 def _product(
-    where: str, name: str, x: np.ndarray, weight: Weight, backward: bool, bias: np.ndarray | None = None
+    where: str, name: str, x: np.ndarray, weight: TrainedWeight, backward: bool, bias: np.ndarray | None = None
 ) -> np.ndarray:
     """Return x weightᵀ + bias, or with `backward` x weight; `name` is what errors call x."""
-    packed = weight.packed if isinstance(weight, TrainedWeight) else weight
-    check_layout(where, packed)
-    depth, width = (packed.outputs, packed.channels) if backward else (packed.channels, packed.outputs)
+    check_layout(where, weight)
+    depth, width = weight.shape if backward else weight.shape[::-1]
     check_shape(where, name, x, (*x.shape[:-1], depth))
     check_float32(where, **{name: x})
     if bias is not None:
         check_shape(where, "bias", bias, (width,))
         check_float32(where, bias=bias)
     y = np.empty((*x.shape[:-1], width), FLOAT32)
-    if not packed.in_tiles:
-        multiply(gemm_address(FLOAT32), not backward, rows(rounded(x)), packed.forward, 0, rows(y))
+    if not weight.in_tiles:
+        multiply(gemm_address(FLOAT32), not backward, rows(rounded(x)), weight.forward, 0, rows(y))
         if bias is not None:
             y += bias
         return y
@@ -234,12 +218,12 @@ def _product(
     start = NOTHING
     if bias is not None:  # with zeros up to a multiple of 32 numbers
         start = words(np.concatenate([bias, np.zeros(-width % 32, FLOAT32)]))
-    operand = packed.backward if backward else packed.forward
+    operand = weight.backward if backward else weight.forward
     _multiply(words(x), operand, start, words(y), int(unit()), (count, depth, width), plan)
     return y
 
 
-def forward(x: np.ndarray, weight: Weight, bias: np.ndarray | None = None) -> np.ndarray:
+def forward(x: np.ndarray, weight: TrainedWeight, bias: np.ndarray | None = None) -> np.ndarray:
     """Return the output of a linear layer, in bfloat16 with float32 sums.
 
     y = x weightᵀ + bias
@@ -252,7 +236,7 @@ def forward(x: np.ndarray, weight: Weight, bias: np.ndarray | None = None) -> np
     return _product("bfloat16.forward", "x", x, weight, False, bias)
 
 
-def backward_x(dy: np.ndarray, weight: Weight) -> np.ndarray:
+def backward_x(dy: np.ndarray, weight: TrainedWeight) -> np.ndarray:
     """Return the gradient of a linear layer with respect to its input, in bfloat16 with float32 sums.
 
     dx = dy weight
@@ -365,8 +349,7 @@ def backward_weight(
     """
     where, outputs, channels = "bfloat16.backward_weight", dy.shape[-1], x.shape[-1]
     check_shape(where, "dy", dy, (*x.shape[:-1], outputs))
-    check_output(where, "total", total, (len(total), channels), FLOAT32)
-    check_rows(where, total, first_row, outputs)
+    check_rows(where, total, first_row, (outputs, channels), FLOAT32)
     check_float32(where, dy=dy, x=x)
     last = first_row + len(total)
     if not dy.size:
@@ -388,3 +371,35 @@ def backward_weight(
     plan = *places, band_rows, band_columns
     _sum_tokens(words(dy), words(x), words(total), int(unit()), int(accumulate), sizes, plan)
     return total
+
+
+def crossentropy_forward(
+    x: np.ndarray, wte: TrainedWeight, targets: np.ndarray, vocabulary: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `crossentropy.forward` returns: losses, and their gradient with respect to the logits.
+
+    Shapes   x (b, t, C), wte (V padded, C), targets (b, t) -> losses (b, t), dlogits (b, t, V padded)
+    Dtype    int32 targets, float32
+    """
+    dlogits = forward(x, wte)
+    return softmax_losses(dlogits, targets, vocabulary), dlogits
+
+
+def crossentropy_backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: TrainedWeight) -> np.ndarray:
+    """Return dx = dy (dlogits wte).
+
+    Shapes   dy (b, t), dlogits (b, t, V padded), wte (V padded, C) -> dx (b, t, C)
+    Dtype    float32
+    """
+    return scale_rows(backward_x(dlogits, wte), dy)
+
+
+def crossentropy_backward_wte(
+    dy: np.ndarray, dlogits: np.ndarray, x: np.ndarray, *, total: np.ndarray, accumulate: bool, first_row: int = 0
+) -> np.ndarray:
+    """Return dwte = dlogitsᵀ (dy x), or some rows of it.
+
+    Shapes   dy (b, t), dlogits (b, t, V padded), x (b, t, C) -> total (rows, C), from first_row on
+    Dtype    float32
+    """
+    return backward_weight(dlogits, scale_rows(x, dy), total=total, accumulate=accumulate, first_row=first_row)

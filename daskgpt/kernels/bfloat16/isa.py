@@ -1,4 +1,5 @@
-"""The unit of the processor that multiplies bfloat16 numbers: AMX tiles, AVX-512 with BF16, or none (float32 products).
+"""The unit of the processor that multiplies bfloat16 numbers: AMX tiles, AVX-512 with BF16, or none (float32 products);
+and scratch memory.
 
 Every thread requests the tile registers before its first product with them, when it requests scratch memory.
 """
@@ -6,14 +7,16 @@ Every thread requests the tile registers before its first product with them, whe
 import ctypes
 import enum
 import functools
+import itertools
 import os
 import platform
+import threading
 
 import llvmlite.binding
+import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.simd.lanes import features, has_avx512_bfloat16
-from daskgpt.kernels.simd.memory import Scratch
+from daskgpt.kernels.simd.lanes import PAGE, features, has_avx512_bfloat16
 
 VARIABLE = "DASKGPT_MATMUL"
 _ADVICE = "Unset it to use the fastest that works here."
@@ -76,9 +79,26 @@ def unit() -> Unit:
     return names[name]
 
 
-def _prepare_thread() -> None:
-    if unit() is Unit.AMX:
-        request_tiles()
+class Scratch(threading.local):
+    """One thread's memory, which only grows: fresh memory costs a page fault every 4 KB.
+
+    Kernels that use it cannot be traced, since an operand cannot be viewed as words.
+    """
+
+    size = address = 0
+
+    def __call__(self, *sizes: int) -> list[int]:
+        """Return addresses of pieces of these sizes in bytes, aligned to pages, valid until the thread's next call."""
+        *starts, end = itertools.accumulate((-(-size // PAGE) * PAGE for size in sizes), initial=0)
+        if end > self.size:
+            self._grow(end)
+        return [self.address + start for start in starts]
+
+    def _grow(self, size: int) -> None:
+        if unit() is Unit.AMX:
+            request_tiles()
+        self._memory = np.empty(size + PAGE, np.uint8)
+        self.size, self.address = size, -(-self._memory.ctypes.data // PAGE) * PAGE
 
 
-scratch = Scratch(before_growing=_prepare_thread)
+scratch = Scratch()

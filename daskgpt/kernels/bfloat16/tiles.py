@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from daskgpt.kernels.bfloat16.isa import Unit, compiles
 from daskgpt.kernels.compilation import helper, instruction
+from daskgpt.kernels.float32.tiles import fetch_lines
 from daskgpt.kernels.simd import lanes
 
 TILE = 1024
@@ -111,12 +112,6 @@ def multiply_tiles(builder, left, right, steps):
         builder.asm(kind, _LOOP, _OPERANDS, [lanes.whole(64), left, right, steps], True)
 
 
-@instruction("n")
-def _prefetch(builder, address):
-    """Fetch the cache line at `address` into the second cache; any address is allowed."""
-    lanes.prefetch(builder, address)
-
-
 def _multiply_pair(builder, sums, left, right):
     """Add one pair of columns of 8 left rows, times the same pair of rows of a right panel, to the sums.
 
@@ -188,8 +183,8 @@ def multiply_patch(unit, left, right, steps, start, start_step, total, total_ste
 def fetch(panel, steps, part, parts):
     """Fetch part `part` of `parts` of a panel's first steps into the second cache, ahead of their use."""
     lines = STEP // 64 * steps
-    for line in range(part * lines // parts, (part + 1) * lines // parts):
-        _prefetch(panel + line * 64)
+    first, last = part * lines // parts, (part + 1) * lines // parts
+    fetch_lines(panel + first * 64, 64, last - first)
 
 
 @helper
@@ -263,14 +258,6 @@ def transpose_tile(builder, tile):
     rows = [lanes.load(builder, tile, lanes.VECTOR * row, lanes.BITS) for row in range(lanes.LANES)]
     for row, value in enumerate(lanes.transposed(builder, rows)):
         lanes.store(builder, value, tile, lanes.VECTOR * row)
-
-
-@instruction("n n n")
-def store_columns(builder, source, target, count):
-    """Copy `count` of 32 float32 numbers from source to target."""
-    for first in lanes.PARTS:
-        value = lanes.load(builder, source, first * 4)
-        lanes.store_masked(builder, value, target, first * 4, lanes.below(builder, count, first))
 
 
 @instruction("n n n")

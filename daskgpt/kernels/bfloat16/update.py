@@ -1,20 +1,25 @@
-"""The gradient of a weight and its AdamW step in one pass: the gradient never leaves the cache."""
+"""Updates of trained matrices: the gradient of one and its AdamW step in one pass, where the gradient never leaves the
+cache; Muon with products in bfloat16; and other optimizers, after whose updates matrices are packed again.
+"""
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from daskgpt.config.errors import refusal
+from daskgpt.kernels import optimizers
 from daskgpt.kernels.arguments import check_output, check_shape
 from daskgpt.kernels.bfloat16 import tiles
 from daskgpt.kernels.bfloat16.gemm import (
+    TrainedRows,
     TrainedWeight,
     backward_weight,
+    backward_x,
     check_layout,
     check_panel_rows,
-    pack_weight,
+    forward,
     runs_of_tokens,
     sum_rows,
 )
@@ -22,7 +27,7 @@ from daskgpt.kernels.bfloat16.isa import scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, ceiling, check_float32, words
 from daskgpt.kernels.bfloat16.tiles import STEP
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.optimizers import adamw_inplace, next_moment, next_weight, rates_of
+from daskgpt.kernels.optimizers import next_moment, next_weight, rates_of
 from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
 from daskgpt.kernels.totals import additions, level, tree_add
 
@@ -148,15 +153,12 @@ def _check(where, parts, groups, start, state, first, last):
     if len(groups) != len(parts) or not in_order:
         rule = "groups must be one a part, 0 ... 0 1 ... 1 and so on"
         raise refusal(ValueError, where, rule, {"groups": list(groups)}, "Give each part the number of its group.")
-    outputs, channels = shape = weight.values.shape
+    outputs, channels = shape = weight.shape
     check_panel_rows(where, outputs, first, last)
     check_shape(where, "hyper", hyper, (3,))
     for name, array in (("weight", weight.values), ("m", m), ("v", v)):
         check_output(where, name, array, shape, FLOAT32)
-    check_layout(where, weight.packed)
-    if (weight.packed.outputs, weight.packed.channels) != shape:
-        got = {"packed": (weight.packed.outputs, weight.packed.channels)}
-        raise refusal(ValueError, where, f"packed must be of the weight's shape {shape}", got, "Give the weight's own.")
+    check_layout(where, weight)
     for dy, x in parts:
         check_shape(where, "dy", dy, (*x.shape[:-1], outputs))
         check_shape(where, "x", x, (*x.shape[:-1], channels))
@@ -178,8 +180,8 @@ def _in_two_steps(parts, groups, start, state, first, last, options):
         if not begun:
             tree_add(totals, level(group), additions(group, parts=1 + groups[-1]))
     values = weight.values[first:last]
-    adamw_inplace(values, totals[0], m[first:last], v[first:last], hyper, **options)
-    pack_weight(values, weight.packed, first=first)
+    optimizers.adamw_inplace(values, totals[0], m[first:last], v[first:last], hyper, **options)
+    weight.pack(values, first)
 
 
 def _runs(dy, x):
@@ -201,7 +203,7 @@ def _table(operands, groups, started):
 
 def _in_one_pass(parts, groups, start, state, first, last, options):
     weight, m, v, hyper = state
-    packed, (outputs, channels) = weight.packed, weight.shape
+    outputs, channels = weight.shape
     operands = [(np.ascontiguousarray(dy), np.ascontiguousarray(x)) for dy, x in parts]
     table = _table(operands, groups, start is not None)
     steps, totals = [ceiling(count, 32) // 32 for count in table[:, _TOKENS].tolist()], 1 + int(table[:, _TOTAL].max())
@@ -215,7 +217,7 @@ def _in_one_pass(parts, groups, start, state, first, last, options):
     arrays = [NOTHING if array is None else words(array) for array in (weight.values, m, v, start)]
     constants = [options[name] for name in ("beta1", "beta2", "eps", "weight_decay")]
     sizes = outputs, channels, first, last
-    _update(table, *arrays, packed.forward, packed.backward, hyper, *constants, int(unit()), sizes, plan)
+    _update(table, *arrays, weight.forward, weight.backward, hyper, *constants, int(unit()), sizes, plan)
 
 
 def linear_update(
@@ -229,7 +231,7 @@ def linear_update(
 ) -> None:
     """Update rows first ... last - 1 of a linear layer's weight by AdamW, in place, straight from dy and x.
 
-    g = start + Σ_parts Σ_tokens dyᵀ x, then adamw_inplace, then pack_weight, with the bits of these three kernels
+    g = start + Σ_parts Σ_tokens dyᵀ x, then adamw_inplace, then packing, with the bits of these three kernels
 
     parts    pairs of dy and x, in the order in which their rows are summed
     groups   group of each part, whose total the part is added to, see `kernels.totals`; the first continues from start
@@ -244,5 +246,37 @@ def linear_update(
              multiples of 32 (or the last row), or an array cannot be written; RuntimeError for another unit's layout
     """
     _check("bfloat16.linear_update", parts, groups, start, state, first, last)
-    in_one_pass = state[0].packed.in_tiles and all(dy.size for dy, _ in parts)
+    in_one_pass = state[0].in_tiles and all(dy.size for dy, _ in parts)
     (_in_one_pass if in_one_pass else _in_two_steps)(parts, groups, start, state, first, last, options)
+
+
+class PackedUpdate:
+    """An optimizer's kernel that also takes `TrainedRows`: it updates their float32 values and packs them again."""
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        self.kernel = kernel
+
+    def __call__(self, weight: Any, *arrays: np.ndarray, **options: float) -> None:
+        if not isinstance(weight, TrainedRows):
+            self.kernel(weight, *arrays, **options)
+            return
+        values = weight.weight.values[weight.first : weight.last]
+        self.kernel(values, *arrays, **options)
+        weight.weight.pack(values, weight.first)
+
+
+def iteration(x: np.ndarray) -> np.ndarray:
+    """Return one Newton-Schulz step as `optimizers.iteration` does, with rounded operands in its three products.
+
+    Shapes   x (n, k) -> (n, k)
+    Dtype    float32
+    """
+    packed = TrainedWeight.of(x)
+    gram = forward(x, packed)
+    square = forward(gram, TrainedWeight.of(gram))  # the gram matrix is its own transpose
+    return optimizers.add_scaled(x, backward_x(optimizers.polynomial(gram, square), packed))
+
+
+def muon_inplace(*arrays: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Update a matrix as `optimizers.muon_inplace` does, with products in bfloat16."""
+    return optimizers.muon_inplace(*arrays, step=iteration, **options)

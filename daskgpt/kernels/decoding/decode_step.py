@@ -9,15 +9,13 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from daskgpt.kernels.compilation import helper, instruction, kernel, part, stay_apart, wide_vectors
-from daskgpt.kernels.decoding.gemv import ROWS, rows_times_vectors
-from daskgpt.kernels.decoding.kv_cache import attend, keep
-from daskgpt.kernels.decoding.thread_barrier import meet, next_part
-from daskgpt.kernels.gelu import CUBIC, SLOPE
+from daskgpt.kernels.decoding.products import ROWS, attend, keep, rows_times_vectors
+from daskgpt.kernels.elementwise import CUBIC, SLOPE
 from daskgpt.kernels.rotary import set_angles, turn
 from daskgpt.kernels.simd import lanes
 from daskgpt.kernels.simd.lanes import REALS, address_of, read, read_real
 from daskgpt.kernels.simd.math import fma, sigmoid, widened
-from daskgpt.kernels.simd.reductions import scale_of, sum_of
+from daskgpt.kernels.simd.rows import scale_of, sum_of
 
 # Columns of the table of addresses, which has a row per block; `keys` and `values` are the kept ones of all texts.
 TENSORS = (
@@ -43,9 +41,56 @@ _GELU, _SWIGLU, _RELU2, _ADDED, _KEPT, _SCORES = range(6)
 ACTIVATIONS = ("gelu", "swiglu", "relu2")
 
 
+# Threads share a step by tickets for its parts, and barriers. Each stage has two counters, which the caller allocates
+# and sets: the number of parts that threads have taken (at first the number of threads, since thread n begins with part
+# n), and the number of threads that have arrived. A waiting thread reads the counter again and again; if every thread
+# has a core, this takes less than a microsecond. After a while it offers its core to other threads.
+
+# Distance of two counters in whole numbers, so that each has cache lines to itself.
+APART = 16
+# Reads of a counter, some ten microseconds, before a thread offers its core to others.
+_LOOKS = 4096
+
+
 def stages(blocks: int) -> int:
-    """Return the number of stages of a step, each of which has two counters (`thread_barrier`)."""
+    """Return the number of stages of a step, each of which has two counters."""
     return 5 * blocks + 1
+
+
+@instruction("n", "n")
+def _add_one(builder, place):
+    """Add one to the whole number at an address; return the number before."""
+    return builder.atomic_rmw("add", builder.inttoptr(place, lanes.I64.as_pointer()), lanes.I64(1), "acq_rel")
+
+
+@instruction("n", "n")
+def _look(builder, place):
+    """Return the whole number at an address; whatever was written before it is visible then."""
+    return builder.load_atomic(builder.inttoptr(place, lanes.I64.as_pointer()), "acquire", 8)
+
+
+@instruction("")
+def _offer_core(builder):
+    lanes.call(builder, "sched_yield", lanes.I32, [])
+
+
+@helper
+def _next_part(counters, stage):
+    """Return the number of a part of a stage that no thread has taken."""
+    return _add_one(address_of(counters) + (2 * stage) * 8 * APART)
+
+
+@helper
+def _meet(counters, stage, threads):
+    """Wait until all threads are done with a stage."""
+    place = address_of(counters) + (2 * stage + 1) * 8 * APART
+    if _add_one(place) + 1 >= threads:
+        return
+    looks = 0
+    while _look(place) < threads:
+        looks += 1
+        if looks > _LOOKS:
+            _offer_core()
 
 
 @helper
@@ -82,7 +127,7 @@ def _normalise(mean_too, epsilon, weight, bias, x, y):
 
 
 def _gelu(builder: ir.IRBuilder, v: ir.Value) -> ir.Value:
-    """Return GELU of each lane; see `kernels.gelu`."""
+    """Return GELU of each lane; see `kernels.elementwise`."""
     one = lanes.constant(REALS, 1.0)
     inner = lanes.fma(builder, builder.fmul(lanes.constant(REALS, CUBIC), v), v, one)
     power = lanes.exp(builder, builder.fmul(builder.fmul(lanes.constant(REALS, -SLOPE), v), inner))
@@ -170,7 +215,7 @@ def _product(what, weight, bias, xs, columns, out, outputs, x, angles, texts, st
     vectors, index = out.shape[0], np.int64(thread)
     y, x_pitch, y_pitch = address_of(out), xs.shape[1] * 4, out.shape[1] * 4
     while index < parts:
-        following = next_part(counters, stage)
+        following = _next_part(counters, stage)
         first, last = index * part_rows, min((index + 1) * part_rows, outputs)
         for o in range(first, last, ROWS):
             then = o + ROWS if o + ROWS < last else following * part_rows
@@ -184,7 +229,7 @@ def _product(what, weight, bias, xs, columns, out, outputs, x, angles, texts, st
             if what == _KEPT:
                 _keep_heads(halves, out, m, first, last, angles, texts)
         index = following
-    meet(counters, stage, threads)
+    _meet(counters, stage, threads)
 
 
 @part
@@ -207,8 +252,8 @@ def _attention(qkv, y, scores, row, texts, stage, team):
         attend(halves, query, keys, values, head_size, width, rows[m, _POSITION] + 1, scores, row)
         for c in range(head_size):
             y[m, head * head_size + c] = row[c]
-        pair = next_part(counters, stage)
-    meet(counters, stage, threads)
+        pair = _next_part(counters, stage)
+    _meet(counters, stage, threads)
 
 
 @kernel("l2 l1 l2 l1 d2 s S2 S3 S3 S3 S2 S2 S2 S2 S2 S2 L1 n n", cost=27, use="decoding")

@@ -24,8 +24,7 @@ import numpy as np
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.float32 import tiles
 from daskgpt.kernels.float32.tiles import LANES, LINE, ROWS, VECTOR, WIDTH
-from daskgpt.kernels.simd.lanes import read_real, write_real
-from daskgpt.kernels.simd.memory import PAGE, give_back, slots, take
+from daskgpt.kernels.simd.lanes import PAGE, read_real, write_real
 
 # Steps of the summed axis that are packed at once.
 DEPTH = 384
@@ -124,7 +123,7 @@ def _pack_transposed(work, panel, right, width, steps, columns):
         for first in range(0, steps, LANES):
             operands = source + first * 4, step, exist, steps - first
             target = panel + (first * width + part) * VECTOR
-            tiles.transpose(work.functions, operands, target, width * VECTOR, LANES, LANES, np.float32(0))
+            tiles.transpose(work.functions, operands, target, width * VECTOR, LANES, LANES)
 
 
 @helper
@@ -179,12 +178,10 @@ def _turn(work, rows, columns, c, out):
             down, right = min(LANES, rows - row), min(LANES, columns - column)
             tile, place = work.tile + row * GROUP_STEP + column * 4, at + column * step + row * 4
             if out:
-                tiles.transpose(
-                    work.functions, (tile, GROUP_STEP, down, right), place, step, right, down, np.float32(0)
-                )
+                tiles.transpose(work.functions, (tile, GROUP_STEP, down, right), place, step, right, down)
             else:
                 operands = place, step, right, down
-                tiles.transpose(work.functions, operands, tile, GROUP_STEP, LANES, LANES, np.float32(0))
+                tiles.transpose(work.functions, operands, tile, GROUP_STEP, LANES, LANES)
 
 
 @helper
@@ -439,8 +436,8 @@ def sgemm(masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, 
     Cost     2 m n k operations; 1.3 MB of scratch for every thread that is in a product at the same time
     Source   Goto and van de Geijn 2008, 10.1145/1356052.1356053; Van Zee and van de Geijn 2015, 10.1145/2764454
     """
-    places = slots()
-    taken = take(places, SCRATCH)
+    places = tiles.slots()
+    taken = tiles.take(places, SCRATCH)
     panels = (taken + PAGE - 1) // PAGE * PAGE
     work = Work(tiles.code(), panels, panels + PANELS, panels + PANELS + STRIP)
     a_part, b_part, c_part = (a, lda * 4), (b, ldb * 4), (c, ldc * 4)
@@ -457,4 +454,4 @@ def sgemm(masked, a_transposed, b_transposed, m, n, k, a, lda, b, ldb, beta, c, 
         _by_packed_columns(work, a_transposed, b_transposed, m, n, k, a_part, b_part, c_part, beta, bias)
     else:
         _by_panels(work, m, n, k, a_part, b_part, c_part, beta)
-    give_back(places, taken)
+    tiles.give_back(places, taken)

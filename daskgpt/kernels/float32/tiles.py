@@ -1,4 +1,5 @@
-"""Code of the float32 product: tiles of sums in vector registers, copies, transposes, and a table of these functions.
+"""Code of the float32 product: tiles of sums in vector registers, copies, transposes, and a table of these functions;
+scratch memory.
 
 Callers get the address of the table: Numba compiles a helper with everything that it calls, so each helper would
 otherwise compile these functions again. Addresses and distances are in bytes.
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from llvmlite import ir
 from numba.core import cgutils
 
-from daskgpt.kernels.compilation import instruction
+from daskgpt.kernels.compilation import helper, instruction
 from daskgpt.kernels.simd import lanes
 
 # The size of a tile follows from the registers of the processor. With 32 registers of 16 numbers (AVX-512), a tile has
@@ -32,7 +33,7 @@ def _row_masks(builder: ir.IRBuilder, rows: ir.Value, columns: ir.Value) -> Valu
 
 
 def transpose_body(builder: ir.IRBuilder, *arguments: ir.Value) -> None:
-    source, step, rows, columns, target, target_step, target_rows, target_columns, beta = arguments
+    source, step, rows, columns, target, target_step, target_rows, target_columns = arguments
     source, target = (builder.inttoptr(address, lanes.POINTER) for address in (source, target))
     sources, targets = (
         [lanes.at(builder, start, builder.mul(step, lanes.whole(row)), lanes.I8) for row in range(LANES)]
@@ -44,28 +45,18 @@ def transpose_body(builder: ir.IRBuilder, *arguments: ir.Value) -> None:
     with builder.if_else(missing) as (edge, inside):
         with edge:
             masks, target_masks = _row_masks(builder, rows, columns), _row_masks(builder, target_rows, target_columns)
-            _transpose_patch(builder, sources, targets, masks, target_masks, beta)
+            _transpose_patch(builder, sources, targets, masks, target_masks)
         with inside:
             masks = [lanes.constant(MASK, 1)] * LANES
-            _transpose_patch(builder, sources, targets, masks, masks, beta)
+            _transpose_patch(builder, sources, targets, masks, masks)
 
 
 def _transpose_patch(
-    builder: ir.IRBuilder, sources: Values, targets: Values, masks: Values, target_masks: Values, beta: ir.Value
+    builder: ir.IRBuilder, sources: Values, targets: Values, masks: Values, target_masks: Values
 ) -> None:
-    values = lanes.transposed(
-        builder, [lanes.load_masked(builder, row, 0, mask, REALS) for row, mask in zip(sources, masks, strict=True)]
-    )
-    parts = list(zip(targets, target_masks, values, strict=True))
-    with builder.if_else(builder.fcmp_ordered("==", beta, ir.Constant(lanes.F32, 0.0))) as (write, add):
-        with write:
-            for place, mask, value in parts:
-                lanes.store_masked(builder, value, place, 0, mask)
-        with add:
-            scale = lanes.splat(builder, beta, LANES)
-            for place, mask, value in parts:
-                old = builder.fmul(lanes.load_masked(builder, place, 0, mask, REALS), scale)
-                lanes.store_masked(builder, builder.fadd(old, value), place, 0, mask)
+    rows = [lanes.load_masked(builder, row, 0, mask, REALS) for row, mask in zip(sources, masks, strict=True)]
+    for place, mask, value in zip(targets, target_masks, lanes.transposed(builder, rows), strict=True):
+        lanes.store_masked(builder, value, place, 0, mask)
 
 
 def copy_body(width: int) -> Callable[..., None]:
@@ -216,7 +207,7 @@ def _number(kind: int, rows: int, width: int) -> int:
 
 
 def _functions(module: ir.Module) -> Iterator[tuple[int, ir.Function]]:
-    yield _TRANSPOSE, function(module, "sgemm_transpose", [lanes.I64] * 8 + [lanes.F32], transpose_body)
+    yield _TRANSPOSE, function(module, "sgemm_transpose", [lanes.I64] * 8, transpose_body)
     yield _COPY_HALVES, function(module, "sgemm_copy_halves", [lanes.I64] * 6, copy_halves_body)
     for width in _WIDTHS:
         yield width, function(module, f"sgemm_copy_{width}", [lanes.I64] * 5, copy_body(width))
@@ -266,14 +257,14 @@ def fetch_lines(builder, start, step, count):
         lanes.prefetch(builder, start, builder.mul(loop.index, step))
 
 
-@instruction("n n4 n n n n s")
-def transpose(builder, code, operands, target, target_step, target_rows, target_columns, beta):
-    """Compute LANES x LANES numbers: target = the transpose of source + beta * target.
+@instruction("n n4 n n n n")
+def transpose(builder, code, operands, target, target_step, target_rows, target_columns):
+    """Write the transpose of LANES x LANES numbers.
 
     operands: source, its step, rows and columns; beyond these, source counts as zero, and target is not changed beyond
     its own rows and columns.
     """
-    values = [*cgutils.unpack_tuple(builder, operands), target, target_step, target_rows, target_columns, beta]
+    values = [*cgutils.unpack_tuple(builder, operands), target, target_step, target_rows, target_columns]
     _call(builder, code, lanes.whole(_TRANSPOSE), values)
 
 
@@ -287,3 +278,60 @@ def copy_rows(builder, code, width, source, step, rows, columns, target):
 def copy_halves(builder, code, source, step, rows, columns, target, distance):
     """Copy `rows` rows of LANES numbers, half of each to target, half `distance` further; zeros beyond `columns`."""
     _call(builder, code, lanes.whole(_COPY_HALVES), [source, step, rows, columns, target, distance])
+
+
+# Scratch memory is kept from call to call, since fresh memory costs a page fault every 4 KB. A function that is called
+# by its address cannot look up its thread: it takes memory from slots that all threads share, and gives it back.
+_SLOTS = 64  # for addresses of free memory
+
+
+@instruction("", "n")
+def slots(builder):
+    """Return the address of the slots of the function that calls this. Only the outermost function calls it."""
+    kind = ir.ArrayType(lanes.I64, _SLOTS)
+    places = ir.GlobalVariable(builder.module, kind, "scratch_slots")
+    places.linkage, places.initializer = "internal", ir.Constant(kind, None)
+    return builder.ptrtoint(places, lanes.I64)
+
+
+@instruction("n", "n")
+def _take_slot(builder, slot):
+    """Empty the slot at an address; return its content, 0 if it was empty."""
+    return builder.atomic_rmw("xchg", builder.inttoptr(slot, lanes.I64.as_pointer()), lanes.whole(0), "acquire")
+
+
+@instruction("n n", "n")
+def _fill_slot(builder, slot, address):
+    """Put an address into a slot if the slot is empty; return whether it was."""
+    place = builder.inttoptr(slot, lanes.I64.as_pointer())
+    result = builder.cmpxchg(place, lanes.whole(0), address, "acq_rel", "acquire")
+    return builder.zext(builder.extract_value(result, 1), lanes.I64)
+
+
+@instruction("n", "n")
+def _allocate(builder, size):
+    return builder.ptrtoint(lanes.call(builder, "malloc", lanes.POINTER, [size]), lanes.I64)
+
+
+@instruction("n")
+def _release(builder, address):
+    lanes.call(builder, "free", lanes.VOID, [builder.inttoptr(address, lanes.POINTER)])
+
+
+@helper
+def take(places, size):
+    """Return the address of `size` bytes for this call alone; all requests at these slots have the same size."""
+    for slot in range(_SLOTS):
+        address = _take_slot(places + 8 * slot)
+        if address != 0:
+            return address
+    return _allocate(size)
+
+
+@helper
+def give_back(places, scratch):
+    """Give memory of `take` back, for the next call."""
+    for slot in range(_SLOTS):
+        if _fill_slot(places + 8 * slot, scratch):
+            return
+    _release(scratch)

@@ -45,6 +45,7 @@ def has_avx512_bfloat16() -> bool:
 
 LANES = 16
 VECTOR = 4 * LANES
+PAGE = 4096  # bytes of memory that the system maps at once
 # Where the 32 columns that some intrinsics work on at once begin, as vectors.
 PARTS = (0, LANES)
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -59,14 +60,7 @@ _LOG2_E, _LOG_2_HIGH, _LOG_2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
 _LOWEST, _HIGHEST = -87.0, 88.72
 # Adding and subtracting 1.5 * 2**23 rounds to a whole number, which is then in the sum's lowest bits.
 _ROUND = 12582912.0
-_POLYNOMIAL = (
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
-)
+_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
 def whole(number: int) -> ir.Constant:
@@ -146,10 +140,15 @@ def prefetch(builder: ir.IRBuilder, place: ir.Value, offset: ir.Value = 0) -> No
 
 
 def fma(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
-    """Return left right + total of float32 numbers with one rounding."""
+    """Return left right + total with one rounding."""
     kind = total.type
-    name = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+    name = f"v{kind.count}{NAMES[kind.element]}" if isinstance(kind, ir.VectorType) else NAMES[kind]
     return call(builder, f"llvm.fma.{name}", kind, [left, right, total])
+
+
+def _like(kind: ir.Type, element: ir.Type) -> ir.Type:
+    """Return the type with as many lanes as `kind`, or the type of a single number."""
+    return ir.VectorType(element, kind.count) if isinstance(kind, ir.VectorType) else element
 
 
 def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -158,8 +157,7 @@ def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     x is n ln(2) + r; the polynomial gives exp(r), and n is added to its exponent bits. At most 2 units in the last
     place; x is clamped to -87 ... 88.72, so never 0 and never infinite; NaN stays NaN.
     """
-    kind = x.type
-    bits = ir.VectorType(I32, kind.count) if isinstance(kind, ir.VectorType) else I32
+    kind, bits = x.type, _like(x.type, I32)
 
     def number(value: float) -> ir.Constant:
         return constant(kind, value)
@@ -180,14 +178,13 @@ def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def round_to_bfloat16(builder: ir.IRBuilder, reals: ir.Value) -> ir.Value:
-    """Return the 16 bits of the bfloat16 nearest to each float32 number; ties go to even, NaN stays NaN.
+    """Return the 16 bits of the bfloat16 nearest to a float32 number or to each lane; ties go to even, NaN stays NaN.
 
     The processor's instruction turns subnormal numbers into zeros, as the products would; without it, they are rounded
     like others.
     """
-    lanes = reals.type.count
-    bits, halves = ir.VectorType(I32, lanes), ir.VectorType(I16, lanes)
-    if has_avx512_bfloat16() and lanes == LANES:
+    bits, halves = _like(reals.type, I32), _like(reals.type, I16)
+    if has_avx512_bfloat16() and reals.type == REALS:
         return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", halves, [reals])
     given, half = builder.bitcast(reals, bits), constant(bits, 16)
     odd = builder.and_(builder.lshr(given, half), constant(bits, 1))
@@ -199,11 +196,10 @@ def round_to_bfloat16(builder: ir.IRBuilder, reals: ir.Value) -> ir.Value:
 
 
 def widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
-    """Return bfloat16 numbers, given as 16 bits, as float32, which is exact."""
-    lanes = halves.type.count
-    bits = ir.VectorType(I32, lanes)
+    """Return a bfloat16 number or each lane, given as 16 bits, as float32, which is exact."""
+    bits = _like(halves.type, I32)
     wide = builder.shl(builder.zext(halves, bits), constant(bits, 16))
-    return builder.bitcast(wide, ir.VectorType(F32, lanes))
+    return builder.bitcast(wide, _like(halves.type, F32))
 
 
 def _transposed_quads(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:

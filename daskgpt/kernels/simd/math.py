@@ -76,17 +76,4 @@ def fma(typing_context, left, right, total):
     return total(total, total, total), generate
 
 
-@helper
-def nearest_half(value):
-    """Return the 16 bits of the bfloat16 nearest to a float32 number; ties go to even, NaN stays NaN."""
-    bits = np.uint32(np.float32(value).view(np.uint32))
-    odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
-    nearest = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + odd))
-    kept = np.uint32(bits | np.uint32(0x400000))
-    return np.uint16(np.uint32(kept if value != value else nearest) >> np.uint32(16))
-
-
-@helper
-def widened(half):
-    """Return a bfloat16 number, given as 16 bits, as float32, which is exact."""
-    return np.uint32(np.uint32(half) << np.uint32(16)).view(np.float32)
+nearest_half, widened = instruction("s", "h")(lanes.round_to_bfloat16), instruction("h", "s")(lanes.widen)

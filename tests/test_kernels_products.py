@@ -1,4 +1,4 @@
-"""Tests of the float32 product of our own: beside float64, row by row the same bits, edges, threads."""
+"""Tests of products of float32 and float64: beside NumPy's, row by row the same bits, edges, threads."""
 
 import itertools
 from pathlib import Path
@@ -27,7 +27,7 @@ LARGE = [
 def as_stored(matrix: np.ndarray, transposed: bool, gap: int) -> np.ndarray:
     """The matrix or its transpose with `gap` more numbers, NaN, after each row."""
     rows = matrix.T if transposed else matrix
-    stored = np.full((rows.shape[0], rows.shape[1] + gap), np.nan, np.float32)
+    stored = np.full((rows.shape[0], rows.shape[1] + gap), np.nan, matrix.dtype)
     stored[:, : rows.shape[1]] = rows
     return stored
 
@@ -37,23 +37,26 @@ def random_operands(m: int, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
     return random.normal(size=(m, k)).astype("f4"), random.normal(size=(k, n)).astype("f4")
 
 
-def check(m: int, n: int, k: int) -> None:
+def check(m: int, n: int, k: int, dtype: str = "float32") -> None:
     """All transposes, with gaps between rows, beta 0 over NaN and others; nothing beside the result is written."""
-    a, b = random_operands(m, n, k)
-    expected, tolerance = a.astype("f8") @ b.astype("f8"), 1e-6 * (10 + k)
+    a, b = (operand.astype(dtype) for operand in random_operands(m, n, k))
+    digit = 1e-6 if dtype == "float32" else 1e-15
+    expected, tolerance = a.astype("f8") @ b.astype("f8"), digit * (10 + k)
     for transposes in TRANSPOSES:
         stored = as_stored(a, transposes[0], 3), as_stored(b, transposes[1], 2)
         for beta in (0.0, 0.25, 1.0):
-            c = np.full((m + 1, n + 5), 2.0 if beta else np.nan, np.float32)
+            c = np.full((m + 1, n + 5), 2.0 if beta else np.nan, dtype)
             call(*stored, c, m, n, k, transposes, beta=beta)
-            np.testing.assert_allclose(c[:m, :n], expected + 2 * beta, rtol=1e-5, atol=tolerance)
+            np.testing.assert_allclose(c[:m, :n], expected + 2 * beta, rtol=10 * digit, atol=tolerance)
             beside = c[:m, n:], c[m:]
             assert all((part == 2).all() if beta else np.isnan(part).all() for part in beside)
 
 
-def test_odd_sizes_and_some_beyond_a_block_agree_with_float64():
+def test_odd_sizes_and_some_beyond_a_block_agree_with_numpy():
     for shape in [*itertools.product(ODD, repeat=3), *LARGE]:
         check(*shape)
+    for shape in [(1, 1, 1), (5, 7, 3), (33, 65, 17), (64, 48, 64)]:
+        check(*shape, "float64")
 
 
 def test_a_sum_over_nothing_is_beta_times_c_and_an_empty_result_is_not_written():
