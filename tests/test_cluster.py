@@ -15,9 +15,9 @@ from small_runs import OPTIMIZER, fit_in_parts, same
 
 import daskgpt
 from daskgpt.schedulers.dask_internals import closes
-from daskgpt.schedulers.membership import members, running
 from daskgpt.schedulers.opening import require_scheduler
 from daskgpt.schedulers.protocol import METRIC, WorkerLost
+from daskgpt.schedulers.workers import members, running
 from daskgpt.training.rank_program import RankProgram
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
@@ -172,9 +172,9 @@ def test_cluster_by_scheduler_file_and_environment(cluster):
     cluster.have(2)
     file = f"file:{cluster.folder / 'scheduler.json'}"
     with dask.config.set({"scheduler-address": cluster.address.removeprefix("tcp://")}):
-        for address, shown in ((file, file), ("auto", f"{cluster.address} (DASK_SCHEDULER_ADDRESS)")):
+        for address, setting in ((file, ""), ("auto", "DASK_SCHEDULER_ADDRESS: ")):
             with daskgpt.open_scheduler(address) as scheduler:
-                assert scheduler.description.startswith(f"cluster at {shown}, 2 workers")
+                assert scheduler.description.startswith(f"{setting}cluster at {cluster.address}, 2 workers")
                 assert scheduler.threads == len(scheduler.addresses()) == 2
                 assert scheduler.everywhere(sum, [1, 2], here=True) == [3, 3, 3]
     with Client(cluster.address) as client:
@@ -184,9 +184,9 @@ def test_cluster_by_scheduler_file_and_environment(cluster):
 def test_workers_of_other_versions_are_refused(cluster, small_text, tmp_path, monkeypatch):
     cluster.have(2)
     versions = {"daskgpt": "0.0 (00000000)", "float32 products": "fused"}
-    monkeypatch.setattr("daskgpt.schedulers.membership.identity", lambda packed: versions)
+    monkeypatch.setattr("daskgpt.schedulers.workers.identity", lambda packed: versions)
     prepared = []
-    monkeypatch.setattr("daskgpt.schedulers.workers.PrepareWorker", prepared.append)
+    monkeypatch.setattr("daskgpt.schedulers.connect.PrepareWorker", prepared.append)
     with pytest.raises(RuntimeError, match=r"must have the versions.*worker=tcp://127.*daskgpt=.*the run: 0\.0 "):
         fit(small_text, tmp_path / "run", cluster.address)
     assert not list(tmp_path.glob("run/step-*"))

@@ -24,12 +24,10 @@ from daskgpt.profiling.dashboard import (
     idle_share,
     overlap_share,
 )
-from daskgpt.schedulers import latest_calls
 from daskgpt.schedulers.connect import borrowed_cluster
-from daskgpt.schedulers.latest_calls import ASKED, KEPT, LatestCall
 from daskgpt.schedulers.links import ranks_of
 from daskgpt.schedulers.protocol import METRIC, TOPIC, clock_offset
-from daskgpt.schedulers.workers import PrepareWorker
+from daskgpt.schedulers.workers import ASKED, KEPT, LatestCall, PrepareWorker, latest_calls
 
 CALLS = {
     "a": [
@@ -155,13 +153,13 @@ def spans_of(*calls):
 
 def test_worker_returns_its_latest_calls(cluster):
     worker = min(cluster[0].workers.values(), key=lambda worker: worker.address)
-    assert latest_calls.latest_calls(worker, 0.0, 9)[:2] == ([], False)
+    assert latest_calls(worker, 0.0, 9)[:2] == ([], False)
     before = spans_of(("add.forward-x", 1, 0.0, 1.0))
     now = spans_of(("add.forward-x", 1, 1.00001, 2.0), ("add.forward-y", 2, 2.0, 3.0), ("add.forward-x", 1, 2.5, 3.5))
     ranks_of(worker).programs["run"] = SimpleNamespace(recent=[before, now])
     try:
         offset, before_asked = clock_offset(), time.time()
-        calls, cut, now_there = latest_calls.latest_calls(worker, 0.0, 9)
+        calls, cut, now_there = latest_calls(worker, 0.0, 9)
         assert not cut
         assert before_asked <= now_there <= time.time()
         assert [(call.name, call.thread) for call in calls] == [
@@ -171,19 +169,19 @@ def test_worker_returns_its_latest_calls(cluster):
         ]
         assert calls[0].start == pytest.approx(offset, abs=0.01)
         assert calls[0].end == pytest.approx(offset + 2, abs=0.01), "two calls that follow each other are one"
-        assert latest_calls.latest_calls(worker, 0.0, 2)[1], "a call was left out"
-        assert len(latest_calls.latest_calls(worker, offset + 2.8, 9)[0]) == 2, "those that have ended since then"
-        assert latest_calls.latest_calls(worker, offset + 2.8, 2)[1] is False
+        assert latest_calls(worker, 0.0, 2)[1], "a call was left out"
+        assert len(latest_calls(worker, offset + 2.8, 9)[0]) == 2, "those that have ended since then"
+        assert latest_calls(worker, offset + 2.8, 2)[1] is False
         now.running |= {1: 2.9}
-        calls, _, until = latest_calls.latest_calls(worker, 0.0, 9)
+        calls, _, until = latest_calls(worker, 0.0, 9)
         assert len(calls) == 1, "calls that ended while the task began that runs now wait for those of this task"
         assert until == pytest.approx(offset + 2.9, abs=0.01)
         now += spans_of(("gelu.forward-x", 1, 2.9, 3.0))
         del now.running[1]
-        names = [call.name for call in latest_calls.latest_calls(worker, until, 9)[0]]
+        names = [call.name for call in latest_calls(worker, until, 9)[0]]
         assert names == ["add.forward-y", "add.forward-x", "gelu.forward-x"], "which come when it has ended"
         now += spans_of(*[("add.forward-x", 1, 4.0, 4.0)] * KEPT)
-        assert latest_calls.latest_calls(worker, 0.0, 9)[1], "a look takes bounded time"
+        assert latest_calls(worker, 0.0, 9)[1], "a look takes bounded time"
     finally:
         del ranks_of(worker).programs["run"]
 

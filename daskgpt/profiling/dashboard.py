@@ -33,8 +33,8 @@ from daskgpt.schedulers.dask_internals import (
     key_split,
     task_stream_is_shown,
 )
-from daskgpt.schedulers.latest_calls import ASKED, RECEIVE, LatestCall
 from daskgpt.schedulers.protocol import METRIC, TOPIC
+from daskgpt.schedulers.workers import ASKED, RECEIVE, LatestCall
 
 PAGE = TOPIC  # the path of the page behind the dashboard's address
 CALLS = 4000  # the latest of a worker that are kept

@@ -19,9 +19,8 @@ from daskgpt.graph.program import in_run
 from daskgpt.schedulers.dask_internals import awaited, holders
 from daskgpt.schedulers.failures import REACHED, LeftOut, WorkerMonitor, loss, losses_as_errors
 from daskgpt.schedulers.links import unreached
-from daskgpt.schedulers.membership import check_versions, members, running
 from daskgpt.schedulers.protocol import ClusterLost, ProcessSpans, Scheduler, WorkerLost
-from daskgpt.schedulers.workers import begin_spans, take_spans
+from daskgpt.schedulers.workers import VersionCheck, begin_spans, members, register, running, take_spans
 
 REACHING = 6.0  # seconds of waiting after which workers are asked whether they reach each other; they answer in 8
 TAG = "daskgpt"  # of the span of a run's tasks
@@ -220,7 +219,7 @@ class ClusterScheduler(Scheduler):
     def admit(self, packed: bool) -> None:
         if packed:  # everything else was checked when the cluster was opened
             with losses_as_errors(self.client):
-                check_versions(self.client, self.name, packed, self.monitor.look)
+                register(self.client, VersionCheck(self.name, packed, members(self.client)), self.monitor.look)
 
     def memory_limits(self) -> list[int]:
         with losses_as_errors(self.client):

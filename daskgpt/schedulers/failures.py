@@ -18,8 +18,8 @@ from typing import Any
 from distributed import KilledWorker
 
 from daskgpt.schedulers.dask_internals import ClosedClientError, end_worker, get_address_host, heartbeat_interval
-from daskgpt.schedulers.membership import members
 from daskgpt.schedulers.protocol import METRIC, ClusterLost, WorkerLost
+from daskgpt.schedulers.workers import members
 
 SILENCE = 60.0  # seconds without a heartbeat after which a worker is ended; a run has a setting of its own
 EVERY = 0.4  # least seconds between two looks that count

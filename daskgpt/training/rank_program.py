@@ -20,9 +20,9 @@ from daskgpt.model.parameters import RandomParameters, tensors, trained_tensors
 from daskgpt.model.precision import values_of
 from daskgpt.model.step import Outcome, as_weights, weights_in
 from daskgpt.schedulers.dask_internals import thread_count
-from daskgpt.schedulers.latest_calls import KEPT
 from daskgpt.schedulers.links import LEFT, LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
+from daskgpt.schedulers.workers import KEPT
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job
 

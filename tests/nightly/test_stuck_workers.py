@@ -15,7 +15,7 @@ from small_runs import DISTURBED_STEPS, FLAGS, fit_in_parts, same, steps_in
 from watched_run import WatchedRun
 
 from daskgpt.config.stopping import STOPPED
-from daskgpt.schedulers.membership import members
+from daskgpt.schedulers.workers import members
 
 AT = 8
 MEMORY, FULL = 1_000_000_000, 870_000_000  # bytes: the limit, and what Dask pauses at (80 %), and a little more

@@ -21,7 +21,7 @@ from namespaces import Hosts
 
 from daskgpt.graph import program
 from daskgpt.schedulers.connect import BETWEEN_TASKS
-from daskgpt.schedulers.membership import running
+from daskgpt.schedulers.workers import running
 
 ROOT = Path(__file__).parents[2]
 
