@@ -138,21 +138,17 @@ def test_processes_say_what_they_are(cluster):
         assert result_of(scheduler, internals.identity_at(address, 5))["type"] == kind
 
 
-def test_plugins_and_topics_are_removed(cluster):
+def test_plugins_are_removed(cluster):
     found, client = cluster
 
     scheduler, workers = found.scheduler, workers_of(cluster).values()
     client.register_plugin(SchedulerPlugin(), "test-one-run")
     for name in ("test-two-run", "test-two-other"):
         client.register_plugin(WorkerPlugin(), name)
-    client.log_event("test-topic", "event")
-    wait_until(lambda: "test-topic" in scheduler._broker._topics)
     client.run_on_scheduler(internals.remove_plugins, begin="test-", end="-run")
     assert not {"test-one-run", "test-two-run"} & {*scheduler.plugins, *scheduler.worker_plugins}
     assert all("test-two-run" not in worker.plugins for worker in workers)
     assert all("test-two-other" in worker.plugins for worker in workers)
-    client.run_on_scheduler(internals.forget_topic, topic="test-topic")
-    assert "test-topic" not in scheduler._broker._topics
     client.unregister_worker_plugin("test-two-other")
 
 

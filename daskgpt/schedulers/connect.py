@@ -23,7 +23,7 @@ from distributed import Client, LocalCluster
 
 from daskgpt.config.errors import number_of, refusal, require
 from daskgpt.config.stopping import delayed_interrupts
-from daskgpt.schedulers.cluster import ClusterScheduler
+from daskgpt.schedulers.cluster import REACHED, ClusterScheduler, losses_as_errors
 from daskgpt.schedulers.dask_internals import (
     LOOKING,
     get_address_host,
@@ -31,7 +31,6 @@ from daskgpt.schedulers.dask_internals import (
     parse_address,
     scheduler_identity,
 )
-from daskgpt.schedulers.failures import REACHED, losses_as_errors
 from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.local import ENVIRONMENT
 from daskgpt.schedulers.protocol import TOPIC
@@ -44,13 +43,12 @@ from daskgpt.schedulers.workers import (
     members,
     register,
     remove_run,
-    running,
     show_run,
 )
 
 CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
-HEARTBEATS_TIMEOUT = 3  # seconds; a worker that is starting need not be waited for
+HEARTBEATS_TIMEOUT = 3  # seconds in which a worker sends a heartbeat
 SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
 IDLE = "distributed.scheduler.idle-timeout"  # a cluster of our own ends with its run
 # Intervals of what Dask's processes do between tasks: (Dask's default, ours). With two workers on two cores, workers,
@@ -245,10 +243,6 @@ def _ready(scheduler: ClusterScheduler, *, ends_with_it: bool = False) -> Cluste
         register(client, VersionCheck(run, False, members(client)), look)  # before workers compile kernels
         scheduler.monitor.compiling = True
         register(client, PrepareWorker(run), look)
-        # For a heartbeat of every worker that says that it is prepared.
-        deadline = time.monotonic() + HEARTBEATS_TIMEOUT
-        while len(running(client)) < len(running(client, prepared=False)) and time.monotonic() < deadline:
-            time.sleep(0.05)
         shown = client.run_on_scheduler(show_run, run)
         with suppress(KeyError, IndexError, ValueError):  # a variable of the link's template may not be set here
             link = str(client.dashboard_link)

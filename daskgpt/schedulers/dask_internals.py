@@ -123,13 +123,6 @@ def keep_messages(dask_scheduler: Any, count: int) -> None:
         sender.recent_message_log = deque(sender.recent_message_log, count)
 
 
-def forget_topic(dask_scheduler: Any, topic: str) -> None:
-    """Remove a topic of events, unless somebody has subscribed to it."""
-    topics = dask_scheduler._broker._topics
-    if topic in topics and not topics[topic].subscribers:
-        del topics[topic]
-
-
 def add_to_task_stream(dask_scheduler: Any, worker: str, thread: int, name: str, span: Mapping[str, Any]) -> None:
     """Draw a rectangle on the task stream of the dashboard.
 

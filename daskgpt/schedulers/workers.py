@@ -36,7 +36,6 @@ from daskgpt.schedulers.dask_internals import (
     forget_failures,
     forget_messages,
     forget_metric,
-    forget_topic,
     handle_messages,
     keep_messages,
     refuse_work,
@@ -46,7 +45,7 @@ from daskgpt.schedulers.dask_internals import (
 )
 from daskgpt.schedulers.links import end_programs, forget_worker, is_not_reported, leave, ranks_of
 from daskgpt.schedulers.local import keep_memory
-from daskgpt.schedulers.protocol import METRIC, TOPIC, clock_offset
+from daskgpt.schedulers.protocol import METRIC, clock_offset
 
 PREFIX = "daskgpt-"  # of the names of plugins
 PAGE = "daskgpt.profiling.dashboard"  # by name: it is in a layer above
@@ -106,7 +105,6 @@ async def remove_run(run: str, dask_scheduler: Any) -> None:
     forget_failures(dask_scheduler)
     if not any(name.startswith(f"{PREFIX}cleanup-") for name in dask_scheduler.plugins):  # the last run
         keep_messages(dask_scheduler, dask.config.get(LOGGED))
-        forget_topic(dask_scheduler, TOPIC)
 
 
 class Cleanup(SchedulerPlugin):

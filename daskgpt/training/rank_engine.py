@@ -20,8 +20,7 @@ from daskgpt.data.dataset import Batch
 from daskgpt.graph.compiled import Layout
 from daskgpt.model.parameters import RandomParameters, Tensor, tensors
 from daskgpt.model.step import Arrays, Outcome, as_weights
-from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.failures import loss, losses_as_errors, places_apart
+from daskgpt.schedulers.cluster import ClusterScheduler, loss, losses_as_errors, places_apart
 from daskgpt.schedulers.links import end_programs, leave, leaving
 from daskgpt.schedulers.protocol import WorkerLost
 from daskgpt.training import rank_program
@@ -47,8 +46,6 @@ class RankEngine(Engine):
     epoch   identifies the ranks that have the state; a new one begins with each change of workers and each loss
     owned   rows of each array that each rank updates
     heirs   for each rank that has left, the rank that has its rows
-    parts   number of parts of the batch that ranks share: its groups of sequences
-    pace    seconds between two copies of the state; a window is not longer
     """
 
     scheduler: ClusterScheduler
@@ -61,7 +58,7 @@ class RankEngine(Engine):
         dataflow = replace(job.dataflow, precision=job.precision.name)
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)
         self.run_name, self.epoch = f"{scheduler.name} {uuid4().hex[:8]}", ""
-        self.parts, self.grain = job.groups, job.dataflow.grain
+        self.grain = job.dataflow.grain
         dropout = job.optimizer.dropout
         self.chunk = ChunkChoice(job.config, job.micro_shape, job.dataflow, scheduler.threads, dropout).first
         self.layout = Layout(tuple(_packs(job, job.state)))
@@ -75,18 +72,17 @@ class RankEngine(Engine):
         self.copies, self.held = dict[tuple[str, ...], Any](), list[Any]()
         self.kept = False  # whether kernel calls are kept for a timeline
         self.seconds = WINDOW_SECONDS  # of one step; until the first one is made
-        self.pace = math.inf
         self.workers = len(scheduler.addresses())
 
     @property
     def described_chunks(self) -> str:
         """Description of the chunks; each rank chooses its own."""
-        idle = self.parts < self.workers
-        groups = f" ({self.parts} of {self.workers} have one: --groups decides how many)" if idle else ""
-        return f"chosen by each worker for its share of the batch{groups}"
+        groups, workers = self.job.groups, self.workers
+        idle = f" ({groups} of {workers} have one: --groups decides how many)" if groups < workers else ""
+        return f"chosen by each worker for its share of the batch{idle}"
 
     def together(self) -> int:
-        most = max(1, round(min(WINDOW_SECONDS, self.pace) / max(self.seconds, 1e-6)))
+        most = max(1, round(WINDOW_SECONDS / max(self.seconds, 1e-6)))
         every = self.job.run.snapshot_every
         return min(most, every - self.made % every) if every > 0 else most
 
@@ -176,13 +172,14 @@ class RankEngine(Engine):
 
     def _sequences(self, rank: int) -> slice:
         """Return the sequences of the batch that a rank works on."""
-        share, size = share_of_rank(rank, len(self.addresses), self.parts), self.job.batch_shape[0] // self.parts
-        return slice(share.start * size, share.stop * size)
+        groups = share_of_rank(rank, len(self.addresses), self.job.groups)
+        size = self.job.batch_shape[0] // self.job.groups
+        return slice(groups.start * size, groups.stop * size)
 
     def _ranks(self) -> list[str]:
         """Return the addresses of the workers that share the batch from now on."""
         addresses = sorted(self.scheduler.addresses(), key=lambda a: (a not in self.addresses, a))
-        return addresses[: self.parts]
+        return addresses[: self.job.groups]
 
     def _begin(self, state: State) -> None:
         """Make the present workers ranks with this state.

@@ -112,7 +112,7 @@ def test_ctrl_c_is_heard_while_workers_take_no_tasks(way, machines, tmp_path):
 
 def test_stopped_worker_at_the_start_is_named_and_left_out(machines, small_text, whole, tmp_path, capsys, monkeypatch):
     client, addresses = started(machines, 2)
-    monkeypatch.setattr("daskgpt.schedulers.failures.SILENCE", 15)
+    monkeypatch.setattr("daskgpt.schedulers.cluster.SILENCE", 15)
     with client:
         name = members(client)[addresses[0]]["name"]
         machines.send(name, signal.SIGSTOP)
