@@ -61,7 +61,10 @@ BETWEEN_TASKS: dict[str, tuple[object, object]] = {
     "distributed.admin.system-monitor.disk": (True, False),
 }
 WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker forever
-CERTIFICATES = "Set DASK_CONFIG to the cluster's dask.yaml: see Safety in cluster/README.md."
+NO_ANSWER = (
+    "Start one with `dask scheduler`, or check the address (--scheduler, DASK_SCHEDULER_ADDRESS); that of a cluster "
+    "with TLS begins with tls:// and needs DASK_CONFIG (cluster/README.md)."
+)
 _warned: set[str] = set()
 
 
@@ -144,8 +147,9 @@ def require_answer(address: str) -> None:
     # TypeError: tls:// without certificates, RuntimeError: tcp:// where Dask's settings ask for TLS; MemoryError and
     # others: the answer of another program.
     if (error := asked.exception()) is not None:
-        reason, advice = reason_and_advice(error)
-        raise refusal(RuntimeError, "open_scheduler", rule, f"{got} ({reason})", advice)
+        silent = "it takes the connection and says nothing" if isinstance(error, TimeoutError) else type(error).__name__
+        reason = str(error).partition("\n")[0] or silent
+        raise refusal(RuntimeError, "open_scheduler", rule, f"{got} ({reason})", NO_ANSWER)
     answer = asked.result()
     other, advice = str(answer.get("type", "another program")), "Give the address that `dask scheduler` prints."
     advice = f"Give that of its scheduler, {answer['scheduler']}." if answer.get("scheduler") else advice
@@ -292,18 +296,3 @@ def is_open(address: str) -> bool:
         return not ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host != "localhost"
-
-
-def reason_and_advice(error: BaseException) -> tuple[str, str]:
-    """Return why a scheduler does not answer, in Dask's words where they are clear, and what to do."""
-    silent = "it takes the connection and says nothing" if isinstance(error, TimeoutError) else type(error).__name__
-    text = str(error).splitlines()[0] if str(error) else silent
-    if "ssl_context" in text:
-        return "this process has no certificate", CERTIFICATES
-    if "TLS certificate" in text:
-        return "its certificate differs from that of this process", CERTIFICATES
-    if "encryption required" in text:
-        return "DASK_CONFIG or another setting of Dask asks for TLS", "Give an address that begins with tls://."
-    if "TCP (closed)" in text:
-        return "it closed the connection", "Give an address that begins with tls:// where it speaks TLS."
-    return text, "Start one with `dask scheduler`, or check the address (--scheduler, DASK_SCHEDULER_ADDRESS)."
