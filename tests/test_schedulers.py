@@ -301,7 +301,7 @@ def test_a_paused_worker_is_named_once_with_its_memory(monkeypatch):
     assert monitor.stuck == {"tcp://a": "which is paused: 0.83 of 0.90 GB, Dask's limit"}
     worker["status"] = "running"
     look()
-    assert (monitor.stuck, monitor.watched["tcp://a"].named, len(said)) == ({}, "", 1)
+    assert (monitor.stuck, monitor.watched["tcp://a"].named, len(said)) == ({}, False, 1)
 
 
 def test_recovery_interval_follows_cost(monkeypatch):

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,7 +35,6 @@ from daskgpt.schedulers.protocol import METRIC, ClusterLost, ProcessSpans, Sched
 from daskgpt.schedulers.workers import VersionCheck, begin_spans, members, register, running, take_spans
 
 REACHING = 6.0  # seconds of waiting after which workers are asked whether they reach each other; they answer in 8
-TAG = "daskgpt"  # of the span of a run's tasks
 SILENCE = 60.0  # seconds without a heartbeat after which a worker is ended; a run has a setting of its own
 EVERY = 0.4  # least seconds between two looks that count
 NAMED = 10.0  # seconds without tasks or heartbeats after which a worker is named
@@ -85,17 +84,17 @@ def loss(client: Any, sign: str) -> WorkerLost:
     return lost("ClusterScheduler", rule, f"{sign}, {what}")
 
 
-def places_apart(results: Sequence[tuple[int, Collection[str]]], workers: Sequence[str]) -> list[str]:
-    """Return another worker for each result (its bytes, and its holders) than those that have it.
+def places_apart(results: Sequence[tuple[int, str]], workers: Sequence[str]) -> list[str]:
+    """Return another worker for each result (its bytes, and its holder) than the one that has it, on another host if
+    there is one; there must be two workers.
 
     The largest result is placed first, each on the worker that has been given the fewest bytes.
     """
     given: Counter[str] = Counter()
     places = {}
-    for number, (size, where) in sorted(enumerate(results), key=lambda item: -item[1][0]):
-        hosts = {get_address_host(worker) for worker in where}
-        others = [worker for worker in workers if worker not in where] or workers
-        places[number] = min(others, key=lambda worker: (get_address_host(worker) in hosts, given[worker]))
+    for number, (size, holder) in sorted(enumerate(results), key=lambda item: -item[1][0]):
+        host, others = get_address_host(holder), [worker for worker in workers if worker != holder]
+        places[number] = min(others, key=lambda worker: (get_address_host(worker) == host, given[worker]))
         given[places[number]] += size
     return [places[number] for number in range(len(results))]
 
@@ -123,13 +122,13 @@ class Watched:
     heard    time of its last heartbeat, by the scheduler's clock
     silence  seconds of looks since then
     paused   when it was first seen to be paused and to run no task; infinite if it is not
-    named    what was said of it
+    named    whether a line has named it
     """
 
     heard: float = 0.0
     silence: float = 0.0
     paused: float = math.inf
-    named: str = ""
+    named: bool = False
 
 
 class WorkerMonitor:
@@ -173,28 +172,25 @@ class WorkerMonitor:
         before, self.watched = self.watched, {}
         for address, worker in workers.items():
             last, heard = before.get(address, Watched()), worker["last_seen"]
-            watched = self.watched[address] = Watched(heard, named=last.named)
+            watched = self.watched[address] = Watched(heard)
             watched.silence = last.silence + passed if heard == last.heard else 0.0
             watched.paused = min(last.paused, now) if is_blocked(worker) else math.inf
-            prepared = METRIC in worker["metrics"] or not self.compiling
+            prepared, words = METRIC in worker["metrics"] or not self.compiling, ""
             if prepared and watched.silence >= seconds:
                 self._end(address)
             elif watched.silence >= named:
                 after = f"ended after {self.seconds:g} s (--worker-seconds)" if self.seconds else "waited for"
                 after = after if prepared else "it may be compiling kernels"
-                self._name(address, worker, f"silent: no heartbeat for {named:g} s; {after}")
+                words = f"silent: no heartbeat for {named:g} s; {after}"
             elif watched.paused <= now - NAMED:
-                self._name(address, worker, paused_words(worker))
-            else:
-                watched.named = ""
+                words = paused_words(worker)
+            if words and not last.named:
+                # By default, the address is its name.
+                name = address if worker["name"] == address else f"{worker['name']} ({address})"
+                self.say(f"workers    worker {name} is {words}")
+            watched.named = bool(words)
         stuck = {address for address, watched in self.watched.items() if watched.paused <= now - NAMED}
         self.stuck = {address: f"which is {paused_words(workers[address])}" for address in stuck}
-
-    def _name(self, address: str, worker: Mapping[str, Any], words: str) -> None:
-        """Say once what is the matter with a worker."""
-        if not self.watched[address].named:
-            self.say(f"workers    {title(address, worker)} is {words}")
-        self.watched[address].named = words
 
     def _end(self, address: str) -> None:
         silence = self.watched[address].silence
@@ -212,11 +208,6 @@ def paused_words(worker: Mapping[str, Any]) -> str:
     """Return how much memory a worker that Dask has paused has taken, in words."""
     held, limit = worker["metrics"].get("memory", 0), worker["memory_limit"]
     return "paused" + f": {held / 1e9:.2f} of {limit / 1e9:.2f} GB, Dask's limit" * bool(limit)
-
-
-def title(address: str, worker: Mapping[str, Any]) -> str:
-    """Return a worker's name and address; by default, the address is its name."""
-    return f"worker {address}" if worker["name"] == address else f"worker {worker['name']} ({address})"
 
 
 class ClusterScheduler(Scheduler):
@@ -237,7 +228,7 @@ class ClusterScheduler(Scheduler):
 
     def __init__(self, client: Any, description: str) -> None:
         self.client, self.description = client, description
-        with span(TAG):  # otherwise Dask opens a span for each submission, and keeps it
+        with span("daskgpt"):  # otherwise Dask opens a span for each submission, and keeps it
             self.span = dask.get_annotations()["span"]
         self.name = f"{client.id}-{uuid4().hex[:8]}"
         self.monitor, self.minutes, self.apart = WorkerMonitor(client), 0.0, LeftOut()

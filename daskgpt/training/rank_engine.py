@@ -255,7 +255,7 @@ class RankEngine(Engine):
         if apart and len(workers) > 1:
             table = tensors(self.job.config)
             sizes = [sum(math.prod(table[array.partition(".")[2]].shape) for array in names) for names in packs]
-            others = places_apart([(size, [place]) for size, place in zip(sizes, places)], workers)
+            others = places_apart(list(zip(sizes, places)), workers)
             for copies, place, call in zip(copies_of_packs, others, joined):
                 copies.append(submit(place, name, *call, moves=True))
         self.scheduler.wait_for([copies[0] for copies in copies_of_packs])
