@@ -233,7 +233,6 @@ class ClusterScheduler(Scheduler):
         self.name = f"{client.id}-{uuid4().hex[:8]}"
         self.monitor, self.minutes, self.apart = WorkerMonitor(client), 0.0, LeftOut()
         self.since = 0.0  # when the wait for results began, or workers were last asked whether they reach each other
-        self.told = set[tuple[str, str]]()  # pairs of addresses that do not reach each other
         self.needed: set[str] = set()
 
     @property
@@ -379,7 +378,7 @@ class ClusterScheduler(Scheduler):
     def without_unreached(self, addresses: Sequence[str]) -> bool:
         """Return whether all of some workers reach each other; if not, do without one of them for some time.
 
-        Both addresses are named once.
+        Both addresses are named.
         """
         with losses_as_errors(self.client):
             unreached_by = {"": self.client.run_on_scheduler(unreached, addresses)}
@@ -389,9 +388,7 @@ class ClusterScheduler(Scheduler):
         if not pairs or len(addresses) < 2:
             return True
         for (source, target), why in pairs.items():
-            if (source, target) not in self.told:
-                self.monitor.say(f"workers    {source or 'the scheduler'} cannot connect to {target}: {why}. {REACHED}")
-        self.told |= pairs.keys()
+            self.monitor.say(f"workers    {source or 'the scheduler'} cannot connect to {target}: {why}. {REACHED}")
         # The one in most pairs is to blame; of two, the one that cannot be reached.
         blame = Counter(address for pair in pairs for address in pair if address)
         blame.update({target: 0.5 for _, target in pairs})

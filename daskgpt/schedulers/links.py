@@ -139,17 +139,11 @@ class WorkerLink:
         self.arrived: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)
         self.changed = Condition()
         self.lost, self.left = "", set[int]()
-        self.outgoing: dict[int, asyncio.Queue[Any]] = {}
-        self.pumps: list[asyncio.Task[None]] = []
+        others = [rank for rank in range(len(addresses)) if rank != number]
+        self.outgoing = {rank: asyncio.Queue[Any]() for rank in others}
         self.ranks.links[epoch] = self
         handle_messages(worker, OP, self.ranks.take)  # until `forget_worker`: messages may come after the last link
-        asyncio.run_coroutine_threadsafe(self._open(addresses), self.loop).result()
-
-    async def _open(self, addresses: Sequence[str]) -> None:
-        for rank, address in enumerate(addresses):
-            if rank != self.number:
-                self.outgoing[rank] = asyncio.Queue()
-                self.pumps.append(asyncio.create_task(self._pump(rank, address)))
+        self.pumps = [asyncio.run_coroutine_threadsafe(self._pump(rank, addresses[rank]), self.loop) for rank in others]
 
     async def _pump(self, rank: int, address: str) -> None:
         """Send messages to a rank until it is gone."""
