@@ -21,7 +21,6 @@ from daskgpt.schedulers.workers import members, running
 from daskgpt.training.rank_program import RankProgram
 
 DROPPING = replace(OPTIMIZER, dropout=0.1)
-engines = pytest.mark.parametrize("engine", ["ranks", "tasks"])
 fit = partial(fit_in_parts, optimizer=DROPPING, validate_every=5)
 
 
@@ -31,10 +30,9 @@ def whole(small_text, tmp_path_factory):
     return fit(small_text, tmp_path_factory.mktemp("whole") / "run", "threads")
 
 
-@engines
-def test_two_workers_give_the_bits_of_threads(engine, cluster, small_text, whole, tmp_path, capsys):
+def test_two_workers_give_the_bits_of_threads(cluster, small_text, whole, tmp_path, capsys):
     cluster.have(2)
-    fit(small_text, tmp_path / "run", cluster.address, engine=engine)
+    fit(small_text, tmp_path / "run", cluster.address)
     assert same(tmp_path / "run", whole)
     assert f"cluster at {cluster.address}, 2 workers" in capsys.readouterr().out
 
@@ -115,7 +113,7 @@ def test_copies_of_a_recovery_point_stay_on_different_workers(cluster, small_tex
     assert all(len(workers) == 2 and not set.intersection(*workers) for workers in places)
 
 
-@engines
+@pytest.mark.parametrize("engine", ["ranks", "tasks"])
 def test_borrowed_client_is_left_unchanged(engine, cluster, small_text, whole, tmp_path):
     cluster.have(2)
     with Client(cluster.address) as client, Client(cluster.address):  # a newer client must not matter

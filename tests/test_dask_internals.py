@@ -1,6 +1,7 @@
 """Tests of the uses of private attributes and undocumented modules of distributed, as seen in 2026.8.0.
 
-Those of the dashboard are in `test_dashboard.py`. Ruff finds private attributes and modules elsewhere.
+Those of the dashboard are in `test_dashboard.py`, that of `identity_at` is in `test_cluster.py`. Ruff finds private
+attributes and modules elsewhere.
 """
 
 import asyncio
@@ -53,21 +54,6 @@ def test_task_streams_are_colored(cluster):
     assert (color("erred-1", "error"), color("other-1")) == ("black", color_of("other"))
     internals.color_task_streams(None)
     assert task_stream.colors == before
-
-
-def test_worker_messages_and_heartbeats(cluster):
-    address, worker = min(workers_of(cluster).items())
-    got = []
-    internals.handle_messages(worker, "daskgpt-test", lambda value: got.append(value))
-
-    async def send():
-        comm = await internals.connection(worker, address)
-        await comm.write({"op": "daskgpt-test", "reply": False, "value": 7})
-        await internals.send_heartbeat(worker)
-        comm.abort()
-
-    result_of(worker, send())
-    wait_until(lambda: got == [7])
 
 
 def test_worker_is_closed_or_refused():
@@ -132,12 +118,6 @@ def test_holders_are_the_workers_with_a_result(cluster):
     assert internals.holders(client, []) == {}
 
 
-def test_processes_say_what_they_are(cluster):
-    scheduler = cluster[0].scheduler
-    for address, kind in ((scheduler.address, "Scheduler"), (min(workers_of(cluster)), "Worker")):
-        assert result_of(scheduler, internals.identity_at(address, 5))["type"] == kind
-
-
 def test_plugins_are_removed(cluster):
     found, client = cluster
 
@@ -152,24 +132,33 @@ def test_plugins_are_removed(cluster):
     client.unregister_worker_plugin("test-two-other")
 
 
-def test_metrics_are_sent_and_messages_answered_until_forgotten(cluster):
+def test_metrics_are_sent_and_messages_taken_until_forgotten(cluster):
     _, client = cluster
     address, worker = min(workers_of(cluster).items())
+    got = []
 
-    def add():
-        internals.add_metric(worker, "test-metric", lambda worker: 7)
-        internals.handle_messages(worker, "test-ask", lambda number: number + 1)
+    def take(number):
+        got.append(number)
+        return number + 1
+
+    async def send():
+        comm = await internals.connection(worker, address)
+        await comm.write({"op": "test-message", "reply": False, "number": 7})
+        await internals.send_heartbeat(worker)
+        comm.abort()
 
     def metrics():
-        result_of(worker, internals.send_heartbeat(worker))
+        result_of(worker, send())
         return internals.scheduler_identity(client)["workers"][address]["metrics"]
 
-    add()
+    internals.add_metric(worker, "test-metric", lambda worker: 7)
+    internals.handle_messages(worker, "test-message", take)
     assert internals.thread_count(worker) == 2
     assert metrics()["test-metric"] == 7
-    assert client.run_on_scheduler(internals.ask_worker, worker=address, handler="test-ask", number=2) == 3
+    wait_until(lambda: got == [7])
+    assert client.run_on_scheduler(internals.ask_worker, worker=address, handler="test-message", number=2) == 3
     for _ in range(2):
         internals.forget_metric(worker, "test-metric")
-        internals.forget_messages(worker, "test-ask")
+        internals.forget_messages(worker, "test-message")
     assert "test-metric" not in metrics()
-    assert "test-ask" not in worker.handlers
+    assert "test-message" not in worker.handlers

@@ -133,7 +133,7 @@ def connected_cluster(address: str) -> Iterator[ClusterScheduler]:
     """Connect to the cluster of the scheduler at an address. Errors   as of `require_answer`; those of a cluster"""
     require_answer(address)
     with _silent_client(), _client(address) as client:
-        yield _ready(ClusterScheduler(client, _described(client, "cluster", address)))
+        yield _ready(ClusterScheduler(client, _described(client)))
 
 
 def require_answer(address: str) -> None:
@@ -162,10 +162,8 @@ def borrowed_cluster(client: Any) -> Iterator[ClusterScheduler]:
 
     Errors   those of `client_address`; RuntimeError if no worker comes
     """
-    address = client_address(client)
-    kind = type(client.cluster).__name__ if client.cluster else "cluster"
     with _silent_client():
-        scheduler = ClusterScheduler(client, _described(client, kind, address))
+        scheduler = ClusterScheduler(client, _described(client))
         try:
             yield _ready(scheduler)
         finally:
@@ -187,8 +185,12 @@ def client_address(client: Any) -> str:
     return str(client.scheduler.address)
 
 
-def _described(client: Any, kind: str, address: str) -> str:
-    """Return the description of a connected cluster once it has a worker; warn where it is open to other machines."""
+def _described(client: Any) -> str:
+    """Return the description of a connected cluster once it has a worker; warn where it is open to other machines.
+
+    Errors   those of `client_address`; RuntimeError if no worker comes
+    """
+    address, kind = client_address(client), type(client.cluster).__name__ if client.cluster else "cluster"
     end = time.monotonic() + WORKERS_TIMEOUT
     while not members(client):  # `Client.wait_for_workers` does not count those that are paused
         if time.monotonic() > end:

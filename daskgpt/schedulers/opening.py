@@ -22,7 +22,6 @@ from daskgpt.schedulers.protocol import Scheduler
 
 LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
 CHOICES = ["sync", "threads", "local", "HOST:PORT", "[IPV6]:PORT", "tls://HOST:PORT", "file:scheduler.json"]
-OPENS = "open_scheduler"
 SETTING = "DASK_SCHEDULER_ADDRESS"
 FILE_SECONDS = 10  # to wait for a scheduler file
 
@@ -106,7 +105,7 @@ def chosen_address(address: str) -> str:
         return address
     match = re.fullmatch(r"(?:(tcp|tls)://)?(\[[^]]+\]|[^][:/]+):(\d{1,5})/?", address, re.ASCII)
     valid = match is not None and 0 < int(match[3]) < 1 << 16
-    require(valid, OPENS, "the scheduler must be known", got, nearest(address, CHOICES))
+    require(valid, "open_scheduler", "the scheduler must be known", got, nearest(address, CHOICES))
     protocol, host, port = cast(Any, match).groups()
     return f"{protocol or 'tcp'}://{host}:{port}"
 
@@ -132,7 +131,7 @@ def resolved_address(address: str) -> str:
         if time.monotonic() > deadline:
             rule, got = "the scheduler file must hold an address", f"scheduler={address} ({reason})"
             advice = "Start a scheduler with `dask scheduler --scheduler-file FILE`."
-            raise refusal(RuntimeError, OPENS, rule, got, advice)
+            raise refusal(RuntimeError, "open_scheduler", rule, got, advice)
         time.sleep(0.1)
 
 
