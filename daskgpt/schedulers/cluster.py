@@ -22,14 +22,7 @@ from distributed import Future, KilledWorker, span, wait
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Key, in_one_layer, pinned, renamed, with_leaves
 from daskgpt.graph.program import in_run
-from daskgpt.schedulers.dask_internals import (
-    ClosedClientError,
-    awaited,
-    end_worker,
-    get_address_host,
-    heartbeat_interval,
-    holders,
-)
+from daskgpt.schedulers import dask_internals as internals
 from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.protocol import METRIC, ClusterLost, ProcessSpans, Scheduler, WorkerLost
 from daskgpt.schedulers.workers import VersionCheck, begin_spans, members, register, running, take_spans
@@ -46,7 +39,7 @@ LEAST_LEFT_OUT = 60.0  # seconds for which a run does without a worker that it c
 HEARTBEATS = 3  # least number of missing heartbeats; with many workers, each sends fewer
 # Errors of Dask's client for lost results: that cannot be computed again; of a task that was on several workers when
 # they died; of a connection that broke meanwhile, or timed out; of a scheduler that is gone.
-SIGNS = (CancelledError, KilledWorker, OSError, ClosedClientError)
+SIGNS = (CancelledError, KilledWorker, OSError, internals.ClosedClientError)
 LOST_SOURCE = "Worker holding Actor was lost"  # Dask's message for any result whose source cannot be made again
 
 
@@ -93,8 +86,8 @@ def places_apart(results: Sequence[tuple[int, str]], workers: Sequence[str]) -> 
     given: Counter[str] = Counter()
     places = {}
     for number, (size, holder) in sorted(enumerate(results), key=lambda item: -item[1][0]):
-        host, others = get_address_host(holder), [worker for worker in workers if worker != holder]
-        places[number] = min(others, key=lambda worker: (get_address_host(worker) == host, given[worker]))
+        host, others = internals.get_address_host(holder), [worker for worker in workers if worker != holder]
+        places[number] = min(others, key=lambda worker: (internals.get_address_host(worker) == host, given[worker]))
         given[places[number]] += size
     return [places[number] for number in range(len(results))]
 
@@ -166,7 +159,7 @@ class WorkerMonitor:
             return
         passed, self.looked = min(now - self.looked, 2 * EVERY), now
         workers = members(self.client)
-        least = HEARTBEATS * heartbeat_interval(len(workers))
+        least = HEARTBEATS * internals.heartbeat_interval(len(workers))
         named = max(NAMED, least)
         seconds = named if self.stop_requested() else max(self.seconds or math.inf, least)
         before, self.watched = self.watched, {}
@@ -196,7 +189,7 @@ class WorkerMonitor:
         silence = self.watched[address].silence
         logging.getLogger("distributed.scheduler").warning("%s sent no heartbeat for %.0f s", address, silence)
         self.left[address] = "which sent no heartbeat"
-        end_worker(self.client, address)
+        internals.end_worker(self.client, address)
 
 
 def is_blocked(worker: Mapping[str, Any]) -> bool:
@@ -288,7 +281,7 @@ class ClusterScheduler(Scheduler):
         """
         options = {"workers": None if workers is None else list(workers), "on_error": "ignore"}
         with losses_as_errors(self.client):
-            return awaited(self.client, self.monitor.look, self.client.run, function, *arguments, **options)
+            return internals.awaited(self.client, self.monitor.look, self.client.run, function, *arguments, **options)
 
     def fetch_together(self, handles: list[Any]) -> list[Any]:
         """Return the results of tasks that wait for each other: once one fails, do not wait for the others."""
@@ -310,7 +303,7 @@ class ClusterScheduler(Scheduler):
         """Return the result of a method of Dask's client that waits, and look at the workers meanwhile."""
         self.since = time.monotonic()
         with losses_as_errors(self.client):
-            return awaited(self.client, self._look, method, *arguments, **options)
+            return internals.awaited(self.client, self._look, method, *arguments, **options)
 
     def look(self) -> set[str]:
         """Look at the workers; return which of those that are needed are gone or take no tasks.
@@ -367,7 +360,7 @@ class ClusterScheduler(Scheduler):
         """Return whether each result is in the memory of a worker."""
         keys = [handle.key for handle in handles if handle.status == "finished"]
         with losses_as_errors(self.client):
-            held = {key: set(where) - self.apart.now for key, where in holders(self.client, keys).items()}
+            held = {key: set(where) - self.apart.now for key, where in internals.holders(self.client, keys).items()}
         return [bool(held.get(handle.key)) for handle in handles]
 
     def addresses(self) -> set[str]:

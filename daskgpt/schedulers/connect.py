@@ -23,14 +23,8 @@ from distributed import Client, LocalCluster
 
 from daskgpt.config.errors import number_of, refusal, require
 from daskgpt.config.stopping import delayed_interrupts
+from daskgpt.schedulers import dask_internals as internals
 from daskgpt.schedulers.cluster import REACHED, ClusterScheduler, losses_as_errors
-from daskgpt.schedulers.dask_internals import (
-    LOOKING,
-    get_address_host,
-    identity_at,
-    parse_address,
-    scheduler_identity,
-)
 from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.local import ENVIRONMENT
 from daskgpt.schedulers.protocol import TOPIC
@@ -143,7 +137,7 @@ def require_answer(address: str) -> None:
     """
     rule, got = "a Dask scheduler must answer", f"scheduler={address}"
     with ThreadPoolExecutor(1) as thread:  # this one may have an event loop, as in notebooks
-        asked = thread.submit(asyncio.run, identity_at(address, CONNECT_TIMEOUT))
+        asked = thread.submit(asyncio.run, internals.identity_at(address, CONNECT_TIMEOUT))
     # TypeError: tls:// without certificates, RuntimeError: tcp:// where Dask's settings ask for TLS; MemoryError and
     # others: the answer of another program.
     if (error := asked.exception()) is not None:
@@ -198,7 +192,7 @@ def _described(client: Any) -> str:
             advice = f"Start one with `dask worker {address}`."
             raise refusal(RuntimeError, "open_scheduler", rule, got, advice)
         time.sleep(0.1)
-    identity = scheduler_identity(client)
+    identity = internals.scheduler_identity(client)
     warn_of_open([identity["address"], *identity["workers"]])
     count = len(identity["workers"])
     return f"{kind} at {address}, {number_of(count, 'worker')} (more take part as they come)"
@@ -278,7 +272,7 @@ def _require_reachable(scheduler: ClusterScheduler) -> None:
             rule = "the scheduler must be able to connect to every worker"
             got = f"scheduler={client_address(client)}, worker={address} ({not_reached[address]})"
             raise refusal(RuntimeError, "open_scheduler", rule, got, REACHED)
-        time.sleep(LOOKING)
+        time.sleep(internals.LOOKING)
 
 
 def warn_of_open(addresses: Iterable[str]) -> None:
@@ -291,9 +285,9 @@ def warn_of_open(addresses: Iterable[str]) -> None:
 
 def is_open(address: str) -> bool:
     """Return whether other machines can reach an address without TLS; host names other than localhost count as such."""
-    if parse_address(address)[0] in ("tls", "wss", "inproc"):
+    if internals.parse_address(address)[0] in ("tls", "wss", "inproc"):
         return False
-    host: str = get_address_host(address)
+    host: str = internals.get_address_host(address)
     try:
         return not ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -28,21 +28,7 @@ from daskgpt.config.errors import refusal
 from daskgpt.graph.program import RECORDER, Span, Spans
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.compilation import compile_all
-from daskgpt.schedulers.dask_internals import (
-    add_metric,
-    awaited,
-    closes,
-    event_loop,
-    forget_failures,
-    forget_messages,
-    forget_metric,
-    handle_messages,
-    keep_messages,
-    refuse_work,
-    remove_plugins,
-    scheduler_identity,
-    send_heartbeat,
-)
+from daskgpt.schedulers import dask_internals as internals
 from daskgpt.schedulers.links import end_programs, forget_worker, is_not_reported, leave, ranks_of
 from daskgpt.schedulers.local import keep_memory
 from daskgpt.schedulers.protocol import METRIC, clock_offset
@@ -76,7 +62,7 @@ def register(client: Any, plugin: Any, look: Callable[[], Any]) -> None:
     """
     for more in reversed(range(TRIES)):
         try:
-            awaited(client, look, client.register_plugin, plugin)
+            internals.awaited(client, look, client.register_plugin, plugin)
             return
         except OSError:
             if not more or client.status != "running":
@@ -101,10 +87,10 @@ async def remove_run(run: str, dask_scheduler: Any) -> None:
     if PAGE in sys.modules:
         sys.modules[PAGE].end(dask_scheduler, run)
     with suppress(Exception):  # a worker has just gone or does not answer, or the scheduler is closing
-        await asyncio.wait_for(remove_plugins(dask_scheduler, PREFIX, f"-{run}"), REMOVING_SECONDS)
-    forget_failures(dask_scheduler)
+        await asyncio.wait_for(internals.remove_plugins(dask_scheduler, PREFIX, f"-{run}"), REMOVING_SECONDS)
+    internals.forget_failures(dask_scheduler)
     if not any(name.startswith(f"{PREFIX}cleanup-") for name in dask_scheduler.plugins):  # the last run
-        keep_messages(dask_scheduler, dask.config.get(LOGGED))
+        internals.keep_messages(dask_scheduler, dask.config.get(LOGGED))
 
 
 class Cleanup(SchedulerPlugin):
@@ -118,10 +104,10 @@ class Cleanup(SchedulerPlugin):
         self.removing: asyncio.Task[None] | None = None
 
     async def start(self, scheduler: Any) -> None:
-        keep_messages(scheduler, SENT)
+        internals.keep_messages(scheduler, SENT)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        keep_messages(scheduler, SENT)
+        internals.keep_messages(scheduler, SENT)
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         # This is called when the client disconnects, and when its connection ends.
@@ -131,7 +117,7 @@ class Cleanup(SchedulerPlugin):
 
 def members(client: Any) -> dict[str, dict[str, Any]]:
     """Return the scheduler's information on each worker, by address. Errors   those of `scheduler_identity`"""
-    return dict(scheduler_identity(client)["workers"])
+    return dict(internals.scheduler_identity(client)["workers"])
 
 
 def running(client: Any, *, prepared: bool = True) -> list[str]:
@@ -189,7 +175,7 @@ class VersionCheck(WorkerPlugin):
             raise error
         # Dask would log the error of a joining worker, and let it work.
         logging.getLogger("distributed.worker").error(str(error))
-        refuse_work(worker)
+        internals.refuse_work(worker)
 
 
 class PrepareWorker(WorkerPlugin):
@@ -209,22 +195,22 @@ class PrepareWorker(WorkerPlugin):
         self.users[worker.id] += 1
         compile_all(np.float32, bfloat16=False)  # what bfloat16 needs is loaded at its first product
         keep_memory()
-        handle_messages(worker, ASKED, lambda since, most: latest_calls(worker, since, most))
-        add_metric(worker, METRIC, lambda worker: True)
-        await send_heartbeat(worker)
+        internals.handle_messages(worker, ASKED, lambda since, most: latest_calls(worker, since, most))
+        internals.add_metric(worker, METRIC, lambda worker: True)
+        await internals.send_heartbeat(worker)
 
     async def teardown(self, worker: Any) -> None:
-        if closes(worker):
+        if internals.closes(worker):
             await leave(self.run, worker)
         end_programs(self.run, worker)
         self.users[worker.id] -= 1
         if not self.users[worker.id]:
-            forget_metric(worker, METRIC)
-            forget_messages(worker, ASKED)
+            internals.forget_metric(worker, METRIC)
+            internals.forget_messages(worker, ASKED)
             del self.users[worker.id]
             # Messages that are under way may still come.
-            event_loop(worker).call_later(LATE_SECONDS, self._forget, worker)
-        if not self.users.total() and not (closes(worker) and worker.nanny):  # its process ends with it
+            internals.event_loop(worker).call_later(LATE_SECONDS, self._forget, worker)
+        if not self.users.total() and not (internals.closes(worker) and worker.nanny):  # its process ends with it
             logging.getLogger("distributed.worker").removeFilter(is_not_reported)
 
     def _forget(self, worker: Any) -> None:
