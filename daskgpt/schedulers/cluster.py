@@ -417,12 +417,10 @@ class ClusterScheduler(Scheduler):
 
     def compute(self, bag: Any, take: Callable[[Any], object]) -> None:
         with losses_as_errors(self.client), self._annotated():
-            futures = self.client.compute(bag.to_delayed())
-        while futures:
-            self._awaited(wait, futures, return_when="FIRST_COMPLETED")
-            ready = [future for future in futures if future.status != "pending"]
-            futures = [future for future in futures if future not in ready]
-            for result in self.fetch(ready):
+            waiting = self.client.compute(bag.to_delayed())
+        while waiting:
+            done, waiting = self._awaited(wait, waiting, return_when="FIRST_COMPLETED")
+            for result in self.fetch(list(done)):
                 take(result)
 
     @contextmanager
