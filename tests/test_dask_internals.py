@@ -108,16 +108,6 @@ def test_waiting_looks_and_ends_with_errors(cluster):
     assert looks == [1, 1]
 
 
-def test_holders_are_the_workers_with_a_result(cluster):
-    _, client = cluster
-    address = min(workers_of(cluster))
-    result = client.submit(sum, [1, 2], workers=[address], pure=False)
-    wait(result)
-    ((key, where),) = internals.holders(client, [result.key]).items()
-    assert (key, list(where)) == (result.key, [address])
-    assert internals.holders(client, []) == {}
-
-
 def test_plugins_are_removed(cluster):
     found, client = cluster
 

@@ -358,10 +358,10 @@ class ClusterScheduler(Scheduler):
 
     def present(self, handles: list[Any]) -> list[bool]:
         """Return whether each result is in the memory of a worker."""
-        keys = [handle.key for handle in handles if handle.status == "finished"]
+        finished = [handle for handle in handles if handle.status == "finished"]
         with losses_as_errors(self.client):
-            held = {key: set(where) - self.apart.now for key, where in internals.holders(self.client, keys).items()}
-        return [bool(held.get(handle.key)) for handle in handles]
+            workers = self.client.who_has(finished)
+        return [bool(set(workers.get(handle.key, ())) - self.apart.now) for handle in handles]
 
     def addresses(self) -> set[str]:
         with losses_as_errors(self.client):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 # Those with a second name are used elsewhere; ruff lets no other module import from below `distributed`.
@@ -44,12 +44,6 @@ def scheduler_identity(client: Any) -> dict[str, Any]:
     if client.scheduler is None:
         raise ClosedClientError
     return dict(client.sync(client.scheduler.identity, n_workers=-1))
-
-
-def holders(client: Any, keys: Sequence[Any]) -> Mapping[Any, Collection[str]]:
-    """Return the addresses of the workers that hold each result in memory."""
-    workers_of_keys: Mapping[Any, Collection[str]] = client.sync(client.scheduler.who_has, keys=keys) if keys else {}
-    return workers_of_keys
 
 
 def end_worker(client: Any, address: str) -> None:

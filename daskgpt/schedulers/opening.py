@@ -43,8 +43,9 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
     ...     scheduler.description
     "Dask's threaded scheduler, 2 threads"
     """
-    active = active_client() if client is None and address == "auto" else None
-    name = "" if client is not None or active is not None else resolved_address(address)
+    automatic = client is None and address == "auto"
+    client = active_client() if automatic else client
+    name = resolved_address(address) if client is None else ""
     threads = threads or own_threads()
     if name in ("sync", "threads"):
         keep_memory()
@@ -52,13 +53,13 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
         return
     from daskgpt.schedulers.connect import borrowed_cluster, connected_cluster, local_cluster
 
-    if not name:
-        cluster = borrowed_cluster(client or active)
+    if client is not None:
+        cluster = borrowed_cluster(client)
     else:
         cluster = local_cluster(threads) if name == "local" else connected_cluster(name)
     with cluster as scheduler:
-        if address == "auto" and client is None:
-            scheduler.description = f"{'your active Client' if active else SETTING}: {scheduler.description}"
+        if automatic:
+            scheduler.description = f"{SETTING if name else 'your active Client'}: {scheduler.description}"
         yield scheduler
 
 
