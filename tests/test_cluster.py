@@ -30,13 +30,6 @@ def whole(small_text, tmp_path_factory):
     return fit(small_text, tmp_path_factory.mktemp("whole") / "run", "threads")
 
 
-def test_two_workers_give_the_bits_of_threads(cluster, small_text, whole, tmp_path, capsys):
-    cluster.have(2)
-    fit(small_text, tmp_path / "run", cluster.address)
-    assert same(tmp_path / "run", whole)
-    assert f"cluster at {cluster.address}, 2 workers" in capsys.readouterr().out
-
-
 def test_two_workers_give_the_bits_of_threads_in_bfloat16(cluster, small_text, tmp_path):
     cluster.have(2)
     options = {"precision": "bfloat16", "steps": 3}
@@ -237,7 +230,7 @@ def test_worker_death_between_the_end_of_its_task_and_the_fetch_is_a_loss(cluste
         scheduler.needed = {address}
         monkeypatch.setattr(Client, "gather", late)
         with pytest.raises(WorkerLost):
-            scheduler.fetch_together([done])
+            scheduler.fetch([done])
 
 
 def test_an_error_of_one_worker_is_the_error_of_the_run(cluster, small_text):

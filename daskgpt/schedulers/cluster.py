@@ -272,6 +272,7 @@ class ClusterScheduler(Scheduler):
         return dask.annotate(span=self.span, **where)
 
     def fetch(self, handles: list[Any]) -> list[Any]:
+        # Once one fails, `gather` does not wait for the others: they may wait for that one.
         return list(self._awaited(self.client.gather, handles))
 
     def call_on(self, function: Callable[..., Any], *arguments: Any, workers: Iterable[str] | None = None) -> Any:
@@ -282,18 +283,6 @@ class ClusterScheduler(Scheduler):
         options = {"workers": None if workers is None else list(workers), "on_error": "ignore"}
         with losses_as_errors(self.client):
             return internals.awaited(self.client, self.monitor.look, self.client.run, function, *arguments, **options)
-
-    def fetch_together(self, handles: list[Any]) -> list[Any]:
-        """Return the results of tasks that wait for each other: once one fails, do not wait for the others."""
-        with losses_as_errors(self.client):
-            while left := [handle for handle in handles if handle.status == "pending"]:
-                self._awaited(wait, left, return_when="FIRST_COMPLETED")
-                for handle in handles:
-                    if handle.status == "error":
-                        handle.result()
-                    elif handle.status not in ("pending", "finished"):
-                        raise loss(self.client, "a rank")
-        return self.fetch(handles)  # a worker may be lost now as well, with its result
 
     def wait_for(self, handles: list[Any]) -> None:
         if handles:

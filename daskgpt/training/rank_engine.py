@@ -270,7 +270,7 @@ class RankEngine(Engine):
         """Return the results of a method of each rank; once one fails, let those fail that wait for it."""
         futures = [self._call(rank, f"rank.{method}", method, *given) for rank, given in enumerate(arguments)]
         with self._aborting():
-            return self.scheduler.fetch_together(futures)
+            return self.scheduler.fetch(futures)
 
     def _windows(self, arguments: Sequence[Sequence[Any]]) -> list[rank_program.Window]:
         """Return the results of a window of each rank; a rank that leaves ends it, and leaves its result to another."""
@@ -278,12 +278,12 @@ class RankEngine(Engine):
         futures = self.scheduler.submit_together("rank.window", list(zip(self.addresses, calls)))
         with self._aborting():
             try:
-                return self.scheduler.fetch_together(futures)
+                return self.scheduler.fetch(futures)
             except WorkerLost:
                 if not (left := self._left()):
                     raise
                 here = {rank: future for rank, future in enumerate(futures) if rank not in left}
-                windows = left | dict(zip(here, self.scheduler.fetch_together(list(here.values()))))
+                windows = left | dict(zip(here, self.scheduler.fetch(list(here.values()))))
                 return [windows[rank] for rank in sorted(windows)]
 
     def _left(self) -> dict[int, Any]:
@@ -308,7 +308,7 @@ class RankEngine(Engine):
             announced, lost = next(iter(answers.values()), (set(), "it is gone"))
             if gone <= announced:
                 scheduler.needed -= addresses
-                left = scheduler.fetch_together([self._call(heir, "rank.inherit", "inherit", r) for r in gone])
+                left = scheduler.fetch([self._call(heir, "rank.inherit", "inherit", r) for r in gone])
                 self.heirs |= dict.fromkeys(gone, heir)
                 return dict(zip(gone, left))
             if lost:
