@@ -9,8 +9,6 @@ import asyncio
 import pytest
 from distributed import Client, Event, LocalCluster, SchedulerPlugin, WorkerPlugin, wait
 from distributed.core import Status
-from distributed.diagnostics import task_stream
-from distributed.utils import color_of
 from machines import wait_until
 
 from daskgpt.schedulers import dask_internals as internals
@@ -42,18 +40,6 @@ def test_few_messages_are_kept(cluster):
         for number in range(10):
             client.submit(abs, number, pure=False, workers=[min(workers_of(cluster))]).result()
         assert max(map(len, logs)) == 3
-
-
-def test_task_streams_are_colored(cluster):
-    def color(key, status="OK"):
-        return task_stream.colors["compute"]({"key": key, "status": status})
-
-    before = dict(task_stream.colors)
-    internals.color_task_streams({"gelu.forward": "#010203", "erred": "red", "other": ""}.get)
-    assert color("gelu.forward-h.0_-1") == "#010203"
-    assert (color("erred-1", "error"), color("other-1")) == ("black", color_of("other"))
-    internals.color_task_streams(None)
-    assert task_stream.colors == before
 
 
 def test_worker_is_closed_or_refused():

@@ -18,12 +18,10 @@ from distributed.comm.addressing import get_address_host as get_address_host
 from distributed.comm.addressing import parse_address as parse_address
 from distributed.comm.addressing import parse_host_port as parse_host_port
 from distributed.core import Status
-from distributed.diagnostics import task_stream
 from distributed.diagnostics.task_stream import TaskStreamPlugin
 from distributed.protocol import to_serialize as to_serialize
 from distributed.scheduler import heartbeat_interval as heartbeat_interval
 from distributed.security import Security
-from distributed.utils import key_split as key_split
 
 LOOKING = 0.5  # seconds between two looks at the workers while waiting
 ANSWER_SECONDS = 1  # in which a process that has taken a connection says what it is
@@ -172,19 +170,6 @@ def dashboard_prefix(dask_scheduler: Any) -> str | None:
     """Return the prefix of all paths of a scheduler's dashboard; None without a dashboard."""
     applications = dask_scheduler.http_application.applications  # those of Bokeh have a prefix
     return next((str(served.prefix) for served in applications if hasattr(served, "prefix")), None)
-
-
-def color_task_streams(color: Callable[[str], str] | None) -> None:
-    """Let all task streams of this process color tasks by the common part of their keys.
-
-    color   returns a color, or "" for that of Dask; None: Dask's own colors, of which several names share one
-    """
-
-    def chosen(message: Mapping[str, Any]) -> str:
-        of_key = color(key_split(message["key"])) if color and message["status"] == "OK" else ""
-        return of_key or str(task_stream.color_of_message(message))
-
-    task_stream.colors["compute"] = chosen if color else task_stream.color_of_message
 
 
 async def ask_worker(dask_scheduler: Any, worker: str, handler: str, **arguments: Any) -> Any:
