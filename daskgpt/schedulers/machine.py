@@ -115,13 +115,10 @@ def _held(group: Path, usage: str) -> int:
     return 0
 
 
-def reset_peak_memory() -> bool:
-    """Let `peak_memory` count from now on; False where the system keeps the peak since the process began."""
-    try:
+def reset_peak_memory() -> None:
+    """Let `peak_memory` count from now on, unless the system keeps the peak since the process began."""
+    with suppress(OSError):
         CLEAR_REFS.write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def peak_memory() -> int:

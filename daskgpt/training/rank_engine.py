@@ -253,8 +253,8 @@ class RankEngine(Engine):
         copies_of_packs = [[submit(place, name, *call)] for place, call in zip(places, joined)]
         workers = sorted(self.scheduler.addresses())
         if apart and len(workers) > 1:
-            table = tensors(self.job.config)
-            sizes = [sum(math.prod(table[array.partition(".")[2]].shape) for array in names) for names in packs]
+            state = self.job.state
+            sizes = [sum(math.prod(state[name].shape) for name in names) for names in packs]
             others = places_apart(list(zip(sizes, places)), workers)
             for copies, place, call in zip(copies_of_packs, others, joined):
                 copies.append(submit(place, name, *call, moves=True))
