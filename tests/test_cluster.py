@@ -246,7 +246,7 @@ def test_an_error_of_one_worker_is_the_error_of_the_run(cluster, small_text):
         RankProgram.window = dask_worker.whole_window
 
     with Client(cluster.address) as client:
-        one = running(client, prepared=False)[:1]
+        one = list(members(client))[:1]
         client.run(fail, workers=one)
         try:
             with pytest.raises(ZeroDivisionError, match="an error in a step"):
@@ -273,7 +273,7 @@ def leave_in_a_window(dask_worker):
 def test_worker_that_leaves_loses_no_step(within, cluster, small_text, whole, tmp_path, capsys):
     cluster.have(3)
     with Client(cluster.address) as client:
-        one = running(client, prepared=False)[:1]
+        one = list(members(client))[:1]
 
         def leave(step, metrics):
             if step == 8:

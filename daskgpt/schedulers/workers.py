@@ -120,15 +120,14 @@ def members(client: Any) -> dict[str, dict[str, Any]]:
     return dict(internals.scheduler_identity(client)["workers"])
 
 
-def running(client: Any, *, prepared: bool = True) -> list[str]:
-    """Return the addresses of the workers that take tasks: not of those that start, end, or are out of memory.
-
-    prepared   whether their heartbeats must contain `METRIC`, since they have compiled kernels
+def running(client: Any) -> list[str]:
+    """Return the addresses of the workers that are ready for tasks: their heartbeats contain `METRIC`, and they do not
+    start, end, or lack memory.
 
     Errors     those of `scheduler_identity`
     """
-    there = {address: worker for address, worker in members(client).items() if worker["status"] == "running"}
-    return [address for address, worker in there.items() if METRIC in worker["metrics"] or not prepared]
+    workers = members(client).items()
+    return [address for address, one in workers if one["status"] == "running" and METRIC in one["metrics"]]
 
 
 def identity(packed: bool) -> dict[str, str]:
