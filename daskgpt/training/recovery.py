@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -96,7 +96,6 @@ LOOKING = 2.0  # seconds between two looks at the workers
 MOST_IN_VAIN = 10  # losses in a row without progress, after which a run ends: something keeps ending its workers
 
 
-@dataclass
 class Recovery:
     """Takes a run back to the newest state that is left when something of it is lost, and reports what that costs.
 
@@ -105,26 +104,17 @@ class Recovery:
     workers         those at the last look
     gone            the workers that had gone at the last look
     reached         how many steps had been made before the last loss, and the step that the run went back to
-    news            gets the metrics of a loss once its steps have been repeated
     in_vain         how many losses in a row have left both as they were
     again           how many steps are to be repeated
     """
 
-    engine: RankEngine
-    start: Start
-    say: Say
-    news: dict[str, Any]
-    workers: set[str] = field(default_factory=set)
-    gone: list[str] = field(default_factory=list)
-    looked: float = 0.0
-    reached: tuple[int, int] = (-1, -1)
-    in_vain: int = 0
-    lost_at: float = 0.0
-    again: int = 0
-
-    def __post_init__(self) -> None:
-        self.scheduler = self.engine.scheduler
-        self.points = RecoveryPoints(self.engine, self.say)
+    def __init__(self, engine: RankEngine, start: Start, say: Say, news: dict[str, Any]) -> None:
+        """news   gets the metrics of a loss once its steps have been repeated"""
+        self.engine, self.start, self.say, self.news = engine, start, say, news
+        self.scheduler, self.points = engine.scheduler, RecoveryPoints(engine, say)
+        self.workers, self.gone = set[str](), list[str]()
+        self.reached, self.in_vain, self.again = (-1, -1), 0, 0
+        self.looked, self.lost_at = 0.0, 0.0
 
     def after_window(self) -> None:
         """Make recovery points and look at the workers."""
