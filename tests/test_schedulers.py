@@ -311,11 +311,12 @@ def test_recovery_interval_follows_cost(monkeypatch):
     assert points.interval == 10
     monkeypatch.setattr("daskgpt.training.recovery.time.monotonic", lambda: 0.0)
     due = []
-    for points.soon, points.every, points.since in ((True, 0, 0), (False, -1, -9), (False, -1, -10), (False, 3, 0)):
+    for points.soon, points.every, points.since in ((True, 0, 0), (False, -1, -7), (False, -1, -8), (False, 3, 0)):
         due.append(points._due(8))
     for points.kept in (SimpleNamespace(step=6), SimpleNamespace(step=5)):
         due.append(points._due(8))
     assert due == [True, False, True, True, False, True]
+    assert points.interval == math.inf  # steps are counted
 
 
 @pytest.mark.parametrize("same", [False, True])

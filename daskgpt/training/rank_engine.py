@@ -46,6 +46,7 @@ class RankEngine(Engine):
     epoch   identifies the ranks that have the state; a new one begins with each change of workers and each loss
     owned   rows of each array that each rank updates
     heirs   for each rank that has left, the rank that has its rows
+    pace    seconds between two copies of the state; a window is not longer
     """
 
     scheduler: ClusterScheduler
@@ -72,6 +73,7 @@ class RankEngine(Engine):
         self.copies, self.held = dict[tuple[str, ...], Any](), list[Any]()
         self.kept = False  # whether kernel calls are kept for a timeline
         self.seconds = WINDOW_SECONDS  # of one step; until the first one is made
+        self.pace = math.inf
         self.workers = len(scheduler.addresses())
 
     @property
@@ -82,7 +84,7 @@ class RankEngine(Engine):
         return f"chosen by each worker for its share of the batch{idle}"
 
     def together(self) -> int:
-        most = max(1, round(WINDOW_SECONDS / max(self.seconds, 1e-6)))
+        most = max(1, round(min(WINDOW_SECONDS, self.pace) / max(self.seconds, 1e-6)))
         every = self.job.run.snapshot_every
         return min(most, every - self.made % every) if every > 0 else most
 

@@ -18,6 +18,8 @@ from daskgpt.training.rank_engine import RankEngine
 from daskgpt.training.start import Start
 
 SHARE = 0.01  # of the run's time that copying may take
+LEAST_COST = 1e-3  # seconds
+NEARLY = 0.75  # of the interval, after which a point is due: points are made between windows
 
 
 class RecoveryPoints:
@@ -25,8 +27,8 @@ class RecoveryPoints:
 
     A point is a state whose packs are lists of copies, on different workers.
 
-    The first point, and the first one after a loss, are waited for; how long the very first one takes decides when the
-    next ones are due. There is none while there is only one worker.
+    The first point, and the first one after a loss, are waited for and timed; the least time decides when the next one
+    is due. There is none while there is only one worker.
 
     soon   whether a point is due at once: there is none, or it is not on two workers
     """
@@ -72,12 +74,12 @@ class RecoveryPoints:
             return True
         if self.every > 0:
             return self.kept is None or step - self.kept.step >= self.every
-        return time.monotonic() - self.since >= self.interval
+        return time.monotonic() - self.since >= NEARLY * self.interval
 
     @property
     def interval(self) -> float:
-        """Seconds between two points, unless steps are counted."""
-        return self.cost / SHARE
+        """Seconds between two points; infinite where steps are counted."""
+        return math.inf if self.every > 0 else self.cost / SHARE
 
     def _copy(self) -> None:
         """Begin to copy the state to other workers."""
@@ -85,9 +87,10 @@ class RecoveryPoints:
         self.making = self.engine.copied_apart()
         if self.soon:
             self.scheduler.wait_for([copies[-1] for copies in self.making.packs])
-            self.soon = False
-            if math.isinf(self.cost):  # those after a loss may wait for other things
-                self.cost = time.monotonic() - self.since
+            first, self.soon = math.isinf(self.cost), False
+            # The first one after a loss may wait for other things.
+            self.cost = min(self.cost, max(time.monotonic() - self.since, LEAST_COST))
+            if first:
                 often = f"every {number_of(self.every, 'step')}" if self.every > 0 else f"every {self.interval:.0f} s"
                 self.say(f"recovery   the state is kept on two workers {often}, which takes {self.cost:.2f} s")
 
@@ -122,6 +125,7 @@ class Recovery:
             self.news |= {"lost_steps": self.again, "lost_s": round(time.perf_counter() - self.lost_at, 3)}
             self.again = 0
         self.points.make()
+        self.engine.pace = self.points.interval
         if time.monotonic() - self.looked > LOOKING:
             self._look()
 
