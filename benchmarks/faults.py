@@ -41,7 +41,7 @@ from typing import IO, Any
 
 from distributed import Client
 
-from daskgpt.schedulers.membership import members
+from daskgpt.schedulers.workers import members
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from command_lines import PATIENCE

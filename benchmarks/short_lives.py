@@ -27,7 +27,7 @@ import dask
 from distributed import Client, LocalCluster
 from faults import LONGER
 
-from daskgpt.schedulers.membership import members
+from daskgpt.schedulers.workers import members
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from machines import wait_until

@@ -24,12 +24,10 @@ from daskgpt.profiling.dashboard import (
     idle_share,
     overlap_share,
 )
-from daskgpt.schedulers import latest_calls
 from daskgpt.schedulers.connect import borrowed_cluster
-from daskgpt.schedulers.latest_calls import ASKED, KEPT, LatestCall
 from daskgpt.schedulers.links import ranks_of
 from daskgpt.schedulers.protocol import METRIC, TOPIC, clock_offset
-from daskgpt.schedulers.workers import PrepareWorker
+from daskgpt.schedulers.workers import ASKED, KEPT, LatestCall, PrepareWorker, latest_calls
 
 CALLS = {
     "a": [
@@ -155,13 +153,13 @@ def spans_of(*calls):
 
 def test_worker_returns_its_latest_calls(cluster):
     worker = min(cluster[0].workers.values(), key=lambda worker: worker.address)
-    assert latest_calls.latest_calls(worker, 0.0, 9)[:2] == ([], False)
+    assert latest_calls(worker, 0.0, 9)[:2] == ([], False)
     before = spans_of(("add.forward-x", 1, 0.0, 1.0))
     now = spans_of(("add.forward-x", 1, 1.00001, 2.0), ("add.forward-y", 2, 2.0, 3.0), ("add.forward-x", 1, 2.5, 3.5))
     ranks_of(worker).programs["run"] = SimpleNamespace(recent=[before, now])
     try:
         offset, before_asked = clock_offset(), time.time()
-        calls, cut, now_there = latest_calls.latest_calls(worker, 0.0, 9)
+        calls, cut, now_there = latest_calls(worker, 0.0, 9)
         assert not cut
         assert before_asked <= now_there <= time.time()
         assert [(call.name, call.thread) for call in calls] == [
@@ -171,19 +169,19 @@ def test_worker_returns_its_latest_calls(cluster):
         ]
         assert calls[0].start == pytest.approx(offset, abs=0.01)
         assert calls[0].end == pytest.approx(offset + 2, abs=0.01), "two calls that follow each other are one"
-        assert latest_calls.latest_calls(worker, 0.0, 2)[1], "a call was left out"
-        assert len(latest_calls.latest_calls(worker, offset + 2.8, 9)[0]) == 2, "those that have ended since then"
-        assert latest_calls.latest_calls(worker, offset + 2.8, 2)[1] is False
+        assert latest_calls(worker, 0.0, 2)[1], "a call was left out"
+        assert len(latest_calls(worker, offset + 2.8, 9)[0]) == 2, "those that have ended since then"
+        assert latest_calls(worker, offset + 2.8, 2)[1] is False
         now.running |= {1: 2.9}
-        calls, _, until = latest_calls.latest_calls(worker, 0.0, 9)
+        calls, _, until = latest_calls(worker, 0.0, 9)
         assert len(calls) == 1, "calls that ended while the task began that runs now wait for those of this task"
         assert until == pytest.approx(offset + 2.9, abs=0.01)
         now += spans_of(("gelu.forward-x", 1, 2.9, 3.0))
         del now.running[1]
-        names = [call.name for call in latest_calls.latest_calls(worker, until, 9)[0]]
+        names = [call.name for call in latest_calls(worker, until, 9)[0]]
         assert names == ["add.forward-y", "add.forward-x", "gelu.forward-x"], "which come when it has ended"
         now += spans_of(*[("add.forward-x", 1, 4.0, 4.0)] * KEPT)
-        assert latest_calls.latest_calls(worker, 0.0, 9)[1], "a look takes bounded time"
+        assert latest_calls(worker, 0.0, 9)[1], "a look takes bounded time"
     finally:
         del ranks_of(worker).programs["run"]
 
@@ -219,28 +217,16 @@ def test_scheduler_asks_only_while_somebody_looks(cluster, collected):
 
 def test_page_is_there_while_runs_are(cluster):
     _, client = cluster
-    colors = dict(task_stream.colors)
-
-    def task_color(key):
-        return task_stream.colors["compute"]({"key": key, "status": "OK"})
-
     assert status(client) == 404
     plugins = client.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.plugins])
     for run in ("one", "two"):
         client.run_on_scheduler(lambda dask_scheduler, run=run: begin(dask_scheduler, run))
         assert status(client) == 200
-    names = [
-        f"{name}-h.0" for name in ("linear.forward", "linear.backward", "add.forward", "attention.forward", "adamw")
-    ]
-    assert len({task_color(name) for name in names}) == len(names), "layers and passes have colors of their own"
-    assert task_stream.colors["compute"]({"key": "adamw-h.0", "status": "error"}) == "black"
-    assert task_color("inc-1") == task_stream.color_of_message({"key": "inc-1", "status": "OK"}), "others have Dask's"
     client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "one"))
     assert status(client) == 200
     client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "two"))
     client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, "two"))
     assert status(client) == 404
-    assert task_stream.colors == colors
     assert client.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.plugins]) == plugins
     client.run_on_scheduler(lambda dask_scheduler: dask_setup(dask_scheduler))
     client.run_on_scheduler(lambda dask_scheduler: (begin(dask_scheduler, "run"), end(dask_scheduler, "run")))

@@ -1,6 +1,7 @@
 """Tests of the uses of private attributes and undocumented modules of distributed, as seen in 2026.8.0.
 
-Those of the dashboard are in `test_dashboard.py`. Ruff finds private attributes and modules elsewhere.
+Those of the dashboard are in `test_dashboard.py`, that of `identity_at` is in `test_cluster.py`. Ruff finds private
+attributes and modules elsewhere.
 """
 
 import asyncio
@@ -8,8 +9,6 @@ import asyncio
 import pytest
 from distributed import Client, Event, LocalCluster, SchedulerPlugin, WorkerPlugin, wait
 from distributed.core import Status
-from distributed.diagnostics import task_stream
-from distributed.utils import color_of
 from machines import wait_until
 
 from daskgpt.schedulers import dask_internals as internals
@@ -41,33 +40,6 @@ def test_few_messages_are_kept(cluster):
         for number in range(10):
             client.submit(abs, number, pure=False, workers=[min(workers_of(cluster))]).result()
         assert max(map(len, logs)) == 3
-
-
-def test_task_streams_are_colored(cluster):
-    def color(key, status="OK"):
-        return task_stream.colors["compute"]({"key": key, "status": status})
-
-    before = dict(task_stream.colors)
-    internals.color_task_streams({"gelu.forward": "#010203", "erred": "red", "other": ""}.get)
-    assert color("gelu.forward-h.0_-1") == "#010203"
-    assert (color("erred-1", "error"), color("other-1")) == ("black", color_of("other"))
-    internals.color_task_streams(None)
-    assert task_stream.colors == before
-
-
-def test_worker_messages_and_heartbeats(cluster):
-    address, worker = min(workers_of(cluster).items())
-    got = []
-    internals.handle_messages(worker, "daskgpt-test", lambda value: got.append(value))
-
-    async def send():
-        comm = await internals.connection(worker, address)
-        await comm.write({"op": "daskgpt-test", "reply": False, "value": 7})
-        await internals.send_heartbeat(worker)
-        comm.abort()
-
-    result_of(worker, send())
-    wait_until(lambda: got == [7])
 
 
 def test_worker_is_closed_or_refused():
@@ -122,58 +94,47 @@ def test_waiting_looks_and_ends_with_errors(cluster):
     assert looks == [1, 1]
 
 
-def test_holders_are_the_workers_with_a_result(cluster):
-    _, client = cluster
-    address = min(workers_of(cluster))
-    result = client.submit(sum, [1, 2], workers=[address], pure=False)
-    wait(result)
-    ((key, where),) = internals.holders(client, [result.key]).items()
-    assert (key, list(where)) == (result.key, [address])
-    assert internals.holders(client, []) == {}
-
-
-def test_processes_say_what_they_are(cluster):
-    scheduler = cluster[0].scheduler
-    for address, kind in ((scheduler.address, "Scheduler"), (min(workers_of(cluster)), "Worker")):
-        assert result_of(scheduler, internals.identity_at(address, 5))["type"] == kind
-
-
-def test_plugins_and_topics_are_removed(cluster):
+def test_plugins_are_removed(cluster):
     found, client = cluster
 
     scheduler, workers = found.scheduler, workers_of(cluster).values()
     client.register_plugin(SchedulerPlugin(), "test-one-run")
     for name in ("test-two-run", "test-two-other"):
         client.register_plugin(WorkerPlugin(), name)
-    client.log_event("test-topic", "event")
-    wait_until(lambda: "test-topic" in scheduler._broker._topics)
     client.run_on_scheduler(internals.remove_plugins, begin="test-", end="-run")
     assert not {"test-one-run", "test-two-run"} & {*scheduler.plugins, *scheduler.worker_plugins}
     assert all("test-two-run" not in worker.plugins for worker in workers)
     assert all("test-two-other" in worker.plugins for worker in workers)
-    client.run_on_scheduler(internals.forget_topic, topic="test-topic")
-    assert "test-topic" not in scheduler._broker._topics
     client.unregister_worker_plugin("test-two-other")
 
 
-def test_metrics_are_sent_and_messages_answered_until_forgotten(cluster):
+def test_metrics_are_sent_and_messages_taken_until_forgotten(cluster):
     _, client = cluster
     address, worker = min(workers_of(cluster).items())
+    got = []
 
-    def add():
-        internals.add_metric(worker, "test-metric", lambda worker: 7)
-        internals.handle_messages(worker, "test-ask", lambda number: number + 1)
+    def take(number):
+        got.append(number)
+        return number + 1
+
+    async def send():
+        comm = await internals.connection(worker, address)
+        await comm.write({"op": "test-message", "reply": False, "number": 7})
+        await internals.send_heartbeat(worker)
+        comm.abort()
 
     def metrics():
-        result_of(worker, internals.send_heartbeat(worker))
+        result_of(worker, send())
         return internals.scheduler_identity(client)["workers"][address]["metrics"]
 
-    add()
+    internals.add_metric(worker, "test-metric", lambda worker: 7)
+    internals.handle_messages(worker, "test-message", take)
     assert internals.thread_count(worker) == 2
     assert metrics()["test-metric"] == 7
-    assert client.run_on_scheduler(internals.ask_worker, worker=address, handler="test-ask", number=2) == 3
+    wait_until(lambda: got == [7])
+    assert client.run_on_scheduler(internals.ask_worker, worker=address, handler="test-message", number=2) == 3
     for _ in range(2):
         internals.forget_metric(worker, "test-metric")
-        internals.forget_messages(worker, "test-ask")
+        internals.forget_messages(worker, "test-message")
     assert "test-metric" not in metrics()
-    assert "test-ask" not in worker.handlers
+    assert "test-message" not in worker.handlers

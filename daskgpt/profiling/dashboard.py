@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from bokeh.layouts import column
 from bokeh.models import ColumnDataSource, Div, FactorRange
+from dask.utils import key_split
 from distributed import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
@@ -28,13 +29,11 @@ from daskgpt.schedulers.dask_internals import (
     add_page,
     add_to_task_stream,
     ask_worker,
-    color_task_streams,
     dashboard_prefix,
-    key_split,
     task_stream_is_shown,
 )
-from daskgpt.schedulers.latest_calls import ASKED, RECEIVE, LatestCall
 from daskgpt.schedulers.protocol import METRIC, TOPIC
+from daskgpt.schedulers.workers import ASKED, RECEIVE, LatestCall
 
 PAGE = TOPIC  # the path of the page behind the dashboard's address
 CALLS = 4000  # the latest of a worker that are kept
@@ -108,7 +107,6 @@ class Collected(SchedulerPlugin):
         self.looked = self.asked = -PATIENCE
         self.asking: dict[str, asyncio.Task[None]] = {}
         self.remove_page = add_page(scheduler, prefix, PAGE, show, "daskgpt") if prefix is not None else None
-        color_task_streams(dask_color)
         self.timer = PeriodicCallback(self.ask, ASKING)
         self.timer.start()
 
@@ -117,7 +115,6 @@ class Collected(SchedulerPlugin):
         self.timer.stop()
         for asking in self.asking.values():
             asking.cancel()
-        color_task_streams(None)
         if self.remove_page:
             self.remove_page()
 
@@ -191,7 +188,7 @@ class Collected(SchedulerPlugin):
         **__: Any,
     ) -> None:
         """Keep the tasks of a run that Dask itself schedules (`--engine tasks`)."""
-        if start == "processing" and finish == "memory" and dask_color(name := key_split(key)):
+        if start == "processing" and finish == "memory" and color_of(name := key_split(key), other=""):
             ran = [span for span in startstops or () if span["action"] == "compute"]
             kept = self.calls.setdefault(worker, deque(maxlen=CALLS))
             kept.extend(self._in_lane(worker, LatestCall(name, thread, span["start"], span["stop"])) for span in ran)
@@ -304,8 +301,3 @@ class Page:
             f"recoveries <b>{collected.recoveries}</b>",
         ]
         return f"<div style='font-size: 15px'>{' &nbsp; '.join(parts)}</div>"
-
-
-def dask_color(name: str) -> str:
-    """Return the color of a kernel, or of a task of several kernels; "" for any other task."""
-    return color_of(name, other="")

@@ -1,30 +1,206 @@
-"""A `dask.distributed` cluster, started here or borrowed."""
+"""A `dask.distributed` cluster, started here or borrowed; what may go wrong with it, and a monitor of its workers."""
 
 from __future__ import annotations
 
+import logging
+import math
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import dask
 import numpy as np
-from distributed import Future, span, wait
+from distributed import Future, KilledWorker, span, wait
 
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.nodes import Key, in_one_layer, pinned, renamed, with_leaves
 from daskgpt.graph.program import in_run
-from daskgpt.schedulers.dask_internals import awaited, holders
-from daskgpt.schedulers.failures import REACHED, LeftOut, WorkerMonitor, loss, losses_as_errors
+from daskgpt.schedulers import dask_internals as internals
 from daskgpt.schedulers.links import unreached
-from daskgpt.schedulers.membership import check_versions, members, running
-from daskgpt.schedulers.protocol import ClusterLost, ProcessSpans, Scheduler, WorkerLost
-from daskgpt.schedulers.workers import begin_spans, take_spans
+from daskgpt.schedulers.protocol import METRIC, ClusterLost, ProcessSpans, Scheduler, WorkerLost
+from daskgpt.schedulers.workers import VersionCheck, begin_spans, members, register, running, take_spans
 
 REACHING = 6.0  # seconds of waiting after which workers are asked whether they reach each other; they answer in 8
-TAG = "daskgpt"  # of the span of a run's tasks
+SILENCE = 60.0  # seconds without a heartbeat after which a worker is ended; a run has a setting of its own
+EVERY = 0.4  # least seconds between two looks that count
+NAMED = 10.0  # seconds without tasks or heartbeats after which a worker is named
+REACHED = (
+    "Start workers with addresses that all hosts reach (--host, --interface or --contact-address), and with ports that "
+    "no firewall closes (--worker-port)."
+)
+LEAST_LEFT_OUT = 60.0  # seconds for which a run does without a worker that it cannot use
+HEARTBEATS = 3  # least number of missing heartbeats; with many workers, each sends fewer
+# Errors of Dask's client for lost results: that cannot be computed again; of a task that was on several workers when
+# they died; of a connection that broke meanwhile, or timed out; of a scheduler that is gone.
+SIGNS = (CancelledError, KilledWorker, OSError, internals.ClosedClientError)
+LOST_SOURCE = "Worker holding Actor was lost"  # Dask's message for any result whose source cannot be made again
+
+
+@contextmanager
+def losses_as_errors(client: Any) -> Iterator[None]:
+    """Raise the different errors of Dask's client for lost results as one.
+
+    Errors   WorkerLost, ClusterLost if the scheduler is gone
+    """
+    try:
+        yield
+    except WorkerLost:
+        raise
+    except SIGNS as error:
+        raise loss(client, type(error).__name__) from None
+    except RuntimeError as error:
+        if str(error) != LOST_SOURCE:
+            raise
+        raise loss(client, "a result's source") from None
+    except (AttributeError, UnboundLocalError):  # of a client that somebody closes meanwhile
+        if client.scheduler is not None:
+            raise
+        raise loss(client, "closed") from None
+
+
+def loss(client: Any, sign: str) -> WorkerLost:
+    """Return the error of a loss; `sign` is how it was noticed."""
+    lost: type[WorkerLost]
+    if client.status == "running":
+        lost, who, what = WorkerLost, "every worker", "a worker lost with its part of the parameters"
+    else:
+        who = "the scheduler" if client.scheduler is not None else "the client"
+        lost, what = ClusterLost, "no record of where the parameters are"
+    rule = f"{who} must live until the end of a run"
+    return lost("ClusterScheduler", rule, f"{sign}, {what}")
+
+
+def places_apart(results: Sequence[tuple[int, str]], workers: Sequence[str]) -> list[str]:
+    """Return another worker for each result (its bytes, and its holder) than the one that has it, on another host if
+    there is one; there must be two workers.
+
+    The largest result is placed first, each on the worker that has been given the fewest bytes.
+    """
+    given: Counter[str] = Counter()
+    places = {}
+    for number, (size, holder) in sorted(enumerate(results), key=lambda item: -item[1][0]):
+        host, others = internals.get_address_host(holder), [worker for worker in workers if worker != holder]
+        places[number] = min(others, key=lambda worker: (internals.get_address_host(worker) == host, given[worker]))
+        given[places[number]] += size
+    return [places[number] for number in range(len(results))]
+
+
+class LeftOut:
+    """Workers that a run does without for some time, each time for twice as long."""
+
+    def __init__(self) -> None:
+        self.left_out: dict[str, tuple[float, float]] = {}  # address -> until when, and for how many seconds
+
+    def add(self, address: str) -> None:
+        _, before = self.left_out.get(address, (0.0, LEAST_LEFT_OUT / 2))
+        self.left_out[address] = time.monotonic() + 2 * before, 2 * before
+
+    @property
+    def now(self) -> set[str]:
+        """The addresses of those that are left out now."""
+        return {address for address, (until, _) in self.left_out.items() if time.monotonic() < until}
+
+
+@dataclass
+class Watched:
+    """A worker at the last look.
+
+    heard    time of its last heartbeat, by the scheduler's clock
+    silence  seconds of looks since then
+    paused   when it was first seen to be paused and to run no task; infinite if it is not
+    named    whether a line has named it
+    """
+
+    heard: float = 0.0
+    silence: float = 0.0
+    paused: float = math.inf
+    named: bool = False
+
+
+class WorkerMonitor:
+    """Names workers that take no tasks while results are waited for, and lets Dask end those that send no heartbeat.
+
+    A process that ends closes its connections, which the scheduler sees at once. A stopped process, or a machine that
+    is cut off or loses power, closes nothing: Dask waits 5 minutes (`distributed.scheduler.worker-ttl`, a setting of
+    the scheduler's process, not of this one), and a run with it. A worker that Dask has paused, since its memory is
+    nearly full, ends the tasks that it has begun, and begins no others.
+
+    Silence is counted in looks, a late look for no more than any other: after a delay of this process or of the
+    scheduler all workers seem silent.
+
+    seconds         without a heartbeat after which a worker is ended; 0 = only Dask's own limit, unless a stop is
+                    requested
+    compiling       whether workers may be compiling kernels, which delays their heartbeats
+    say             prints a line
+    stop_requested  returns whether the run shall end
+    left            why workers are not there: those that were ended, by their addresses
+    stuck           why workers take no tasks, by their addresses, after NAMED seconds
+    """
+
+    def __init__(self, client: Any) -> None:
+        self.client, self.seconds, self.compiling = client, SILENCE, False
+        self.left, self.stuck = dict[str, str](), dict[str, str]()
+        self.say: Callable[[str], Any] = partial(print, file=sys.stderr, flush=True)
+        self.stop_requested: Callable[[], bool] = lambda: False
+        self.looked = 0.0
+        self.watched: dict[str, Watched] = {}
+
+    def look(self) -> None:
+        """Look at all workers; called about every half second."""
+        now = time.monotonic()
+        if now - self.looked < EVERY:
+            return
+        passed, self.looked = min(now - self.looked, 2 * EVERY), now
+        workers = members(self.client)
+        least = HEARTBEATS * internals.heartbeat_interval(len(workers))
+        named = max(NAMED, least)
+        seconds = named if self.stop_requested() else max(self.seconds or math.inf, least)
+        before, self.watched = self.watched, {}
+        for address, worker in workers.items():
+            last, heard = before.get(address, Watched()), worker["last_seen"]
+            watched = self.watched[address] = Watched(heard)
+            watched.silence = last.silence + passed if heard == last.heard else 0.0
+            watched.paused = min(last.paused, now) if is_blocked(worker) else math.inf
+            prepared, words = METRIC in worker["metrics"] or not self.compiling, ""
+            if prepared and watched.silence >= seconds:
+                self._end(address)
+            elif watched.silence >= named:
+                after = f"ended after {self.seconds:g} s (--worker-seconds)" if self.seconds else "waited for"
+                after = after if prepared else "it may be compiling kernels"
+                words = f"silent: no heartbeat for {named:g} s; {after}"
+            elif watched.paused <= now - NAMED:
+                words = paused_words(worker)
+            if words and not last.named:
+                # By default, the address is its name.
+                name = address if worker["name"] == address else f"{worker['name']} ({address})"
+                self.say(f"workers    worker {name} is {words}")
+            watched.named = bool(words)
+        stuck = {address for address, watched in self.watched.items() if watched.paused <= now - NAMED}
+        self.stuck = {address: f"which is {paused_words(workers[address])}" for address in stuck}
+
+    def _end(self, address: str) -> None:
+        silence = self.watched[address].silence
+        logging.getLogger("distributed.scheduler").warning("%s sent no heartbeat for %.0f s", address, silence)
+        self.left[address] = "which sent no heartbeat"
+        internals.end_worker(self.client, address)
+
+
+def is_blocked(worker: Mapping[str, Any]) -> bool:
+    """Return whether a worker begins no tasks, and runs none."""
+    return bool(worker["status"] == "paused" and not worker["metrics"].get("task_counts", {}).get("executing"))
+
+
+def paused_words(worker: Mapping[str, Any]) -> str:
+    """Return how much memory a worker that Dask has paused has taken, in words."""
+    held, limit = worker["metrics"].get("memory", 0), worker["memory_limit"]
+    return "paused" + f": {held / 1e9:.2f} of {limit / 1e9:.2f} GB, Dask's limit" * bool(limit)
 
 
 class ClusterScheduler(Scheduler):
@@ -45,12 +221,11 @@ class ClusterScheduler(Scheduler):
 
     def __init__(self, client: Any, description: str) -> None:
         self.client, self.description = client, description
-        with span(TAG):  # otherwise Dask opens a span for each submission, and keeps it
+        with span("daskgpt"):  # otherwise Dask opens a span for each submission, and keeps it
             self.span = dask.get_annotations()["span"]
         self.name = f"{client.id}-{uuid4().hex[:8]}"
         self.monitor, self.minutes, self.apart = WorkerMonitor(client), 0.0, LeftOut()
         self.since = 0.0  # when the wait for results began, or workers were last asked whether they reach each other
-        self.told = set[tuple[str, str]]()  # pairs of addresses that do not reach each other
         self.needed: set[str] = set()
 
     @property
@@ -71,13 +246,13 @@ class ClusterScheduler(Scheduler):
             return list(self.client.get(layer, [new[key] for key in keys], sync=False))
 
     def submit_to(
-        self, address: str | None, name: str, function: Callable[..., Any], *arguments: Any, moves: bool = False
+        self, address: str, name: str, function: Callable[..., Any], *arguments: Any, moves: bool = False
     ) -> Any:
-        """Submit a call of a function to one worker, or to any; return its future.
+        """Submit a call of a function to one worker; return its future.
 
         moves   whether the call may be made on another worker if that one is gone
         """
-        where = {"workers": [address], "allow_other_workers": moves} if address else {}
+        where = {"workers": [address], "allow_other_workers": moves}
         with losses_as_errors(self.client), self._annotated():
             return self.client.submit(function, *arguments, key=f"{name}-{uuid4().hex}", pure=False, **where)
 
@@ -97,6 +272,7 @@ class ClusterScheduler(Scheduler):
         return dask.annotate(span=self.span, **where)
 
     def fetch(self, handles: list[Any]) -> list[Any]:
+        # Once one fails, `gather` does not wait for the others: they may wait for that one.
         return list(self._awaited(self.client.gather, handles))
 
     def call_on(self, function: Callable[..., Any], *arguments: Any, workers: Iterable[str] | None = None) -> Any:
@@ -106,19 +282,7 @@ class ClusterScheduler(Scheduler):
         """
         options = {"workers": None if workers is None else list(workers), "on_error": "ignore"}
         with losses_as_errors(self.client):
-            return awaited(self.client, self.monitor.look, self.client.run, function, *arguments, **options)
-
-    def fetch_together(self, handles: list[Any]) -> list[Any]:
-        """Return the results of tasks that wait for each other: once one fails, do not wait for the others."""
-        with losses_as_errors(self.client):
-            while left := [handle for handle in handles if handle.status == "pending"]:
-                self._awaited(wait, left, return_when="FIRST_COMPLETED")
-                for handle in handles:
-                    if handle.status == "error":
-                        handle.result()
-                    elif handle.status not in ("pending", "finished"):
-                        raise loss(self.client, "a rank")
-        return self.fetch(handles)  # a worker may be lost now as well, with its result
+            return internals.awaited(self.client, self.monitor.look, self.client.run, function, *arguments, **options)
 
     def wait_for(self, handles: list[Any]) -> None:
         if handles:
@@ -128,7 +292,7 @@ class ClusterScheduler(Scheduler):
         """Return the result of a method of Dask's client that waits, and look at the workers meanwhile."""
         self.since = time.monotonic()
         with losses_as_errors(self.client):
-            return awaited(self.client, self._look, method, *arguments, **options)
+            return internals.awaited(self.client, self._look, method, *arguments, **options)
 
     def look(self) -> set[str]:
         """Look at the workers; return which of those that are needed are gone or take no tasks.
@@ -183,10 +347,10 @@ class ClusterScheduler(Scheduler):
 
     def present(self, handles: list[Any]) -> list[bool]:
         """Return whether each result is in the memory of a worker."""
-        keys = [handle.key for handle in handles if handle.status == "finished"]
+        finished = [handle for handle in handles if handle.status == "finished"]
         with losses_as_errors(self.client):
-            held = {key: set(where) - self.apart.now for key, where in holders(self.client, keys).items()}
-        return [bool(held.get(handle.key)) for handle in handles]
+            workers = self.client.who_has(finished)
+        return [bool(set(workers.get(handle.key, ())) - self.apart.now) for handle in handles]
 
     def addresses(self) -> set[str]:
         with losses_as_errors(self.client):
@@ -196,7 +360,7 @@ class ClusterScheduler(Scheduler):
     def without_unreached(self, addresses: Sequence[str]) -> bool:
         """Return whether all of some workers reach each other; if not, do without one of them for some time.
 
-        Both addresses are named once.
+        Both addresses are named.
         """
         with losses_as_errors(self.client):
             unreached_by = {"": self.client.run_on_scheduler(unreached, addresses)}
@@ -206,9 +370,7 @@ class ClusterScheduler(Scheduler):
         if not pairs or len(addresses) < 2:
             return True
         for (source, target), why in pairs.items():
-            if (source, target) not in self.told:
-                self.monitor.say(f"workers    {source or 'the scheduler'} cannot connect to {target}: {why}. {REACHED}")
-        self.told |= pairs.keys()
+            self.monitor.say(f"workers    {source or 'the scheduler'} cannot connect to {target}: {why}. {REACHED}")
         # The one in most pairs is to blame; of two, the one that cannot be reached.
         blame = Counter(address for pair in pairs for address in pair if address)
         blame.update({target: 0.5 for _, target in pairs})
@@ -220,7 +382,7 @@ class ClusterScheduler(Scheduler):
     def admit(self, packed: bool) -> None:
         if packed:  # everything else was checked when the cluster was opened
             with losses_as_errors(self.client):
-                check_versions(self.client, self.name, packed, self.monitor.look)
+                register(self.client, VersionCheck(self.name, packed, members(self.client)), self.monitor.look)
 
     def memory_limits(self) -> list[int]:
         with losses_as_errors(self.client):
@@ -244,12 +406,10 @@ class ClusterScheduler(Scheduler):
 
     def compute(self, bag: Any, take: Callable[[Any], object]) -> None:
         with losses_as_errors(self.client), self._annotated():
-            futures = self.client.compute(bag.to_delayed())
-        while futures:
-            self._awaited(wait, futures, return_when="FIRST_COMPLETED")
-            ready = [future for future in futures if future.status != "pending"]
-            futures = [future for future in futures if future not in ready]
-            for result in self.fetch(ready):
+            waiting = self.client.compute(bag.to_delayed())
+        while waiting:
+            done, waiting = self._awaited(wait, waiting, return_when="FIRST_COMPLETED")
+            for result in self.fetch(list(done)):
                 take(result)
 
     @contextmanager

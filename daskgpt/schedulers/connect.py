@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import ipaddress
-import json
 import logging
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import warnings
@@ -24,36 +22,27 @@ import dask
 from distributed import Client, LocalCluster
 
 from daskgpt.config.errors import number_of, refusal, require
-from daskgpt.config.files import expanded
 from daskgpt.config.stopping import delayed_interrupts
-from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.dask_internals import (
-    LOOKING,
-    get_address_host,
-    identity_at,
-    parse_address,
-    scheduler_identity,
-)
-from daskgpt.schedulers.failures import REACHED, losses_as_errors
+from daskgpt.schedulers import dask_internals as internals
+from daskgpt.schedulers.cluster import REACHED, ClusterScheduler, losses_as_errors
 from daskgpt.schedulers.links import unreached
 from daskgpt.schedulers.local import ENVIRONMENT
-from daskgpt.schedulers.membership import (
+from daskgpt.schedulers.protocol import TOPIC
+from daskgpt.schedulers.workers import (
     LOGGED,
     SENT,
     Cleanup,
-    check_versions,
+    PrepareWorker,
+    VersionCheck,
     members,
     register,
     remove_run,
-    running,
     show_run,
 )
-from daskgpt.schedulers.protocol import TOPIC
-from daskgpt.schedulers.workers import PrepareWorker
 
 CONNECT_TIMEOUT = 10  # seconds
 DASHBOARD_PORT = 8787
-HEARTBEATS_TIMEOUT = 3  # seconds; a worker that is starting need not be waited for
+HEARTBEATS_TIMEOUT = 3  # seconds in which a worker sends a heartbeat
 SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
 IDLE = "distributed.scheduler.idle-timeout"  # a cluster of our own ends with its run
 # Intervals of what Dask's processes do between tasks: (Dask's default, ours). With two workers on two cores, workers,
@@ -66,7 +55,10 @@ BETWEEN_TASKS: dict[str, tuple[object, object]] = {
     "distributed.admin.system-monitor.disk": (True, False),
 }
 WORKERS_TIMEOUT = 30  # seconds; Dask itself would wait for a first worker forever
-CERTIFICATES = "Set DASK_CONFIG to the cluster's dask.yaml: see Safety in cluster/README.md."
+NO_ANSWER = (
+    "Start one with `dask scheduler`, or check the address (--scheduler, DASK_SCHEDULER_ADDRESS); that of a cluster "
+    "with TLS begins with tls:// and needs DASK_CONFIG (cluster/README.md)."
+)
 _warned: set[str] = set()
 
 
@@ -76,7 +68,7 @@ def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
         _own_environment(),
         _silent_client(),
         _cluster_of_processes(workers) as cluster,
-        _client("local", address=cluster) as client,
+        _client(cluster) as client,
     ):
         yield _ready(
             ClusterScheduler(client, f"local cluster, {number_of(workers, 'worker process', 'worker processes')}"),
@@ -131,35 +123,31 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
 
 
 @contextmanager
-def connected_cluster(address: str, named: str = "") -> Iterator[ClusterScheduler]:
-    with _silent_client(), _client(address, address_of_scheduler(address, named)) as client:
-        yield _ready(ClusterScheduler(client, _described(client, "cluster", address, named)))
+def connected_cluster(address: str) -> Iterator[ClusterScheduler]:
+    """Connect to the cluster of the scheduler at an address. Errors   as of `require_answer`; those of a cluster"""
+    require_answer(address)
+    with _silent_client(), _client(address) as client:
+        yield _ready(ClusterScheduler(client, _described(client)))
 
 
-def address_of_scheduler(address: str, named: str = "") -> str:
-    """Return the address at which a scheduler answers: the given one, or the one that a file holds.
+def require_answer(address: str) -> None:
+    """Check that a scheduler answers at an address.
 
-    named    the setting that the address comes from
-
-    Errors   RuntimeError if no scheduler answers
+    Errors   RuntimeError if none does, with the reason
     """
-    address, shown = address_in(address), f"{address} ({named})" if named else address
-    if address.startswith("inproc:"):
-        return address
-    rule, got = "a Dask scheduler must answer", f"scheduler={shown}"
+    rule, got = "a Dask scheduler must answer", f"scheduler={address}"
     with ThreadPoolExecutor(1) as thread:  # this one may have an event loop, as in notebooks
-        asked = thread.submit(asyncio.run, identity_at(address, CONNECT_TIMEOUT))
+        asked = thread.submit(asyncio.run, internals.identity_at(address, CONNECT_TIMEOUT))
     # TypeError: tls:// without certificates, RuntimeError: tcp:// where Dask's settings ask for TLS; MemoryError and
     # others: the answer of another program.
     if (error := asked.exception()) is not None:
-        reason, advice = reason_and_advice(error)
-        reason = reason if _is_host(address) else "no machine has this name"
-        raise refusal(RuntimeError, "open_scheduler", rule, f"{got} ({reason})", advice)
+        silent = "it takes the connection and says nothing" if isinstance(error, TimeoutError) else type(error).__name__
+        reason = str(error).partition("\n")[0] or silent
+        raise refusal(RuntimeError, "open_scheduler", rule, f"{got} ({reason})", NO_ANSWER)
     answer = asked.result()
     other, advice = str(answer.get("type", "another program")), "Give the address that `dask scheduler` prints."
     advice = f"Give that of its scheduler, {answer['scheduler']}." if answer.get("scheduler") else advice
     require(other == "Scheduler", "open_scheduler", rule, f"{got} ({other})", advice, RuntimeError)
-    return address
 
 
 @contextmanager
@@ -168,10 +156,8 @@ def borrowed_cluster(client: Any) -> Iterator[ClusterScheduler]:
 
     Errors   those of `client_address`; RuntimeError if no worker comes
     """
-    address = client_address(client)
-    kind = type(client.cluster).__name__ if client.cluster else "cluster"
     with _silent_client():
-        scheduler = ClusterScheduler(client, _described(client, kind, address))
+        scheduler = ClusterScheduler(client, _described(client))
         try:
             yield _ready(scheduler)
         finally:
@@ -193,11 +179,12 @@ def client_address(client: Any) -> str:
     return str(client.scheduler.address)
 
 
-def _described(client: Any, kind: str, address: str, named: str = "") -> str:
+def _described(client: Any) -> str:
     """Return the description of a connected cluster once it has a worker; warn where it is open to other machines.
 
-    named   the setting that the address comes from
+    Errors   those of `client_address`; RuntimeError if no worker comes
     """
+    address, kind = client_address(client), type(client.cluster).__name__ if client.cluster else "cluster"
     end = time.monotonic() + WORKERS_TIMEOUT
     while not members(client):  # `Client.wait_for_workers` does not count those that are paused
         if time.monotonic() > end:
@@ -205,81 +192,40 @@ def _described(client: Any, kind: str, address: str, named: str = "") -> str:
             advice = f"Start one with `dask worker {address}`."
             raise refusal(RuntimeError, "open_scheduler", rule, got, advice)
         time.sleep(0.1)
-    identity = scheduler_identity(client)
+    identity = internals.scheduler_identity(client)
     warn_of_open([identity["address"], *identity["workers"]])
-    at = f"{address} ({named})" if named else address
     count = len(identity["workers"])
-    return f"{kind} at {at}, {number_of(count, 'worker')} (more take part as they come)"
+    return f"{kind} at {address}, {number_of(count, 'worker')} (more take part as they come)"
 
 
 @contextmanager
 def _silent_client() -> Iterator[None]:
     """Keep Dask's client from logging a traceback when it loses its scheduler: the run reports that in one line."""
-    filters = {name: partial(_is_critical) for name in ("distributed.client", "distributed.batched")}
-    filters["asyncio"] = partial(_is_no_lost_wait)  # objects of this run: another may end before
-    for name, record_filter in filters.items():
-        logging.getLogger(name).addFilter(record_filter)
+    loggers = [logging.getLogger(name) for name in ("distributed.client", "distributed.batched", "asyncio")]
+    record_filter = partial(is_shown)  # an object of this run: another may end before
+    for logger in loggers:
+        logger.addFilter(record_filter)
     try:
         yield
     finally:
         gc.collect()  # asyncio reports waits when they are collected
-        for name, record_filter in filters.items():
-            logging.getLogger(name).removeFilter(record_filter)
+        for logger in loggers:
+            logger.removeFilter(record_filter)
 
 
-def _is_critical(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.CRITICAL
-
-
-def _is_no_lost_wait(record: logging.LogRecord) -> bool:
-    """Return whether a record is about something else than a wait of Dask's client that its end has cut short."""
+def is_shown(record: logging.LogRecord) -> bool:
+    """Return whether a record is critical, or of asyncio about something else than a wait of Dask's client that its end
+    has cut short.
+    """
+    if record.name != "asyncio":
+        return record.levelno >= logging.CRITICAL
     return not (record.exc_info and type(record.exc_info[1]).__name__ == "AllExit")
 
 
-def address_in(address: str) -> str:
-    """Return the address in a scheduler file once it is there, for which Dask itself would wait forever; others as they
-    are.
-
-    Errors   RuntimeError if there is none in time
-    """
-    if not address.startswith("file:"):
-        return address
-    path, deadline = expanded(address.removeprefix("file:")), time.monotonic() + CONNECT_TIMEOUT
-    while True:
-        try:
-            return str(json.loads(path.read_text(encoding="utf-8"))["address"])
-        except FileNotFoundError:
-            reason = "no such file"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = getattr(error, "strerror", None) or "it has no address"
-        if time.monotonic() > deadline:
-            rule, got = "the scheduler file must hold an address", f"scheduler={address} ({reason})"
-            advice = "Start a scheduler with `dask scheduler --scheduler-file FILE`."
-            raise refusal(RuntimeError, "open_scheduler", rule, got, advice)
-        time.sleep(0.1)
-
-
-def _client(shown: str, address: Any) -> Client:
-    try:
-        with dask.config.set({LOGGED: SENT}):
-            # It is no active Client of the process, which other runs would take for the user's.
-            return Client(address, timeout=f"{CONNECT_TIMEOUT}s", set_as_default=False)
-    except (OSError, TimeoutError, TypeError, ValueError, RuntimeError) as error:
-        reason, advice = reason_and_advice(error)
-    # Collect the client that has not connected now: if it is collected later, in a thread of Dask's while a cluster
-    # starts, it waits for the lock that the start holds, and the start waits for it.
-    gc.collect()
-    rule = "a Dask scheduler must answer"
-    raise refusal(RuntimeError, "open_scheduler", rule, f"scheduler={shown} ({reason})", advice)
-
-
-def _is_host(address: str) -> bool:
-    """Return whether the host of an address is known."""
-    try:
-        socket.getaddrinfo(get_address_host(address), None)
-    except OSError:
-        return False
-    return True
+def _client(address: Any) -> Client:
+    with dask.config.set({LOGGED: SENT}):
+        # It is no active Client of the process, which other runs would take for the user's.
+        return Client(address, timeout=f"{CONNECT_TIMEOUT}s", set_as_default=False)
 
 
 def _ready(scheduler: ClusterScheduler, *, ends_with_it: bool = False) -> ClusterScheduler:
@@ -294,13 +240,9 @@ def _ready(scheduler: ClusterScheduler, *, ends_with_it: bool = False) -> Cluste
         _require_reachable(scheduler)
         if not ends_with_it:
             register(client, Cleanup(client.id, run), look)
-        check_versions(client, run, packed=False, look=look)  # before workers compile kernels
+        register(client, VersionCheck(run, False, members(client)), look)  # before workers compile kernels
         scheduler.monitor.compiling = True
         register(client, PrepareWorker(run), look)
-        # For a heartbeat of every worker that says that it is prepared.
-        deadline = time.monotonic() + HEARTBEATS_TIMEOUT
-        while len(running(client)) < len(running(client, prepared=False)) and time.monotonic() < deadline:
-            time.sleep(0.05)
         shown = client.run_on_scheduler(show_run, run)
         with suppress(KeyError, IndexError, ValueError):  # a variable of the link's template may not be set here
             link = str(client.dashboard_link)
@@ -330,7 +272,7 @@ def _require_reachable(scheduler: ClusterScheduler) -> None:
             rule = "the scheduler must be able to connect to every worker"
             got = f"scheduler={client_address(client)}, worker={address} ({not_reached[address]})"
             raise refusal(RuntimeError, "open_scheduler", rule, got, REACHED)
-        time.sleep(LOOKING)
+        time.sleep(internals.LOOKING)
 
 
 def warn_of_open(addresses: Iterable[str]) -> None:
@@ -343,25 +285,10 @@ def warn_of_open(addresses: Iterable[str]) -> None:
 
 def is_open(address: str) -> bool:
     """Return whether other machines can reach an address without TLS; host names other than localhost count as such."""
-    if parse_address(address)[0] in ("tls", "wss", "inproc"):
+    if internals.parse_address(address)[0] in ("tls", "wss", "inproc"):
         return False
-    host: str = get_address_host(address)
+    host: str = internals.get_address_host(address)
     try:
         return not ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host != "localhost"
-
-
-def reason_and_advice(error: BaseException) -> tuple[str, str]:
-    """Return why a scheduler does not answer, in Dask's words where they are clear, and what to do."""
-    silent = "it takes the connection and says nothing" if isinstance(error, TimeoutError) else type(error).__name__
-    text = str(error).splitlines()[0] if str(error) else silent
-    if "ssl_context" in text:
-        return "this process has no certificate", CERTIFICATES
-    if "TLS certificate" in text:
-        return "its certificate differs from that of this process", CERTIFICATES
-    if "encryption required" in text:
-        return "DASK_CONFIG or another setting of Dask asks for TLS", "Give an address that begins with tls://."
-    if "TCP (closed)" in text:
-        return "it closed the connection", "Give an address that begins with tls:// where it speaks TLS."
-    return text, "Start one with `dask scheduler` and check the address."

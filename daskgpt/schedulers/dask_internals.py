@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 # Those with a second name are used elsewhere; ruff lets no other module import from below `distributed`.
@@ -18,12 +18,10 @@ from distributed.comm.addressing import get_address_host as get_address_host
 from distributed.comm.addressing import parse_address as parse_address
 from distributed.comm.addressing import parse_host_port as parse_host_port
 from distributed.core import Status
-from distributed.diagnostics import task_stream
 from distributed.diagnostics.task_stream import TaskStreamPlugin
 from distributed.protocol import to_serialize as to_serialize
 from distributed.scheduler import heartbeat_interval as heartbeat_interval
 from distributed.security import Security
-from distributed.utils import key_split as key_split
 
 LOOKING = 0.5  # seconds between two looks at the workers while waiting
 ANSWER_SECONDS = 1  # in which a process that has taken a connection says what it is
@@ -44,12 +42,6 @@ def scheduler_identity(client: Any) -> dict[str, Any]:
     if client.scheduler is None:
         raise ClosedClientError
     return dict(client.sync(client.scheduler.identity, n_workers=-1))
-
-
-def holders(client: Any, keys: Sequence[Any]) -> Mapping[Any, Collection[str]]:
-    """Return the addresses of the workers that hold each result in memory."""
-    workers_of_keys: Mapping[Any, Collection[str]] = client.sync(client.scheduler.who_has, keys=keys) if keys else {}
-    return workers_of_keys
 
 
 def end_worker(client: Any, address: str) -> None:
@@ -123,13 +115,6 @@ def keep_messages(dask_scheduler: Any, count: int) -> None:
         sender.recent_message_log = deque(sender.recent_message_log, count)
 
 
-def forget_topic(dask_scheduler: Any, topic: str) -> None:
-    """Remove a topic of events, unless somebody has subscribed to it."""
-    topics = dask_scheduler._broker._topics
-    if topic in topics and not topics[topic].subscribers:
-        del topics[topic]
-
-
 def add_to_task_stream(dask_scheduler: Any, worker: str, thread: int, name: str, span: Mapping[str, Any]) -> None:
     """Draw a rectangle on the task stream of the dashboard.
 
@@ -185,19 +170,6 @@ def dashboard_prefix(dask_scheduler: Any) -> str | None:
     """Return the prefix of all paths of a scheduler's dashboard; None without a dashboard."""
     applications = dask_scheduler.http_application.applications  # those of Bokeh have a prefix
     return next((str(served.prefix) for served in applications if hasattr(served, "prefix")), None)
-
-
-def color_task_streams(color: Callable[[str], str] | None) -> None:
-    """Let all task streams of this process color tasks by the common part of their keys.
-
-    color   returns a color, or "" for that of Dask; None: Dask's own colors, of which several names share one
-    """
-
-    def chosen(message: Mapping[str, Any]) -> str:
-        of_key = color(key_split(message["key"])) if color and message["status"] == "OK" else ""
-        return of_key or str(task_stream.color_of_message(message))
-
-    task_stream.colors["compute"] = chosen if color else task_stream.color_of_message
 
 
 async def ask_worker(dask_scheduler: Any, worker: str, handler: str, **arguments: Any) -> Any:

@@ -17,15 +17,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from daskgpt.schedulers.dask_internals import (
-    connection,
-    event_loop,
-    forget_messages,
-    handle_messages,
-    parse_address,
-    parse_host_port,
-    to_serialize,
-)
+from daskgpt.schedulers import dask_internals as internals
 from daskgpt.schedulers.local import return_memory
 
 OP = "daskgpt-message"  # the handler of a worker
@@ -43,11 +35,11 @@ async def unreached(addresses: Sequence[str], dask_scheduler: Any = None, dask_w
     security = (dask_scheduler or dask_worker).connection_args.get("ssl_context")
 
     async def attempt(address: str) -> str:
-        protocol, place = parse_address(address)
+        protocol, place = internals.parse_address(address)
         if protocol not in ("tcp", "tls"):
             return ""
         try:
-            opened = asyncio.open_connection(*parse_host_port(place))
+            opened = asyncio.open_connection(*internals.parse_host_port(place))
             _, writer = await asyncio.wait_for(opened, CONNECT_SECONDS)
         except TimeoutError:
             return f"no answer in {CONNECT_SECONDS:g} s"
@@ -95,7 +87,7 @@ def ranks_of(worker: Any) -> WorkerRanks:
 
 def forget_worker(worker: Any) -> None:
     """Remove what this module has left with a worker."""
-    forget_messages(worker, OP)
+    internals.forget_messages(worker, OP)
     _RANKS.pop(worker, None)
 
 
@@ -135,27 +127,22 @@ class WorkerLink:
     def __init__(self, worker: Any, epoch: str, number: int, addresses: Sequence[str]) -> None:
         """addresses   of the workers of all ranks, by number"""
         self.worker, self.epoch, self.number = worker, epoch, number
-        self.loop, self.ranks = event_loop(worker), ranks_of(worker)
+        self.loop, self.ranks = internals.event_loop(worker), ranks_of(worker)
         self.arrived: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)
         self.changed = Condition()
         self.lost, self.left = "", set[int]()
-        self.outgoing: dict[int, asyncio.Queue[Any]] = {}
-        self.pumps: list[asyncio.Task[None]] = []
+        others = [rank for rank in range(len(addresses)) if rank != number]
+        self.outgoing = {rank: asyncio.Queue[Any]() for rank in others}
         self.ranks.links[epoch] = self
-        handle_messages(worker, OP, self.ranks.take)  # until `forget_worker`: messages may come after the last link
-        asyncio.run_coroutine_threadsafe(self._open(addresses), self.loop).result()
-
-    async def _open(self, addresses: Sequence[str]) -> None:
-        for rank, address in enumerate(addresses):
-            if rank != self.number:
-                self.outgoing[rank] = asyncio.Queue()
-                self.pumps.append(asyncio.create_task(self._pump(rank, address)))
+        # Until `forget_worker`: messages may come after the last link.
+        internals.handle_messages(worker, OP, self.ranks.take)
+        self.pumps = [asyncio.run_coroutine_threadsafe(self._pump(rank, addresses[rank]), self.loop) for rank in others]
 
     async def _pump(self, rank: int, address: str) -> None:
         """Send messages to a rank until it is gone."""
         comm = None
         try:
-            comm, copied = await connection(self.worker, address), address.startswith("inproc")
+            comm, copied = await internals.connection(self.worker, address), address.startswith("inproc")
             gone = asyncio.create_task(comm.read())  # the other side sends nothing: this ends with the connection
             gone.add_done_callback(lambda ended: self._ended(rank, address, ended))
             while (message := await self.outgoing[rank].get()) is not None:
@@ -250,7 +237,7 @@ def _parts(message: Any, *, copied: bool) -> list[Any]:
 
     pickled = pickle.dumps(message, protocol=5, buffer_callback=is_small)
     parts: list[Any] = [pickled, *(buffer.raw() for buffer in large)]
-    return [to_serialize(np.frombuffer(part, np.uint8)) for part in parts]
+    return [internals.to_serialize(np.frombuffer(part, np.uint8)) for part in parts]
 
 
 def is_not_reported(record: logging.LogRecord) -> bool:

@@ -27,8 +27,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0"}
 
 
-def keep_memory() -> bool:
-    """Let glibc serve every allocation of this process from one heap that only grows; return whether it does.
+def keep_memory() -> None:
+    """Let glibc serve every allocation of this process from one heap that only grows.
 
     By default glibc returns each piece of 32 MiB or more to the system when it is freed, and the next array of that
     size costs a page fault every 4 KiB: more than the kernel that fills it, for layers that are bound by memory. There
@@ -36,10 +36,10 @@ def keep_memory() -> bool:
     too late for threads that have a heap of their own: workers that this package starts have it in their environment.
     (Without it some runs of gpt2 on two workers took 15 s a step instead of 11.7.)
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    return all((mallopt(M_ARENA_MAX, 1), mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1)))
+    if platform.libc_ver()[0] == "glibc":
+        library = ctypes.CDLL(None)
+        for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
+            library.mallopt(option, value)
 
 
 def return_memory() -> None:

@@ -106,22 +106,17 @@ def _memory_groups() -> Iterator[Path]:
 
 def _held(group: Path, usage: str) -> int:
     """Return the bytes that a control group holds, less cached files that it could drop; 0 if unknown."""
+    stat = dict(line.split() for line in _lines(group / "memory.stat"))
+    cached = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
     with suppress(OSError, ValueError):
-        cached = 0
-        with suppress(OSError):
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            cached = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
         return max(0, int((group / usage).read_text()) - cached)
     return 0
 
 
-def reset_peak_memory() -> bool:
-    """Let `peak_memory` count from now on; False where the system keeps the peak since the process began."""
-    try:
+def reset_peak_memory() -> None:
+    """Let `peak_memory` count from now on, unless the system keeps the peak since the process began."""
+    with suppress(OSError):
         CLEAR_REFS.write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def peak_memory() -> int:

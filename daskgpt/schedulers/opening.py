@@ -5,22 +5,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import dask
 
-from daskgpt.config.errors import nearest, require
+from daskgpt.config.errors import nearest, refusal, require
+from daskgpt.config.files import expanded
 from daskgpt.schedulers.local import in_task, keep_memory, local_scheduler, own_threads
 from daskgpt.schedulers.protocol import Scheduler
 
 LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
 CHOICES = ["sync", "threads", "local", "HOST:PORT", "[IPV6]:PORT", "tls://HOST:PORT", "file:scheduler.json"]
-OPENS = "open_scheduler"
 SETTING = "DASK_SCHEDULER_ADDRESS"
+FILE_SECONDS = 10  # to wait for a scheduler file
 
 
 @contextmanager
@@ -40,24 +43,24 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
     ...     scheduler.description
     "Dask's threaded scheduler, 2 threads"
     """
-    active = active_client() if client is None and address == "auto" else None
-    if client is not None or active is not None:
-        from daskgpt.schedulers.connect import borrowed_cluster
-
-        with borrowed_cluster(client or active) as scheduler:
-            scheduler.description = f"your active Client: {scheduler.description}" if active else scheduler.description
-            yield scheduler
-        return
-    address, named = chosen_address(address), SETTING if address == "auto" else ""
+    automatic = client is None and address == "auto"
+    client = active_client() if automatic else client
+    name = resolved_address(address) if client is None else ""
     threads = threads or own_threads()
-    if address in ("sync", "threads"):
+    if name in ("sync", "threads"):
         keep_memory()
-        yield local_scheduler(address, threads)
-    else:
-        from daskgpt.schedulers.connect import connected_cluster, local_cluster
+        yield local_scheduler(name, threads)
+        return
+    from daskgpt.schedulers.connect import borrowed_cluster, connected_cluster, local_cluster
 
-        with local_cluster(threads) if address == "local" else connected_cluster(address, named) as scheduler:
-            yield scheduler
+    if client is not None:
+        cluster = borrowed_cluster(client)
+    else:
+        cluster = local_cluster(threads) if name == "local" else connected_cluster(name)
+    with cluster as scheduler:
+        if automatic:
+            scheduler.description = f"{SETTING if name else 'your active Client'}: {scheduler.description}"
+        yield scheduler
 
 
 def active_client() -> Any:
@@ -103,19 +106,34 @@ def chosen_address(address: str) -> str:
         return address
     match = re.fullmatch(r"(?:(tcp|tls)://)?(\[[^]]+\]|[^][:/]+):(\d{1,5})/?", address, re.ASCII)
     valid = match is not None and 0 < int(match[3]) < 1 << 16
-    require(valid, OPENS, "the scheduler must be known", got, nearest(address, CHOICES))
+    require(valid, "open_scheduler", "the scheduler must be known", got, nearest(address, CHOICES))
     protocol, host, port = cast(Any, match).groups()
     return f"{protocol or 'tcp'}://{host}:{port}"
 
 
 def resolved_address(address: str) -> str:
-    """Return the address that `auto` stands for or that a scheduler file names now; others as of `chosen_address`."""
+    """Return the address that `auto` stands for, or that a scheduler file holds; others as of `chosen_address`.
+
+    A file is waited for, for some seconds; Dask itself would wait forever.
+
+    Errors   as of `chosen_address`; RuntimeError if there is no such file in time
+    """
     address = chosen_address(address)
     if not address.startswith("file:"):
         return address
-    from daskgpt.schedulers.connect import address_in
-
-    return address_in(address)
+    path, deadline = expanded(address.removeprefix("file:")), time.monotonic() + FILE_SECONDS
+    while True:
+        try:
+            return str(json.loads(path.read_text(encoding="utf-8"))["address"])
+        except FileNotFoundError:
+            reason = "no such file"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = getattr(error, "strerror", None) or "it has no address"
+        if time.monotonic() > deadline:
+            rule, got = "the scheduler file must hold an address", f"scheduler={address} ({reason})"
+            advice = "Start a scheduler with `dask scheduler --scheduler-file FILE`."
+            raise refusal(RuntimeError, "open_scheduler", rule, got, advice)
+        time.sleep(0.1)
 
 
 def require_scheduler(address: str) -> None:
@@ -123,9 +141,10 @@ def require_scheduler(address: str) -> None:
 
     Errors   as of `open_scheduler`
     """
-    if active_client() is None or address != "auto":
-        chosen, named = chosen_address(address), SETTING if address == "auto" else ""
-        if chosen not in LOCAL_SCHEDULERS:
-            from daskgpt.schedulers.connect import address_of_scheduler
+    if address == "auto" and active_client() is not None:
+        return
+    address = resolved_address(address)
+    if address not in LOCAL_SCHEDULERS:
+        from daskgpt.schedulers.connect import require_answer
 
-            address_of_scheduler(chosen, named)
+        require_answer(address)

@@ -95,10 +95,13 @@ def run_on_packs(scheduler: Scheduler, name: str, calls: Calls) -> list[Any]:
 class Engine(ABC):
     """Runs the steps of a job and holds the state that they change.
 
-    made        number of steps before the state
-    undecided   whether the next step is measured to choose chunks or grain, and must run alone
+    What is not abstract fits an engine with one compiled step, for all sequences that it computes.
+
     ranks       whether the workers of a cluster share each batch
+    undecided   whether the next step is measured to choose chunks or grain, and must run alone
     recorder    instrument that records its kernel calls: one at most
+    step        the compiled step
+    current     the state after the last step
     """
 
     job: Job
@@ -106,78 +109,6 @@ class Engine(ABC):
     recorder: Any = None
     ranks = False
     undecided = False
-
-    def start(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> None:
-        """Begin with a state, see `initial`."""
-        self.resume(self.initial(parameters, moments, step))
-
-    @abstractmethod
-    def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
-        """Return a state to begin with. In place it is overwritten: keep a copy of the given arrays if you need them.
-
-        moments   "MOMENT.NAME" of every tensor that has it; None = zeros
-        step      number of steps before it
-        """
-
-    @abstractmethod
-    def resume(self, state: State) -> None:
-        """Continue from a state that the scheduler holds."""
-
-    @abstractmethod
-    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
-        """Run one step per batch; return their outcomes.
-
-        steps    number of steps of the run, on which the learning rate depends
-        """
-
-    @abstractmethod
-    def state(self) -> State:
-        """Return the state after the last step. In place, the next step overwrites it."""
-
-    def weights(self) -> State:
-        """Return the parameters of the state, as steps hold them."""
-        return self.state().weights
-
-    @property
-    @abstractmethod
-    def made(self) -> int: ...
-
-    @abstractmethod
-    def together(self) -> int:
-        """Return how many of the next steps may run together, as a window."""
-
-    @property
-    @abstractmethod
-    def chunk(self) -> tuple[int, int]:
-        """Sequences and tokens in a chunk of the coming steps."""
-
-    @property
-    @abstractmethod
-    def grain(self) -> str:
-        """The grain of the steps; on ranks, that of the first one, or the given one before its first steps."""
-
-    @property
-    @abstractmethod
-    def tasks(self) -> int:
-        """Number of tasks of a step."""
-
-    @property
-    @abstractmethod
-    def described_chunks(self) -> str:
-        """Number and size of the chunks, and why, for people."""
-
-    @property
-    @abstractmethod
-    def described_tasks(self) -> str:
-        """Description of a task, for people; empty while it is undecided."""
-
-    def close(self) -> None:  # noqa: B027
-        """Release what the engine holds outside of this process."""
-
-
-class _OneStep(Engine):
-    """An engine with one compiled step, which computes all sequences that are computed here."""
-
     step: CompiledStep
     current: State
 
@@ -199,46 +130,82 @@ class _OneStep(Engine):
         dials = Dials(self.chunks.first, self.choice.first, *given)
         self.step = compile_step(job.config, job.batch_shape, job.optimizer, dials, rank)
 
+    def start(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> None:
+        """Begin with a state, see `initial`."""
+        self.resume(self.initial(parameters, moments, step))
+
     def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
+        """Return a state to begin with. In place it is overwritten: keep a copy of the given arrays if you need them.
+
+        moments   "MOMENT.NAME" of every tensor that has it; None = zeros
+        step      number of steps before it
+        """
         return State(self.step.layout, self.step.state(parameters, moments), step)
 
     def resume(self, state: State) -> None:
+        """Continue from a state that the scheduler holds."""
         self.current = state
 
-    def state(self) -> State:
-        return self.current
+    @abstractmethod
+    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
+        """Run one step per batch; return their outcomes.
 
-    @property
-    def made(self) -> int:
-        return self.current.step
-
-    @property
-    def chunk(self) -> tuple[int, int]:
-        return self.step.dials.chunk
-
-    @property
-    def grain(self) -> str:
-        return self.step.dials.grain
-
-    @property
-    def tasks(self) -> int:
-        return self.step.tasks
-
-    @property
-    def described_chunks(self) -> str:
-        return self.chunks.described(self.chunk)
-
-    def together(self) -> int:
-        alone = self.job.dataflow.barrier != "none" or self.undecided
-        return 1 if alone else self.job.dataflow.window
+        steps    number of steps of the run, on which the learning rate depends
+        """
 
     def inputs(self, batches: Sequence[Batch], steps: int) -> list[Arrays]:
         """Return the inputs of the next steps."""
         seed = self.job.run.seed
         return [self.step.inputs(batch, number, steps, seed) for number, batch in enumerate(batches, self.made)]
 
+    def state(self) -> State:
+        """Return the state after the last step. In place, the next step overwrites it."""
+        return self.current
 
-class LocalEngine(_OneStep):
+    def weights(self) -> State:
+        """Return the parameters of the state, as steps hold them."""
+        return self.state().weights
+
+    @property
+    def made(self) -> int:
+        """Number of steps before the state."""
+        return self.current.step
+
+    def together(self) -> int:
+        """Return how many of the next steps may run together, as a window."""
+        alone = self.job.dataflow.barrier != "none" or self.undecided
+        return 1 if alone else self.job.dataflow.window
+
+    @property
+    def chunk(self) -> tuple[int, int]:
+        """Sequences and tokens in a chunk of the coming steps."""
+        return self.step.dials.chunk
+
+    @property
+    def grain(self) -> str:
+        """The grain of the steps; on ranks, that of the first one, or the given one before its first steps."""
+        return self.step.dials.grain
+
+    @property
+    def tasks(self) -> int:
+        """Number of tasks of a step."""
+        return self.step.tasks
+
+    @property
+    def described_chunks(self) -> str:
+        """Number and size of the chunks, and why, for people."""
+        return self.chunks.described(self.chunk)
+
+    @property
+    @abstractmethod
+    def described_tasks(self) -> str:
+        """Description of a task, for people; empty while it is undecided."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release what the engine holds outside of this process."""
+
+
+class LocalEngine(Engine):
     """Runs steps in this process, which write over the state; chunks and grain are chosen with the first ones."""
 
     def __init__(
@@ -300,7 +267,7 @@ class LocalEngine(_OneStep):
         return [Outcome.of(step.output(outputs)) for outputs in outputs_of_steps]
 
 
-class TaskEngine(_OneStep):
+class TaskEngine(Engine):
     """Runs steps on a cluster whose scheduler places each task; the state is replaced by results of a step."""
 
     def __init__(self, job: Job, scheduler: Scheduler) -> None:

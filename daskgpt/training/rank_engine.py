@@ -20,8 +20,7 @@ from daskgpt.graph.compiled import Layout
 from daskgpt.graph.sum_order import share_of_rank
 from daskgpt.model.parameters import RandomParameters, Tensor, tensors
 from daskgpt.model.step import Arrays, Outcome, as_weights
-from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.failures import loss, losses_as_errors, places_apart
+from daskgpt.schedulers.cluster import ClusterScheduler, loss, losses_as_errors, places_apart
 from daskgpt.schedulers.links import end_programs, leave, leaving
 from daskgpt.schedulers.protocol import WorkerLost
 from daskgpt.training import rank_program
@@ -47,7 +46,6 @@ class RankEngine(Engine):
     epoch   identifies the ranks that have the state; a new one begins with each change of workers and each loss
     owned   rows of each array that each rank updates
     heirs   for each rank that has left, the rank that has its rows
-    parts   number of parts of the batch that ranks share: its groups of sequences
     pace    seconds between two copies of the state; a window is not longer
     """
 
@@ -61,7 +59,7 @@ class RankEngine(Engine):
         dataflow = replace(job.dataflow, precision=job.precision.name)
         self.sent_job = replace(job, dataset=None, dataflow=dataflow)
         self.run_name, self.epoch = f"{scheduler.name} {uuid4().hex[:8]}", ""
-        self.parts, self.grain = job.groups, job.dataflow.grain
+        self.grain = job.dataflow.grain
         dropout = job.optimizer.dropout
         self.chunk = ChunkChoice(job.config, job.micro_shape, job.dataflow, scheduler.threads, dropout).first
         self.layout = Layout(tuple(_packs(job, job.state)))
@@ -81,9 +79,9 @@ class RankEngine(Engine):
     @property
     def described_chunks(self) -> str:
         """Description of the chunks; each rank chooses its own."""
-        idle = self.parts < self.workers
-        groups = f" ({self.parts} of {self.workers} have one: --groups decides how many)" if idle else ""
-        return f"chosen by each worker for its share of the batch{groups}"
+        groups, workers = self.job.groups, self.workers
+        idle = f" ({groups} of {workers} have one: --groups decides how many)" if groups < workers else ""
+        return f"chosen by each worker for its share of the batch{idle}"
 
     def together(self) -> int:
         most = max(1, round(min(WINDOW_SECONDS, self.pace) / max(self.seconds, 1e-6)))
@@ -176,13 +174,14 @@ class RankEngine(Engine):
 
     def _sequences(self, rank: int) -> slice:
         """Return the sequences of the batch that a rank works on."""
-        share, size = share_of_rank(rank, len(self.addresses), self.parts), self.job.batch_shape[0] // self.parts
-        return slice(share.start * size, share.stop * size)
+        groups = share_of_rank(rank, len(self.addresses), self.job.groups)
+        size = self.job.batch_shape[0] // self.job.groups
+        return slice(groups.start * size, groups.stop * size)
 
     def _ranks(self) -> list[str]:
         """Return the addresses of the workers that share the batch from now on."""
         addresses = sorted(self.scheduler.addresses(), key=lambda a: (a not in self.addresses, a))
-        return addresses[: self.parts]
+        return addresses[: self.job.groups]
 
     def _begin(self, state: State) -> None:
         """Make the present workers ranks with this state.
@@ -256,9 +255,9 @@ class RankEngine(Engine):
         copies_of_packs = [[submit(place, name, *call)] for place, call in zip(places, joined)]
         workers = sorted(self.scheduler.addresses())
         if apart and len(workers) > 1:
-            table = tensors(self.job.config)
-            sizes = [sum(math.prod(table[array.partition(".")[2]].shape) for array in names) for names in packs]
-            others = places_apart([(size, [place]) for size, place in zip(sizes, places)], workers)
+            state = self.job.state
+            sizes = [sum(math.prod(state[name].shape) for name in names) for names in packs]
+            others = places_apart(list(zip(sizes, places)), workers)
             for copies, place, call in zip(copies_of_packs, others, joined):
                 copies.append(submit(place, name, *call, moves=True))
         self.scheduler.wait_for([copies[0] for copies in copies_of_packs])
@@ -273,7 +272,7 @@ class RankEngine(Engine):
         """Return the results of a method of each rank; once one fails, let those fail that wait for it."""
         futures = [self._call(rank, f"rank.{method}", method, *given) for rank, given in enumerate(arguments)]
         with self._aborting():
-            return self.scheduler.fetch_together(futures)
+            return self.scheduler.fetch(futures)
 
     def _windows(self, arguments: Sequence[Sequence[Any]]) -> list[rank_program.Window]:
         """Return the results of a window of each rank; a rank that leaves ends it, and leaves its result to another."""
@@ -281,12 +280,12 @@ class RankEngine(Engine):
         futures = self.scheduler.submit_together("rank.window", list(zip(self.addresses, calls)))
         with self._aborting():
             try:
-                return self.scheduler.fetch_together(futures)
+                return self.scheduler.fetch(futures)
             except WorkerLost:
                 if not (left := self._left()):
                     raise
                 here = {rank: future for rank, future in enumerate(futures) if rank not in left}
-                windows = left | dict(zip(here, self.scheduler.fetch_together(list(here.values()))))
+                windows = left | dict(zip(here, self.scheduler.fetch(list(here.values()))))
                 return [windows[rank] for rank in sorted(windows)]
 
     def _left(self) -> dict[int, Any]:
@@ -311,7 +310,7 @@ class RankEngine(Engine):
             announced, lost = next(iter(answers.values()), (set(), "it is gone"))
             if gone <= announced:
                 scheduler.needed -= addresses
-                left = scheduler.fetch_together([self._call(heir, "rank.inherit", "inherit", r) for r in gone])
+                left = scheduler.fetch([self._call(heir, "rank.inherit", "inherit", r) for r in gone])
                 self.heirs |= dict.fromkeys(gone, heir)
                 return dict(zip(gone, left))
             if lost:

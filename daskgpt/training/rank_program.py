@@ -20,9 +20,9 @@ from daskgpt.model.parameters import RandomParameters, tensors, trained_tensors
 from daskgpt.model.precision import values_of
 from daskgpt.model.step import Outcome, as_weights, weights_in
 from daskgpt.schedulers.dask_internals import thread_count
-from daskgpt.schedulers.latest_calls import KEPT
 from daskgpt.schedulers.links import LEFT, LostRank, WorkerLink, end_programs, ranks_of
 from daskgpt.schedulers.local import local_scheduler
+from daskgpt.schedulers.workers import KEPT
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job
 
@@ -73,18 +73,17 @@ class RankProgram:
     def __init__(self, job: Job, epoch: str, number: int, addresses: Sequence[str], most_threads: int) -> None:
         """most_threads   of a rank"""
         worker = get_worker()
-        self.job, self.epoch, self.count = job, epoch, len(addresses)
+        self.job, self.epoch, count = job, epoch, len(addresses)
         self.link = WorkerLink(worker, epoch, number, addresses)
-        threads = thread_count(worker)
-        self.scheduler = local_scheduler("threads", threads)
+        self.scheduler = local_scheduler("threads", thread_count(worker))
         self.messages: list[str] = []
         self.last: Window | None = None
         self.busy = Lock()  # held by a window
         self.inherited: dict[int, dict[str, list[np.ndarray]]] = {}  # rows of ranks that have left, by array
         self.first, self.kept = 0, list[Span]()  # step of the first run, and spans for a timeline
         self.recent = deque[Spans](maxlen=2)  # spans of the last two windows, for the dashboard
-        rank = Rank(number, self.count, self.link, job.groups, *job.batch_shape, most_threads)
-        self.engine = LocalEngine(job, self.scheduler, self.messages.append, rank if self.count > 1 else None)
+        rank = Rank(number, count, self.link, job.groups, *job.batch_shape, most_threads)
+        self.engine = LocalEngine(job, self.scheduler, self.messages.append, rank if count > 1 else None)
         self.started = False
 
     def owned(self) -> Owned:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -83,13 +83,13 @@ class RecoveryPoints:
 
     def _copy(self) -> None:
         """Begin to copy the state to other workers."""
-        self.since, start = time.monotonic(), time.perf_counter()
+        self.since = time.monotonic()
         self.making = self.engine.copied_apart()
         if self.soon:
             self.scheduler.wait_for([copies[-1] for copies in self.making.packs])
-            cost = max(time.perf_counter() - start, LEAST_COST)
             first, self.soon = math.isinf(self.cost), False
-            self.cost = min(cost, self.cost)  # the first one after a loss may wait for other things
+            # The first one after a loss may wait for other things.
+            self.cost = min(self.cost, max(time.monotonic() - self.since, LEAST_COST))
             if first:
                 often = f"every {number_of(self.every, 'step')}" if self.every > 0 else f"every {self.interval:.0f} s"
                 self.say(f"recovery   the state is kept on two workers {often}, which takes {self.cost:.2f} s")
@@ -99,7 +99,6 @@ LOOKING = 2.0  # seconds between two looks at the workers
 MOST_IN_VAIN = 10  # losses in a row without progress, after which a run ends: something keeps ending its workers
 
 
-@dataclass
 class Recovery:
     """Takes a run back to the newest state that is left when something of it is lost, and reports what that costs.
 
@@ -108,26 +107,17 @@ class Recovery:
     workers         those at the last look
     gone            the workers that had gone at the last look
     reached         how many steps had been made before the last loss, and the step that the run went back to
-    news            gets the metrics of a loss once its steps have been repeated
     in_vain         how many losses in a row have left both as they were
     again           how many steps are to be repeated
     """
 
-    engine: RankEngine
-    start: Start
-    say: Say
-    news: dict[str, Any]
-    workers: set[str] = field(default_factory=set)
-    gone: list[str] = field(default_factory=list)
-    looked: float = 0.0
-    reached: tuple[int, int] = (-1, -1)
-    in_vain: int = 0
-    lost_at: float = 0.0
-    again: int = 0
-
-    def __post_init__(self) -> None:
-        self.scheduler = self.engine.scheduler
-        self.points = RecoveryPoints(self.engine, self.say)
+    def __init__(self, engine: RankEngine, start: Start, say: Say, news: dict[str, Any]) -> None:
+        """news   gets the metrics of a loss once its steps have been repeated"""
+        self.engine, self.start, self.say, self.news = engine, start, say, news
+        self.scheduler, self.points = engine.scheduler, RecoveryPoints(engine, say)
+        self.workers, self.gone = set[str](), list[str]()
+        self.reached, self.in_vain, self.again = (-1, -1), 0, 0
+        self.looked, self.lost_at = 0.0, 0.0
 
     def after_window(self) -> None:
         """Make recovery points and look at the workers."""

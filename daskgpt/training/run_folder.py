@@ -182,7 +182,7 @@ def _toml(value: Any) -> str:
 def fetched_arrays(scheduler: Scheduler, state: State) -> Arrays:
     """Return the arrays of a state by name. Those that a cluster keeps are fetched a pack at a time when they are read.
 
-    Errors   schedulers.failures.WorkerLost, when an array is read that is lost
+    Errors   schedulers.protocol.WorkerLost, when an array is read that is lost
     """
     places = {name: place for place, (names, _) in enumerate(zip(state.layout.packs, state.packs)) for name in names}
 

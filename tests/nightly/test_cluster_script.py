@@ -132,10 +132,10 @@ def test_tls_trains_the_same_model(tls, certified, small_text, tmp_path):
 def test_client_without_certificate_is_refused(tls, certified, small_text, tmp_path):
     plain = tls.replace("tls://", "tcp://")
     for scheduler, own, keyword in (
-        (tls, {}, "no certificate"),
-        (tls, certified[1], "certificate differs"),
-        (plain, {}, "closed the connection"),
-        (plain, certified[0], "asks for TLS"),
+        (tls, {}, "ssl_context"),
+        (tls, certified[1], "TLS certificate does not match"),
+        (plain, {}, "TCP (closed)"),
+        (plain, certified[0], "encryption required"),
     ):
         done = train(small_text, scheduler, tmp_path / "run", **own)
         assert done.returncode == 2

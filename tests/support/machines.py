@@ -21,7 +21,7 @@ from namespaces import Hosts
 
 from daskgpt.graph import program
 from daskgpt.schedulers.connect import BETWEEN_TASKS
-from daskgpt.schedulers.membership import running
+from daskgpt.schedulers.workers import members
 
 ROOT = Path(__file__).parents[2]
 
@@ -158,7 +158,7 @@ class Machines:
             def there() -> bool:
                 for _ in range(workers - len(self.alive())):  # also for one that ended before it was connected
                     self.start_worker()
-                return len(running(client, prepared=False)) == workers
+                return [worker["status"] for worker in members(client).values()] == ["running"] * workers
 
             wait_until(there, "workers")
 
