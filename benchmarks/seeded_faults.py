@@ -48,9 +48,8 @@ TURNED = {
 # Tests of each folder of the package, which run after those that mention the changed module.
 NEAR = {
     "config": "flags settings command_lines start",
-    "data": "data_dataset data_encodings data_loading data_split data_token_files prepare tokenizers added_tokens",
-    "formats": "formats_huggingface formats_run_model formats_gguf formats_llama safetensors_files "
-    "convert fuzz data_token_files",
+    "data": "data_dataset data_encodings data_loading prepare tokenizers added_tokens",
+    "formats": "formats_huggingface formats_run_model formats_gguf formats_llama convert fuzz data_dataset",
     "generation": "generating sampling evaluate readable model_choices",
     "graph": "grain chunks groups clipping one_number distribute timeline",
     "kernels": "kernels_layers kernels_optimizers kernels_attention kernels_sgemm kernels_vectors kernels_blas layers",

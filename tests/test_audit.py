@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from audit_faults import KINDS, edit_file, flip_in_file, honest, inject
-from small_runs import MODEL, STEPS, fit, stopping_at
+from small_runs import MODEL, fit, stopping_at
 
 import daskgpt
 from daskgpt import audit
@@ -108,18 +108,16 @@ def test_chain_is_cut_behind_a_damaged_checkpoint(small_text, tmp_path, audited)
     assert "steps 13 to 14 agree" in told
 
 
-@pytest.mark.parametrize(
-    ("settings", "run"),
-    [
-        ({"optimizer": {"clip": 0.5}}, {}),
-        ({"dataflow": {"precision": "bfloat16"}}, {}),
-        ({}, {"steps": 2000, "tokens": 640}),
-    ],
-)
-def test_other_ways_to_train(small_text, tmp_path, audited, settings, run):
-    data = {"data": str(small_text), "batch_size": 4, "sequence_length": 16}
-    run = {"steps": STEPS, "validation_batches": 1, "save_every": 4, "out": str(tmp_path / "run")} | run
-    daskgpt.fit(MODEL, data, run=run, quiet=True, **settings)
+def test_other_ways_to_train(small_text, tmp_path, audited):
+    fit(
+        small_text,
+        tmp_path / "run",
+        optimizer={"clip": 0.5},
+        dataflow={"precision": "bfloat16"},
+        steps=2000,
+        tokens=640,
+        save_every=4,
+    )
     code, told = audited(tmp_path / "run", "--scheduler", "threads", "--threads", "2")
     assert code == 0, told
     assert " 0 differ" in told
@@ -135,10 +133,7 @@ def test_audit_on_a_cluster_of_a_run_elsewhere(small_text, whole, tmp_path, audi
 def test_runs_from_other_parameters(small_text, whole, tmp_path, audited):
     fit(small_text, tmp_path / "tuned", init=str(whole), steps=4, save_every=2)
     assert audited(tmp_path / "tuned")[0] == 0
-    data = {"data": str(small_text), "batch_size": 4, "sequence_length": 16}
-    run = {"steps": 4, "save_every": 2, "out": str(tmp_path / "own"), "validation_batches": 1}
-    parameters = daskgpt.initial_parameters(MODEL, seed=5)
-    daskgpt.fit(MODEL, data, run=run, parameters=parameters, quiet=True)
+    fit(small_text, tmp_path / "own", parameters=daskgpt.initial_parameters(MODEL, seed=5), steps=4, save_every=2)
     code, told = audited(tmp_path / "own")
     assert (code, "steps 1 to 2 not computed: a program gave" in told, "steps 3 to 4 agree" in told) == (0, True, True)
 

@@ -65,11 +65,9 @@ def test_what_templates_may_use():
     [
         ("{% for message in messages %}", "must be valid; .*TemplateSyntaxError"),
         ("{% for n in [1] %}" * 30 + "{% endfor %}" * 30, "must be valid; .*nested"),
-        ("{{ 1 / 0 }}", "must take these messages.*ZeroDivisionError"),
         ("{% for n in range(10**9) %}{% endfor %}", "must take these messages.*OverflowError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "must take these messages.*RecursionError"),
         ("{{ raise_exception('roles must alternate') }}", "must take these messages.*roles must alternate"),
-        ("{{ messages[0]['content'] + 1 }}", "must take these messages"),
         ("{{ messages.append(1) }}", "must take these messages.*append"),
         ("{{ ''.__class__.__mro__ }}", "must take these messages.*__class__"),
         ("{{ messages | length }}{{ messages[-1].content }}", "must leave the text of earlier messages"),

@@ -1,5 +1,7 @@
-"""Tests of datasets from files, and of the batches drawn from them."""
+"""Tests of datasets from files: batches drawn from them, held-out text, and files of tokens."""
 
+import hashlib
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +10,10 @@ from llmc_samples import write_tokens
 
 from daskgpt.data.dataset import batch, check_tokens, load_dataset, load_validation, validation_batches
 from daskgpt.data.source import recognize
+from daskgpt.data.text import END, SPAN_CHARACTERS, SPAN_TOKENS, Run, runs, split_text, split_tokens
+from daskgpt.formats.llmc import read_tokens
 
-END = 256
+END_OF_TEXT = 256
 
 
 @pytest.fixture
@@ -21,7 +25,7 @@ def book(tmp_path: Path) -> Path:
 
 
 def lines(tokens: np.ndarray) -> list[bytes]:
-    return bytes(tokens[tokens != END].astype(np.uint8)).splitlines()
+    return bytes(tokens[tokens != END_OF_TEXT].astype(np.uint8)).splitlines()
 
 
 def test_parts_of_a_text_share_no_line(book: Path):
@@ -30,8 +34,8 @@ def test_parts_of_a_text_share_no_line(book: Path):
     assert sorted(training + validation) == book.read_bytes().splitlines()
     assert 0.07 < len(validation) / 10_000 < 0.13
     assert 0.4 < load_dataset(str(book), validation_fraction=0.5).validation.size / 200_000 < 0.6
-    assert dataset.training[0] == dataset.validation[0] == END
-    assert np.count_nonzero(dataset.training == END) == np.count_nonzero(dataset.validation == END) + 1
+    assert dataset.training[0] == dataset.validation[0] == END_OF_TEXT
+    assert np.count_nonzero(dataset.training == END_OF_TEXT) == np.count_nonzero(dataset.validation == END_OF_TEXT) + 1
     assert dataset.training.dtype == dataset.validation.dtype == np.uint16
     assert (dataset.vocabulary, dataset.encoding_name) == (257, "bytes")
 
@@ -40,7 +44,7 @@ def test_documents_begin_with_end_of_text(tmp_path: Path):
     for name, text in (("1.txt", "one"), ("2.txt", "two")):
         (tmp_path / name).write_text(text)
     ids = load_validation(recognize(str(tmp_path / "?.txt")), "bytes").validation
-    assert ids.tolist() == [END, *b"one", END, *b"two"]
+    assert ids.tolist() == [END_OF_TEXT, *b"one", END_OF_TEXT, *b"two"]
     (tmp_path / "2.txt").write_text("two" * 9)
     described = load_dataset(str(tmp_path / "?.txt"), validation_fraction=0.1).description
     assert "?.txt (2 files): 30 training and 4 validation tokens (bytes)" in described
@@ -63,8 +67,8 @@ def test_one_token_file_is_split_into_spans(tmp_path: Path):
     np.testing.assert_array_equal(np.sort(np.concatenate([training, validation])), np.arange(50256))
     assert 4096 <= validation.size <= 2 * 4096
     # End of text is not written twice.
-    write_tokens(tmp_path / "all.bin", np.array([END, *b"0123456789"]))
-    assert load_dataset(str(tmp_path / "all.bin"), "bytes").training.tolist()[:3] == [END, *b"01"]
+    write_tokens(tmp_path / "all.bin", np.array([END_OF_TEXT, *b"0123456789"]))
+    assert load_dataset(str(tmp_path / "all.bin"), "bytes").training.tolist()[:3] == [END_OF_TEXT, *b"01"]
 
 
 REFUSED = [
@@ -96,7 +100,7 @@ def test_smallest_accepted_ids_and_texts(tmp_path: Path):
     source.write_text("a" * 640)
     dataset = load_dataset(str(source), sequence_length=64)
     tokens, targets = batch(dataset.validation, batch_size=1, sequence_length=64, seed=0, step=0)
-    assert (tokens.tolist(), targets.tolist()) == ([[END] + [97] * 63], [[97] * 64])
+    assert (tokens.tolist(), targets.tolist()) == ([[END_OF_TEXT] + [97] * 63], [[97] * 64])
 
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -137,3 +141,155 @@ def test_validation_windows_are_fixed_and_reach_from_end_to_end():
         np.testing.assert_array_equal(targets, tokens + 1)
     ((tokens, targets),) = validation_batches(TOKENS, batch_size=1, sequence_length=999, count=1)
     assert (tokens[0, 0], targets[0, -1]) == (0, 999)
+
+
+# Held-out text: the right share, evenly spread, and nothing twice
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 1 / 3, 0.5, 0.75])
+@pytest.mark.parametrize("total", [100, 12_345, 1_000_000])
+def test_runs_are_consecutive_and_hold_out_the_share(total: int, fraction: float):
+    cuts = runs(total, 100, fraction)
+    assert (cuts[0].start, cuts[-1].stop) == (0, total)
+    assert all(a.stop == b.start and a.held_out != b.held_out for a, b in pairwise(cuts))
+    share = sum(run.stop - run.start for run in cuts if run.held_out)
+    assert 0 < share < total
+    assert abs(share - fraction * total) <= min(100, fraction * total)
+
+
+def test_held_out_spans_by_fraction():
+    held_out = [run for run in runs(3000, 100, 0.1) if run.held_out]
+    assert held_out == [Run(400, 500, True), Run(1400, 1500, True), Run(2400, 2500, True)]
+    assert runs(1000, 10, 1 - 1e-9) == [Run(0, 1000, True)]
+    assert runs(1000, 10, 0.0) == [Run(0, 1000, False)]
+    assert split_text(["text", "more"], 0.0) == (["text", "more"], [])
+
+
+@pytest.mark.parametrize("files", [1, 3, 500])
+def test_text_is_cut_between_lines(files: int):
+    lines = [f"{n} {'x' * (n * 7 % 90)}\n" for n in range(20_000)]
+    documents = ["".join(lines[n::files]) for n in range(files)]
+    training, validation = split_text(documents, 0.1)
+    kept = [line for piece in training + validation for line in piece.splitlines(keepends=True)]
+    assert sorted(kept) == sorted(lines)
+    assert abs(sum(map(len, validation)) / sum(map(len, lines)) - 0.1) < 0.02
+    assert len(validation) >= 5
+    # Pieces of one document stand in its order.
+    text = "".join(lines)
+    training, validation = split_text([text], 0.1)
+    assert "".join(sorted(training + validation, key=text.index)) == text
+    # A piece continues as long as its part does: training pieces are nine spans long.
+    assert max(map(len, training)) > 8 * SPAN_CHARACTERS
+    assert len(training) == len(validation) + 1
+
+
+def test_text_without_lines_is_cut_at_spans():
+    text = "ä" * (20 * SPAN_CHARACTERS)
+    training, validation = split_text([text], 0.1)
+    assert [len(piece) for piece in validation] == [SPAN_CHARACTERS] * 2
+    assert [len(piece) // SPAN_CHARACTERS for piece in training] == [4, 9, 5]
+
+
+def test_short_texts_and_distant_line_ends():
+    for length in range(1, 60):
+        text = "".join("\n" if n % 7 == 6 else chr(65 + n) for n in range(length))
+        training, validation = split_text([text[:9], text[9:]], 0.1)
+        assert sorted("".join(training + validation)) == sorted(text)
+        assert bool(validation) == (length >= 5)
+    # Spans of 100 characters, one line end in all: right behind the held-out span.
+    text = "a" * 510 + "\n" + "b" * 489
+    training, validation = split_text([text], 0.1)
+    assert (training, validation) == (["a" * 400, "b" * 489], ["a" * 110 + "\n"])
+
+
+def test_tokens_are_cut_into_views():
+    tokens = np.arange(25 * SPAN_TOKENS, dtype=np.int32)
+    training, validation = split_tokens(tokens, 0.1)
+    spans = [(int(piece[0]) // SPAN_TOKENS, piece.size // SPAN_TOKENS) for piece in validation]
+    assert spans == [(4, 1), (14, 1), (24, 1)]
+    assert all(np.shares_memory(piece, tokens) for piece in training + validation)
+    np.testing.assert_array_equal(np.sort(np.concatenate(training + validation)), tokens)
+
+
+def test_held_out_end_is_exact():
+    """As others cut the plays: 1,115,394 characters at 0.9 of them."""
+    assert runs(1_115_394, SPAN_CHARACTERS, 0.1, END) == [Run(0, 1_003_854, False), Run(1_003_854, 1_115_394, True)]
+    words = "first line\nsecond line\n" * 50
+    documents = [words[:700], words[700:]]
+    training, validation = split_text(documents, 0.5, END)
+    assert "".join(training) + "".join(validation) == words
+    assert len("".join(validation)) == len(words) // 2
+    parts = split_tokens(np.arange(100), 0.25, END)
+    assert [part[0].tolist() for part in parts] == [list(range(75)), list(range(75, 100))]
+
+
+# Token files: llm.c's and nanoGPT's
+
+IDS = np.array([50256, 0, 65535, 7], np.int64)
+
+
+def test_round_trip_layout_and_mapping(tmp_path: Path):
+    path = tmp_path / "a.bin"
+    write_tokens(path, IDS)
+    content = path.read_bytes()
+    assert np.frombuffer(content[:1024], "<i4").tolist() == [20240520, 1, 4] + [0] * 253
+    assert content[1024:] == b"\x50\xc4\x00\x00\xff\xff\x07\x00"
+    tokens = read_tokens(path)
+    np.testing.assert_array_equal(tokens, IDS.astype(np.uint16), strict=True)
+    assert isinstance(tokens.base, np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        tokens[0] = 1
+
+
+def test_nanogpts_ids_without_a_header(tmp_path: Path):
+    for name, tokens in (("train.bin", np.arange(2000) % 777), ("val.bin", IDS[:1])):
+        (tmp_path / name).write_bytes(tokens.astype("<u2").tobytes())
+        ids = read_tokens(tmp_path / name)
+        assert not ids.flags.writeable
+        np.testing.assert_array_equal(ids, tokens.astype(np.uint16), strict=True)
+    dataset = load_dataset(str(tmp_path / "*.bin"), "gpt2")
+    assert "2 files" in dataset.description
+
+
+def test_ids_of_a_vocabulary_that_is_pickled(tmp_path: Path):
+    (tmp_path / "train.bin").write_bytes(IDS.astype("<u2").tobytes())
+    (tmp_path / "meta.pkl").touch()
+    with pytest.raises(ValueError, match="meta.pkl"):
+        recognize(str(tmp_path / "train.bin"))
+    write_tokens(tmp_path / "own.bin", IDS)  # llm.c's say by themselves what they are
+    assert recognize(str(tmp_path / "own.bin")).kind == "token ids"
+
+
+def test_glob_puts_files_in_a_row(tmp_path: Path):
+    for name in ("part_000002.bin", "part_000001.bin", "other.bin"):
+        write_tokens(tmp_path / name, np.array([len(name), int("2" in name)]))
+    dataset = load_validation(recognize(str(tmp_path / "part_*.bin")), "bytes")
+    assert dataset.validation.tolist() == [15, 0, 15, 1]
+    # Checkpoints have the digest, so it must not change.
+    assert dataset.digest == hashlib.sha256(np.array([15, 0, 15, 1], "<u2")).hexdigest()
+
+
+def header(*numbers: int) -> bytes:
+    return np.array([*numbers, *[0] * (256 - len(numbers))], "<i4").tobytes()
+
+
+NOT_WHOLE = [
+    (b"", "bytes=0"),
+    (header(20240520, 1, 1)[:1023], "begin with a header"),
+    (header(20240326, 3), "llm.c model"),
+    (header(20240801, 7, 2) + bytes(4), "must have 1032 bytes"),
+    (header(20240801, 1, 2) + bytes(8), "version must be 7"),
+    (header(20240521, 1, 1) + b"ab", "magic=20240521"),
+    (b"abc", "2 bytes each"),
+    (header(20240520, 2, 1) + b"ab", "version=2"),
+    (header(20240520, 1, 0), "count=0"),
+    (header(20240520, 1, 3) + b"abcde", "1030 bytes.*bytes=1029.*truncated"),
+    (header(20240520, 1, 3) + b"abcdefg", "1030 bytes.*bytes=1031.*follow"),
+]
+
+
+@pytest.mark.parametrize(("content", "keyword"), NOT_WHOLE)
+def test_incomplete_files_are_refused(tmp_path: Path, content: bytes, keyword: str):
+    (tmp_path / "a.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=keyword):
+        read_tokens(tmp_path / "a.bin")

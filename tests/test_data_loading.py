@@ -144,12 +144,10 @@ def test_prepared_tokens_are_not_divided_again(folders, small_text, tmp_path):
     with pytest.raises(ValueError, match="Leave out validation_fraction and held_out"):
         daskgpt.fit(MODEL, {"data": prepared, "sequence_length": 16, "validation_fraction": 0.2, "held_out": "end"})
     assert not Path(out).exists()
-    # What is the default, or comes from a recipe or another run, is not asked for.
+    # What is the default, or comes from another run, is not asked for.
     assert train.main(["--data", str(small_text), "--held-out", "end", *flags]) == 0
     begun = ["--init", out, *flags[:-1], str(tmp_path / "second")]
     assert train.main(["--data", prepared, "--held-out", "spans", *begun]) == 0
-    recipe = ["--preset", "speedrun", "--encoding", "bytes", "--optimizer", "adamw", "--warmup", "0"]
-    assert train.main([*recipe, "--data", prepared, *flags[:-1], str(tmp_path / "third")]) == 0
 
 
 @pytest.mark.parametrize(("barrier", "place"), [("none", "(in steps 5 to 8)"), ("step", "(in step 7)")])

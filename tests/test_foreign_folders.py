@@ -65,12 +65,6 @@ def test_address_in_a_folder_is_not_used(address, small_text, tmp_path, monkeypa
     assert len(resume(out, run={"steps": 14}).losses) == 14
 
 
-def test_unreadable_configuration_file_is_not_needed(small_text, tmp_path):
-    fit(small_text, tmp_path / "run")
-    (tmp_path / "run" / "config.toml").write_text("no [toml")
-    assert len(resume(tmp_path / "run", run={"steps": 14}).losses) == 14
-
-
 def test_damaged_step_number_costs_one_line(small_text, tmp_path):
     out = tmp_path / "run"
     fit(small_text, out)

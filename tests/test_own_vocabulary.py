@@ -7,6 +7,7 @@ import tomllib
 import numpy as np
 import pytest
 from command_lines import SMALL
+from prepared_texts import forget_vocabularies
 
 from daskgpt import generate, train
 from daskgpt.data.dataset import load_dataset
@@ -41,7 +42,7 @@ def test_vocabulary_is_learned_from_the_training_part(text, monkeypatch):
     assert load_dataset(str(text), "learn:270").encoding_name == whole
 
 
-def test_run_reports_loss_per_byte_and_keeps_its_vocabulary(text, tmp_path, capsys):
+def test_run_reports_loss_per_byte_and_keeps_its_vocabulary(text, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     flags = ["--encoding", "learn:300", "--sample-tokens", "0", "--steps", "6"]
     train.main([*SMALL, *flags, "--data", str(text), "--out", str(out)])
@@ -51,5 +52,6 @@ def test_run_reports_loss_per_byte_and_keeps_its_vocabulary(text, tmp_path, caps
     assert f"{bits * math.log(2):.3f} nats a byte, {bits:.3f} bits\n" in capsys.readouterr().out
     with pytest.raises(ValueError, match="must be that of the model"):
         train.main(["--init", str(out), "--encoding", "learn:300", "--data", str(text)])
+    forget_vocabularies(monkeypatch)  # as in another process
     assert train.main(["--resume", str(out), "--steps", "8"]) == 0
     assert generate.main([str(out), "--tokens", "4"]) == 0

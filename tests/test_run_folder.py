@@ -1,6 +1,5 @@
 """Tests of a run's folder: when it is written, the content of its files, and errors."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -15,7 +14,6 @@ from daskgpt import audit, convert, plot, rewind, train
 from daskgpt.profiling.study import StudyConfig
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.training import run_folder
-from daskgpt.training.checkpoint import step_folder
 from daskgpt.training.run_folder import RunFolder
 
 
@@ -95,24 +93,6 @@ def test_the_configuration_of_a_run_on_a_cluster(small_text, tmp_path, cluster):
     assert dataflow["scheduler"] == cluster.address
     assert dataflow["threads"] == 2
     assert dataflow["grain"] in ("segment", "block", "chunk")  # that of the first worker
-
-
-def test_what_a_run_has_begun_with_may_go(small_text, tmp_path, monkeypatch):
-    """Its working directory is removed while it trains; its later checkpoints say what the first one says."""
-    gone, facts = tmp_path / "gone", []
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-
-    def on_step(step, metrics):
-        if step == 3:
-            gone.rmdir()
-
-    fit(os.path.relpath(small_text), tmp_path / "run", steps=6, save_every=2, keep=3, on_step=on_step)
-    for step in (2, 4, 6):
-        state = json.loads((step_folder(tmp_path / "run", step) / "state.json").read_text())
-        facts.append({name: state[name] for name in ("configuration", "versions")})
-    assert facts[0] == facts[1] == facts[2]
-    assert facts[0]["configuration"]["data"]["data"] == str(small_text.resolve())
 
 
 def test_toml_escapes_round_trip(tmp_path):
