@@ -1,6 +1,7 @@
 """Tokenizers in Hugging Face's folders: the ids of the library `tokenizers`, used by every command, written back."""
 
 import json
+from resource import RUSAGE_SELF, getrusage
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -74,8 +75,10 @@ def test_other_tokenizers_are_refused_by_name(part, value, keyword, tmp_path):
         at = at[name]
     at[last] = value
     (tmp_path / "tokenizer.json").write_text(json.dumps(pipeline))
+    before = getrusage(RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match=keyword):
         encoding_named(str(tmp_path))
+    assert getrusage(RUSAGE_SELF).ru_maxrss < before + 1e6, "a gigabyte for an id of a billion"
 
 
 def test_a_tokenizer_in_other_files_is_refused(tmp_path):
