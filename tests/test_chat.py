@@ -87,7 +87,6 @@ def test_a_conversation_that_does_not_fit_is_named():
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """A model whose template is the contents, each with an end."""
-    pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
     path = tmp_path_factory.mktemp("model") / "model.gguf"
     write_gguf_llama(path, llama_tensors())
     return path
@@ -98,7 +97,7 @@ def encoding(path):
     return get_encoding(open_model_file(path).encoding)
 
 
-def test_models_with_a_chat_template_answer(path, encoding, monkeypatch, capsys):
+def test_models_with_a_chat_template_answer(path, encoding, called):
     """A prompt is what a user says; a chat is one conversation, with what was said before, and the model told."""
     config, parameters = daskgpt.load(path)
 
@@ -110,9 +109,7 @@ def test_models_with_a_chat_template_answer(path, encoding, monkeypatch, capsys)
         return encoding.decode(reply), "".join(sanitized(encoding.tokens[token] for token in reply))
 
     def said(typed, *flags):
-        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-        assert generate.main([str(path), "--tokens", "5", "--temperature", "0", *flags]) == 0
-        return capsys.readouterr().out
+        return called(generate, path, "--tokens", 5, "--temperature", 0, *flags, typed=typed)[1]
 
     first, shown = answer("a 12<|end|>")
     assert said("", "--prompt", "a 12") == f"a 12\n{shown}\n"

@@ -150,19 +150,6 @@ def test_full_disk_costs_checkpoints_not_the_run(small_text, tmp_path, disk, sav
     assert losses_of(tmp_path / "run") == losses_of(saved[0])
 
 
-def test_a_taken_name_costs_a_checkpoint_not_the_run(small_text, tmp_path):
-    """Somebody's file has the name of the checkpoint of a step."""
-    out = tmp_path / "run"
-
-    def on_step(step, metrics):
-        if step == 2:
-            (out / "step-00000005").touch()
-
-    fit(small_text, out, save_every=5, keep=3, on_step=on_step)
-    assert (out / "step-00000005").is_file()
-    assert steps_in(out) == [5, 10, 12]
-
-
 def test_failed_last_checkpoint_is_an_error(small_text, tmp_path, disk, saved):
     out = tmp_path / "run"
 

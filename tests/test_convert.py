@@ -31,7 +31,6 @@ def called(command, *arguments):
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """The same model in every format."""
-    pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
     folder, parameters = tmp_path_factory.mktemp("sources"), random_parameters(MODEL, np.random.default_rng(1))
     daskgpt.save(folder / NAMES["daskgpt"], MODEL, parameters, encoding="bytes", sequence_length=8)
     for target in ("huggingface", "gguf"):

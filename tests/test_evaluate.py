@@ -33,14 +33,9 @@ def model(parameters, tmp_path_factory):
 
 
 @pytest.fixture
-def evaluated(model, capsys):
+def evaluated(model, called):
     """What the command prints with these flags."""
-
-    def run(*flags):
-        evaluate.main([str(model), *map(str, flags)])
-        return capsys.readouterr().out
-
-    return run
+    return lambda *flags: called(evaluate, model, *flags)[1]
 
 
 def nats_of(parameters, tokens):

@@ -187,7 +187,6 @@ def test_recipes_have_known_settings(name):
 
 
 def test_flags_override_a_recipe(tmp_path):
-    pytest.importorskip("tokenizers")
     out, text = tmp_path / "run", write_text(tmp_path)
     flags = ["--validation-batches", "2", "--steps", "3", "--warmup", "1", "--sample-tokens", "0", "--blocks", "1"]
     assert train.main(["--preset", "speedrun", "--data", str(text), *flags, "--out", str(out)]) == 0

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import daskgpt
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.tokenizer import get_encoding
-from daskgpt.formats.encoding import NAMED, merges_of
+from daskgpt.formats.encoding import merges_of
 from daskgpt.formats.huggingface import open_huggingface, tokenizer_files, write_huggingface
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.safetensors import open_run_model
@@ -154,13 +154,6 @@ def test_gpt2_merges_match_the_published_list():
     ids = model["vocab"]
     assert (len(ids), ids["Ġthe"], ids["<|endoftext|>"]) == (50257, 262, 50256)
     assert json.loads(written["tokenizer_config.json"])["model_max_length"] == 1024
-
-
-def test_bytes_are_a_vocabulary_without_merges():
-    ids = json.loads(tokenizer_files(get_encoding("bytes"), 64)["tokenizer.json"])["model"]["vocab"]
-    assert merges_of(get_encoding("bytes").ranks) == []
-    assert sorted(ids.values()) == list(range(NAMED["bytes"]))
-    assert (ids["a"], ids["Ġ"], ids["<|endoftext|>"]) == (ord("a"), ord(" "), get_encoding("bytes").eot_token)
 
 
 def test_merges_of_a_few_tokens():

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import gguf
 import numpy as np
 import pytest
 from conftest import whole_logits
@@ -29,7 +30,6 @@ from daskgpt.formats.huggingface import write_huggingface
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import StoredModel
 
-gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
 CONFIG = daskgpt.ModelConfig(
     blocks=2,
     heads=4,

@@ -1,9 +1,6 @@
 """Tests of readers with damaged files of every format: some of the cases that `python benchmarks/fuzz.py` makes."""
 
 import pytest
-
-pytest.importorskip("hypothesis", reason="Hypothesis is not installed (the extra test)")
-
 from fuzz_cases import FORMATS, Example, damaged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

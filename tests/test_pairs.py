@@ -1,6 +1,5 @@
 """Tests of training on pairs: only responses count, whatever the chunks, schedulers and micro-batches."""
 
-import io
 import json
 import math
 
@@ -131,7 +130,7 @@ def test_fine_tuning_from_the_command_line(pairs, whole, tmp_path, capsys):
     assert len(losses_of(tmp_path / "short")) == 2
 
 
-def test_chat_gives_lines_the_form_of_the_template(pairs, whole, monkeypatch, capsys):
+def test_chat_gives_lines_the_form_of_the_template(pairs, whole, called):
     """Each is a text of its own then; so is --prompt."""
     config, parameters = daskgpt.load(whole)
 
@@ -140,9 +139,7 @@ def test_chat_gives_lines_the_form_of_the_template(pairs, whole, monkeypatch, ca
         return bytes(token for token in tokens if token != END)
 
     def told(typed, *flags):
-        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-        assert generate.main([str(whole), "--tokens", "6", "--temperature", "0", *flags]) == 0
-        return capsys.readouterr().out
+        return called(generate, whole, "--tokens", 6, "--temperature", 0, *flags, typed=typed)[1]
 
     form = r"<{}>\n"
     first, second = ("".join(sanitized([answer(f"<{line}>\n"), b"\n"])) for line in "xy")

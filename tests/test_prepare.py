@@ -8,10 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from full_disk import full_disk
 from machines import KillItself, on_workers
 from prepared_texts import BYTES, files_of, prepared, text_of, tokens_of, write_corpus
+from pyarrow import parquet
 
 from daskgpt.data import preparation, source, text
 from daskgpt.data.dataset import load_dataset
@@ -137,9 +139,8 @@ def test_a_wrong_line_of_a_later_block_is_found(wrong, tmp_path, monkeypatch):
 
 
 def test_row_groups_are_partitions(tmp_path, monkeypatch):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     bodies = [text_of(500, seed=number) for number in range(60)]
-    parquet.write_table(arrow.table({"id": range(60), "body": bodies}), tmp_path / "a.parquet", row_group_size=7)
+    parquet.write_table(pyarrow.table({"id": range(60), "body": bodies}), tmp_path / "a.parquet", row_group_size=7)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": body}) + "\n" for body in bodies))
     monkeypatch.setattr(text, "BLOCK_BYTES", 20_000)
     flags = (*BYTES, "--field", "body")
@@ -154,20 +155,6 @@ def test_row_groups_are_partitions(tmp_path, monkeypatch):
     assert [place for place, _ in text.texts(file, 2, 3)] == [f"row {number}" for number in range(15, 22)]
     with pytest.raises(ValueError, match=r"field id of every record must be text; .*a\.parquet, row [0-9]+, found="):
         prepared(tmp_path, tmp_path / "a.parquet", *BYTES, "--field", "id", out="refused")
-
-
-def test_a_partition_without_held_out_text_has_no_file_of_it(tmp_path):
-    """Most records are not held out."""
-    paths = [tmp_path / f"{number:02}.jsonl" for number in range(30)]
-    for number, path in enumerate(paths):
-        path.write_text(json.dumps({"text": f"{number}" * (text.BLOCK_BYTES // 3)}))
-    folder = prepared(tmp_path, *paths, *BYTES)
-    manifest = read_manifest(folder)
-    assert 0 < len(manifest.val.shards) < len(manifest.train.shards)
-    assert {path.name for path in folder.glob("*.bin")} == {
-        shard.file for part in (manifest.train, manifest.val) for shard in part.shards
-    }
-    assert load_dataset(str(folder)).validation.size == manifest.val.tokens
 
 
 # Whoever encodes, however often it was stopped

@@ -20,7 +20,6 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt import convert, evaluate, generate, train
 from daskgpt.config.model import ModelConfig
-from daskgpt.data import tokenizer as encodings
 from daskgpt.data.dataset import shuffled
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -101,27 +100,6 @@ def test_transformers_reads_our_models(config, tmp_path):
     theirs, said = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
     assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_same_logits(tmp_path / "own.safetensors", theirs.eval())
-
-
-def test_transformers_tokenizer_of_an_exported_folder(tmp_path):
-    try:
-        codec = encodings.get_encoding("gpt2")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    config = ModelConfig(blocks=1, heads=1, channels=4, vocabulary=50257, positions=64)
-    daskgpt.save(tmp_path / "own.safetensors", config, daskgpt.initial_parameters(config, 0))
-    folder = converted(tmp_path / "own.safetensors", tmp_path / "folder")
-    text = "  Hello world's\n\n\tnaïve 日本 🙂 12345  end"
-    expected = encodings.encode(codec, text).tolist()
-    for tokenizer in (
-        transformers.AutoTokenizer.from_pretrained(folder),
-        transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")),
-    ):
-        assert tokenizer(text).input_ids == expected
-        assert tokenizer.decode(expected) == text
-        assert tokenizer("<|endoftext|>").input_ids == [50256]
-    (folder / "tokenizer.json").unlink()
-    assert transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids == expected
 
 
 @pytest.mark.parametrize("biases", [True, False])
