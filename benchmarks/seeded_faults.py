@@ -58,8 +58,8 @@ NEAR = {
     "model": "model layers model_choices extensions dropout schedules one_number",
     "profiling": "study timeline exchange dataflow bench records dashboard plot layers",
     "schedulers": "schedulers cluster distribute bench",
-    "training": "checkpoints resume run_folder schedules wrong_arguments cluster stopping logs progress start audit "
-    "rewind",
+    "training": "checkpoints resume run_folder schedules wrong_arguments cluster stopping logs command_lines start "
+    "audit rewind",
 }
 WAITS = {"wait", "join", "result", "acquire", "release", "wait_for", "barrier", "notify_all"}
 

@@ -106,11 +106,7 @@ def test_resume_between_threads_and_a_cluster(small_text, tmp_path, whole, clust
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "dataflow"),
-    [
-        (OPTIMIZER, {"precision": "bfloat16"}),
-        ({"optimizer": "muon", "warmup": 2}, {}),
-    ],
+    ("optimizer", "dataflow"), [(OPTIMIZER, {"precision": "bfloat16"}), ({"optimizer": "muon", "warmup": 2}, {})]
 )
 def test_other_arithmetic_and_another_optimizer(small_text, tmp_path, optimizer, dataflow):
     fit(small_text, tmp_path / "whole", optimizer=optimizer, dataflow=dataflow)

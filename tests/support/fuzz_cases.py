@@ -98,11 +98,7 @@ FORMATS: dict[str, Format] = {
     "GGUF, Llama": Format(
         lambda folder: write_gguf_llama(folder / "m.gguf", llama_tensors()) and None, ("m.gguf",), _model("m.gguf")
     ),
-    "checkpoint": Format(
-        _write_checkpoint,
-        (f"{STEP}/state.json", f"{STEP}/model.safetensors"),
-        _model(STEP),
-    ),
+    "checkpoint": Format(_write_checkpoint, (f"{STEP}/state.json", f"{STEP}/model.safetensors"), _model(STEP)),
     "llm.c, tokens": Format(
         lambda folder: write_tokens(folder / "t.bin", np.arange(600) % 257),
         ("t.bin",),
