@@ -84,6 +84,7 @@ def bad(tmp_path):
 REFUSED = [
     ("good.safetensors", "model.pt", [], ValueError, "name must say the format"),
     ("good.safetensors", "taken", [], ValueError, "must be new"),
+    ("good.safetensors", "taken", ["--to", "gguf"], ValueError, "must be new"),
     ("good.safetensors", "no/folder", [], FileNotFoundError, "folder must exist"),
     ("b.safetensors", "out", [], ValueError, "b.safetensors"),
     ("pipe", "out", [], ValueError, "must be a regular file or a folder"),

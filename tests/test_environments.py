@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from command_lines import PATIENCE, refused, run, write_text
-from small_runs import FLAGS, fit, tensors_of
+from small_runs import FLAGS, fit
 
 import daskgpt
-from daskgpt import DataConfig, prepare, train
+from daskgpt import DataConfig, train
 from daskgpt.config.flags import run_command
 from daskgpt.training.start import open_dataset
 
@@ -62,13 +62,18 @@ NAME = os.fsdecode(b"caf\xe9")  # not UTF-8
 def test_names_of_files_may_have_any_bytes(small_text, tmp_path, monkeypatch):
     (tmp_path / NAME).mkdir()
     monkeypatch.chdir(tmp_path / NAME)
-    shutil.copy(small_text, f"{NAME}.txt")
-    fit(f"{NAME}.txt", NAME)
+    Path("texts").mkdir()
+    shutil.copy(small_text, f"texts/{NAME}.txt")
+    Path(f"texts/{NAME}.pdf").write_bytes(b"%PDF-1.7\n%\xe2\xe3")
+    fit(f"texts/{NAME}.txt", NAME)
     assert len(daskgpt.fit(resume=NAME, run={"steps": 13}).losses) == 13
-    fit(f"{NAME}.txt", "tuned", init=NAME)
+    fit("texts", "tuned", init=NAME)
     assert r"caf\udce9.txt" in Path(NAME, "config.toml").read_text()
-    result = run("prepare", f"{NAME}.txt", "--encoding", "bytes", "--out", f"{NAME}/tokens")
+    told = open_dataset(DataConfig(data="texts", sequence_length=16), 257).description
+    assert "2 files, 1 left out: caf\\udce9.pdf" in told
+    result = run("prepare", "texts", "--encoding", "bytes", "--out", f"{NAME}/tokens")
     assert result.returncode == 0, result.stderr
+    assert b"\xe9" not in b"".join(path.read_bytes() for path in Path(NAME, "tokens").glob("*.json"))
 
 
 def test_names_in_a_language_that_python_does_not_read(small_text, tmp_path):
@@ -81,21 +86,6 @@ def test_names_in_a_language_that_python_does_not_read(small_text, tmp_path):
 def test_names_that_are_too_long_are_refused_first(small_text, tmp_path):
     with pytest.raises(OSError, match="File name too long.*shorter name"):
         train.main(["--data", str(small_text), "--out", str(tmp_path / ("a" * 300))])
-
-
-def test_names_below_a_folder_may_be_any(small_text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("folder").mkdir()
-    shutil.copy(small_text, Path("folder", f"{NAME}.txt"))
-    Path("folder", f"{NAME}.pdf").write_bytes(b"%PDF-1.7\n%\xe2\xe3")
-    fit(Path("folder"), "run")
-    fit(small_text, "of-text")
-    assert tensors_of(Path("run")) == tensors_of(Path("of-text"))
-    data = DataConfig(data="folder", sequence_length=16)
-    told = open_dataset(data, 257).description
-    assert "2 files, 1 left out: caf\\udce9.pdf" in told
-    assert prepare.main(["folder", "--encoding", "bytes", "--out", "tokens"]) == 0
-    assert b"\xe9" not in b"".join(path.read_bytes() for path in Path("tokens").glob("*.json"))
 
 
 def test_text_that_is_not_utf8_is_named(capsys, monkeypatch):

@@ -168,7 +168,10 @@ def test_merges_of_a_few_tokens():
 REFUSED = [
     ({"activation_function": "relu"}, "gelu_new or gelu_pytorch_tanh"),
     ({"n_inner": 17}, r"mlp.c_fc.weight must have shape .16, 17."),
+    ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon must be"),
     ({"scale_attn_weights": False}, "scale_attn_weights must be true"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be false"),
+    ({"tie_word_embeddings": False}, "tie_word_embeddings must be true"),
     ({"quantization_config": {"bits": 4}}, "quantization_config must be null"),
     ({"model_type": "bert"}, "model_type must be gpt2 or llama"),
     ({"n_layer": 10**4}, "every block must have its tensors"),

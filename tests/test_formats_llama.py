@@ -120,12 +120,15 @@ REFUSED = [
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type must be default or llama3; .*yarn"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type must be default or llama3; .*linear"),
     ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0"),
     ({"sliding_window": 4096}, "sliding_window must be null"),
+    ({"num_local_experts": 8}, "num_local_experts must be null"),
     ({"hidden_act": "gelu"}, "hidden_act must be silu"),
     ({"attention_bias": True}, "mlp_bias must be the same as attention_bias"),
     ({"num_key_value_heads": 4}, r"k_proj.weight must have shape \(32, 32\)"),
     ({"tie_word_embeddings": False}, r"missing=lm_head.weight"),
     ({"model_type": "mixtral"}, "model_type must be gpt2 or llama or qwen2 or qwen3"),
+    ({"model_type": "qwen3", "attention_bias": True}, "attention_bias must be false"),
     ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be false"),
 ]
 
@@ -219,6 +222,7 @@ ENTRIES = [
     ({"expert_count": 8}, "llama.expert_count must be 0; .*=8"),
     ({"attention__sliding_window": 512}, "attention.sliding_window must be 0"),
     ({"rope__scaling__type": "yarn"}, "rope.scaling.type must be none; .*yarn"),
+    ({"rope__dimension_count": 4}, "rope.dimension_count must be 8"),
     ({"attention__head_count_kv": 3}, "kv_heads must divide heads"),
     ({"attention__head_count": "four"}, "attention.head_count must be a number"),
     ({"attention__layer_norm_rms_epsilon": None}, "rms_epsilon must be a number; got .*=missing"),

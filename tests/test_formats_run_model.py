@@ -263,6 +263,7 @@ def refused(path, keyword, kind=ValueError):
 NO_INDEX = [
     (b"", "JSONDecodeError"),
     (b"[" * 100_000, "RecursionError"),
+    (b"[1]", "kind=list"),
     (b" " * (MAX_JSON_BYTES + 1), f"bytes={MAX_JSON_BYTES + 1}"),
     *[(json.dumps({"weight_map": of}).encode(), "weight_map must name") for of in (None, 3, {}, {"one": 3}, ["a"])],
     *[(json.dumps({"weight_map": {"one": f}}).encode(), "missing=") for f in ("../s.safetensors", "a.bin", "a\nb")],

@@ -135,6 +135,7 @@ WRONG = [
     ("--out RUN", "must not hold a run already"),
     ("--batch-size 12 --batch-chunk 5", "must divide batch_size; got batch_chunk=5, batch_size=12. Try batch_chunk=6"),
     ("--accumulate 2 --batch-chunk 8", "batch_chunk=8, batch_size=4"),
+    ("--optimizer adamm", "Did you mean adamw"),
     ("--sequence-length 64 --positions 32", "must not be longer than the model's positions"),
     ("--blocks 4096 --channels 65536 --heads 64", "must fit into"),
     ("--workers 2", "--workers must come with --plan"),
