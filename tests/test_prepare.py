@@ -128,12 +128,15 @@ def test_partitions_change_no_token(tmp_path, monkeypatch):
     assert sum(tokens_of(folders[0], part).tobytes().count(b"x\0") for part in ("train", "val")) > block - 99
 
 
-@pytest.mark.parametrize("wrong", [b"no json", b"[1]", b'{"text": "b\xffd"}'])
-def test_a_wrong_line_of_a_later_block_is_found(wrong, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [(b"no json", "JSON in UTF-8"), (b'{"text": "b\xffd"}', "JSON in UTF-8"), (b"[1]", "field text")],
+)
+def test_a_wrong_line_of_a_later_block_is_found(wrong, rule, tmp_path, monkeypatch):
     monkeypatch.setattr(text, "BLOCK_BYTES", 100)
     monkeypatch.setattr(source, "LOOKED_AT", 200)
     (tmp_path / "a.jsonl").write_bytes((json.dumps({"text": "x" * 37}) + "\n").encode() * 5 + wrong)  # 50 bytes each
-    with pytest.raises(ValueError, match=r"path=.*/a.jsonl, line 2 from byte 200 on, found="):
+    with pytest.raises(ValueError, match=rf"{rule}.*path=.*/a.jsonl, line 2 from byte 200 on, found="):
         prepared(tmp_path, tmp_path / "a.jsonl", *BYTES, "--scheduler", "sync")
     assert not (tmp_path / "out" / MANIFEST).exists()
 

@@ -66,6 +66,7 @@ def test_ids_are_those_of_the_library(specials, tmp_path):
     ("part", "value", "keyword"),
     [
         ("pre_tokenizer", {"type": "Whitespace"}, "Whitespace"),
+        ("pre_tokenizer", None, "NoneType"),
         ("decoder", {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}, "Metaspace"),
         ("model", {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]], "byte_fallback": False}, "Unigram"),
         ("model", {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "all bytes"),
