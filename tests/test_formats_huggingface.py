@@ -234,6 +234,7 @@ def test_a_missing_model_is_named(tmp_path, monkeypatch):
 NO_MODEL = [
     (b"GGUF\3\0\0\0", "model.gguf", "complete GGUF file.*ends early"),
     (b"GGUF\4\0\0\0", "model", "complete GGUF file.*version 4"),
+    (b"", "model", "first bytes=none"),
     (b'{"a": 1}', "something.json", "first bytes=7b 22 61 22"),
     (b"PK\3\4" + bytes(100), "ckpt.pt", "first bytes=50 4b 03 04.*lines that convert pickles"),
 ]
