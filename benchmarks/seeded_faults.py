@@ -48,9 +48,8 @@ TURNED = {
 # Tests of each folder of the package, which run after those that mention the changed module.
 NEAR = {
     "config": "flags settings command_lines start",
-    "data": "data_dataset data_encodings data_loading data_split data_token_files prepare tokenizers added_tokens",
-    "formats": "formats_huggingface formats_run_model formats_gguf formats_llama safetensors_files "
-    "convert fuzz data_token_files",
+    "data": "data_dataset data_encodings data_source prepare tokenizers",
+    "formats": "formats_huggingface formats_run_model formats_gguf formats_llama convert fuzz data_dataset",
     "generation": "generating sampling evaluate readable model_choices",
     "graph": "grain chunks groups clipping one_number distribute timeline",
     "kernels": "kernels_layers kernels_optimizers kernels_attention kernels_sgemm kernels_vectors kernels_blas layers",
@@ -59,8 +58,8 @@ NEAR = {
     "model": "model layers model_choices extensions dropout schedules one_number",
     "profiling": "study timeline dataflow bench records dashboard plot layers",
     "schedulers": "schedulers cluster distribute bench",
-    "training": "checkpoints resume run_folder schedules wrong_arguments validation cluster stopping logs "
-    "progress start audit rewind",
+    "training": "checkpoints resume run_folder schedules wrong_arguments cluster stopping logs command_lines start "
+    "audit rewind",
 }
 WAITS = {"wait", "join", "result", "acquire", "release", "wait_for", "barrier", "notify_all"}
 

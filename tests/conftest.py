@@ -1,5 +1,6 @@
 """Fixtures of many tests: the golden model, a small random model, and the schedulers."""
 
+import io
 import signal
 from pathlib import Path
 
@@ -75,6 +76,19 @@ def small_text(tmp_path_factory):
 def whole(small_text, tmp_path_factory):
     """The folder of an undisturbed run with threads."""
     return fit_in_parts(small_text, tmp_path_factory.mktemp("whole") / "run", "threads", steps=DISTURBED_STEPS)
+
+
+@pytest.fixture
+def called(capsys, monkeypatch):
+    """Call a command line in this process: its exit code and what it prints, where somebody has typed something."""
+
+    def call(command, *arguments, typed=""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        capsys.readouterr()
+        code = command.main([str(argument) for argument in arguments])
+        return code, capsys.readouterr().out
+
+    return call
 
 
 @pytest.fixture

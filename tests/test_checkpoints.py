@@ -1,4 +1,4 @@
-"""Tests of checkpoints: contents, when they are written and pruned, what damage is found, and a full disk."""
+"""Tests of checkpoints: contents, when they are written and pruned, damage, a full disk, and the best one."""
 
 import hashlib
 import json
@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from full_disk import full_disk
 from safetensors.numpy import load_file
-from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
+from small_runs import STEPS, fit, losses_of, metrics_of, steps_in, stopping_at, tensors_of
 
 import daskgpt
 from daskgpt.training import checkpoint
 from daskgpt.training.checkpoint import DamagedCheckpoint, checked_state
-
-CONSTANT = daskgpt.OptimizerConfig(schedule="constant")
 
 
 @pytest.fixture(scope="module")
@@ -50,35 +48,21 @@ def test_checkpoint_has_model_moments_and_state(saved):
         assert (len(content), hashlib.sha256(content).hexdigest()) == (facts["bytes"], facts["sha256"])
 
 
-def test_checkpoint_holds_the_state_of_its_step(small_text, tmp_path):
-    fit(small_text, tmp_path / "run", optimizer=CONSTANT, save_every=5)
-    for steps in (5, 10):
-        fit(small_text, tmp_path / f"{steps}", optimizer=CONSTANT, steps=steps)
-        assert tensors_of(tmp_path / "run", steps) == tensors_of(tmp_path / f"{steps}")
-
-
-@pytest.mark.parametrize(
-    ("settings", "left"),
-    [
-        ({"save_every": 1, "keep": 2}, [11, 12]),
-        ({"save_every": 5, "keep": 1}, [12]),
-        ({"save_minutes": 1e9}, [STEPS]),
-    ],
-)
-def test_pruning_keeps_the_newest(small_text, tmp_path, settings, left):
-    fit(small_text, tmp_path / "run", **settings)
-    assert steps_in(tmp_path / "run") == left
+def test_pruning_keeps_the_newest(small_text, tmp_path):
+    fit(small_text, tmp_path / "run", save_every=1, keep=2)
+    assert steps_in(tmp_path / "run") == [11, 12]
     assert not list(tmp_path.glob("*/.*.tmp"))
 
 
 def test_checkpoints_by_time_and_at_the_end(small_text, tmp_path):
-    fit(small_text, tmp_path / "run", save_minutes=1e-9, keep=100, steps=100)
-    assert {100} < set(steps_in(tmp_path / "run"))
+    for minutes in (1e-9, 1e9):
+        fit(small_text, tmp_path / str(minutes), save_minutes=minutes, keep=100, steps=50)
+    assert {50} < set(steps_in(tmp_path / "1e-09"))
+    assert steps_in(tmp_path / "1000000000.0") == [50]
 
 
-@pytest.mark.parametrize("window", [3, 5])
-def test_windows_end_at_checkpoints(small_text, tmp_path, saved, window):
-    dataflow = {"barrier": "none", "window": window, "grain": "block", "batch_chunk": 2, "sequence_chunk": 8}
+def test_windows_end_at_checkpoints(small_text, tmp_path, saved):
+    dataflow = {"barrier": "none", "window": 3, "grain": "block", "batch_chunk": 2, "sequence_chunk": 8}
     fit(small_text, tmp_path / "run", dataflow=dataflow, save_every=5)
     for step in (5, 10, 12):
         assert tensors_of(tmp_path / "run", step) == tensors_of(saved[0], step)
@@ -166,19 +150,6 @@ def test_full_disk_costs_checkpoints_not_the_run(small_text, tmp_path, disk, sav
     assert losses_of(tmp_path / "run") == losses_of(saved[0])
 
 
-def test_a_taken_name_costs_a_checkpoint_not_the_run(small_text, tmp_path):
-    """Somebody's file has the name of the checkpoint of a step."""
-    out = tmp_path / "run"
-
-    def on_step(step, metrics):
-        if step == 2:
-            (out / "step-00000005").touch()
-
-    fit(small_text, out, save_every=5, keep=3, on_step=on_step)
-    assert (out / "step-00000005").is_file()
-    assert steps_in(out) == [5, 10, 12]
-
-
 def test_failed_last_checkpoint_is_an_error(small_text, tmp_path, disk, saved):
     out = tmp_path / "run"
 
@@ -193,3 +164,114 @@ def test_failed_last_checkpoint_is_an_error(small_text, tmp_path, disk, saved):
     assert len(losses_of(out)) == STEPS
     daskgpt.fit(resume=out, run={"keep": 1}, quiet=True)
     assert tensors_of(out) == tensors_of(saved[0])
+
+
+# The checkpoint with the lowest validation loss
+
+# Learns, and then takes steps so large that it forgets.
+STEEP = daskgpt.OptimizerConfig(learning_rate=0.3, warmup=24, schedule="linear")
+EACH = {"optimizer": STEEP, "steps": 24, "validate_every": 2}
+GOES_ON = {"run": {"steps": 27, "validate_every": 1}}
+
+
+@pytest.fixture(scope="module")
+def steep(small_text, tmp_path_factory):
+    """A run that is best somewhere before its end."""
+    out = tmp_path_factory.mktemp("steep") / "run"
+    fit(small_text, out, keep=1, **EACH)
+    return out
+
+
+@pytest.fixture
+def copy(steep, tmp_path):
+    return shutil.copytree(steep, tmp_path / "copy", symlinks=True)
+
+
+def validated(out):
+    """Validation loss after so many steps, and which of them are told to be the best so far."""
+    records = {record["step"] + 1: record for record in metrics_of(out) if "validation_loss" in record}
+    return {step: record["validation_loss"] for step, record in records.items()}, [
+        step for step, record in records.items() if record.get("best")
+    ]
+
+
+def lowest(losses):
+    return min(losses, key=losses.get)
+
+
+def best_in(out):
+    return int(os.readlink(out / "best").removeprefix("step-"))
+
+
+def test_best_is_kept_and_marked_in_metrics(steep):
+    losses, told = validated(steep)
+    best = lowest(losses)
+    assert 2 < best < 24, "a run that is best at an end shows nothing"
+    assert best_in(steep) == best
+    assert steps_in(steep) == [best, 24]
+    assert told == [step for step in losses if losses[step] == min(l for s, l in losses.items() if s <= step)]
+    state = json.loads((steep / "latest" / "state.json").read_text())
+    assert state["best"] == {"step": best, "loss": losses[best]}
+
+
+def test_best_holds_the_state_of_its_step(small_text, steep, tmp_path):
+    """Steps overlap here, and the dials are others."""
+    best = best_in(steep)
+    fit(small_text, tmp_path / "run", dataflow={"barrier": "none", "window": 3}, keep=1, **EACH)
+    assert best_in(tmp_path / "run") == best
+    for step in (best, None):
+        assert tensors_of(tmp_path / "run", step) == tensors_of(steep, step)
+    lowest, last = (daskgpt.load(steep / name)[1] for name in ("best", "latest"))
+    assert any((lowest[name] != last[name]).any() for name in lowest)
+
+
+def test_resume_gives_the_best_of_an_uninterrupted_run(small_text, steep, tmp_path):
+    best = best_in(steep)
+    for stop in (best, best + 1):
+        out = tmp_path / str(stop)
+        fit(small_text, out, keep=1, on_step=stopping_at(stop), **EACH)
+        daskgpt.fit(resume=out, quiet=True)
+        assert (best_in(out), tensors_of(out, best)) == (best, tensors_of(steep, best))
+
+
+@pytest.mark.parametrize("left", ["", "none", "an older one", "a copy"])
+def test_resume_updates_a_stale_best_link(left, copy):
+    """The process ended after the checkpoint had its name and before `best` meant it."""
+    best = best_in(copy)
+    if left:
+        (copy / "best").unlink()
+    if left == "an older one":
+        (copy / "best").symlink_to("step-00000002")
+    if left == "a copy":
+        shutil.copytree(copy / "latest", copy / "best")
+    daskgpt.fit(resume=copy, quiet=True, **GOES_ON)
+    assert sorted(validated(copy)[0]) == [*range(2, 25, 2), 25, 26, 27]
+    assert (best_in(copy), steps_in(copy)) == (best, [best, 27])
+    assert (copy / "best.copy-1").exists() == (left == "a copy")
+
+
+@pytest.mark.parametrize("harm", ["damaged", "gone"])
+def test_damaged_best_is_replaced_by_a_later_one(harm, copy):
+    old = copy / os.readlink(copy / "best")
+    if harm == "gone":
+        shutil.rmtree(old)
+    else:
+        content = bytearray((old / "model.safetensors").read_bytes())
+        content[-1] ^= 1
+        (old / "model.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match="must be unchanged"):
+            daskgpt.load(copy / "best")
+    daskgpt.fit(resume=copy, quiet=True, **GOES_ON)
+    losses, _ = validated(copy)
+    assert best_in(copy) == lowest({step: losses[step] for step in (25, 26, 27)})
+    assert daskgpt.load(copy / "best")[0].blocks == 1
+
+
+def test_keep_best_zero_writes_no_best(small_text, copy, tmp_path):
+    fit(small_text, tmp_path / "run", keep_best=0, **EACH)
+    assert steps_in(tmp_path / "run") == [24]
+    assert not os.path.lexists(tmp_path / "run" / "best")
+    assert validated(tmp_path / "run")[1] == []
+    daskgpt.fit(resume=copy, run={"steps": 25, "keep_best": 0}, quiet=True)
+    assert not os.path.lexists(copy / "best")
+    assert steps_in(copy) == [25]

@@ -1,109 +1,139 @@
-"""Tests of the program `daskgpt` and its command lines: what they print, write and refuse, and recipes of flags."""
+"""Tests of what a run prints: of its command line, in a terminal, in a file, from Python."""
 
-import pkgutil
+import io
+import os
+import re
 import shlex
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 from command_lines import SMALL, write_text
-from small_runs import config_of, metrics_of
+from small_runs import metrics_of
+from terminals import left_lines, opened, read_to_end, shown_lines
 
 import daskgpt
 from daskgpt import generate, train
-from daskgpt.__main__ import COMMANDS, console
-from daskgpt.config.run import RECIPES
+from daskgpt.model.parameters import initial_parameters
+from daskgpt.training.metrics import Progress
+from daskgpt.training.trainer import Result
 
 
-def test_the_commands_are_the_modules_of_the_package():
-    modules = {module.name for module in pkgutil.iter_modules(daskgpt.__path__) if not module.ispkg}
-    assert COMMANDS.keys() == modules - {"__main__"}
-
-
-@pytest.mark.parametrize(
-    ("typed", "code", "said"),
-    [
-        ("bin/daskgpt", 0, "\n  train "),
-        ("bin/daskgpt --version", 0, f"daskgpt {daskgpt.__version__}\n"),
-        ("bin/daskgpt trian", 2, "command=trian. Did you mean train?"),
-        ("bin/daskgpt --steps 50", 2, "command=--steps. See daskgpt --help."),
-        ("bin/daskgpt help plot", 0, "usage: daskgpt plot "),
-        ("bin/daskgpt plot --ot 1 run", 2, "daskgpt plot: --ot must be a known flag. Did you mean --out?"),
-        ("bin/daskgpt plot run", 2, "out=nothing"),
-        ("daskgpt/__main__.py plot -h", 0, "usage: python -m daskgpt plot "),
-    ],
-)
-def test_what_is_typed_is_answered(typed, code, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", typed.split())
-    with pytest.raises(SystemExit) as end:
-        console()
-    out, error = capsys.readouterr()
-    assert (end.value.code, said in (error if code else out)) == (code, True)
-    assert error.count("\n") == (code == 2)
-
-
-@pytest.fixture
-def written(capsys):
-    """What a command line prints."""
-
-    def call(command, *arguments):
-        capsys.readouterr()
-        assert command.main([str(argument) for argument in arguments]) == 0
-        return capsys.readouterr().out
-
-    return call
-
-
-def test_training_ends_with_a_working_next_command(small_text, tmp_path, written):
+def test_training_ends_with_a_working_next_command(small_text, tmp_path, called):
     out = tmp_path / "it's a run"
-    lines = written(train, "--data", small_text, *SMALL, "--steps", 2, "--sample-tokens", 5, "--out", out).splitlines()
+    code, told = called(train, "--data", small_text, *SMALL, "--steps", 2, "--sample-tokens", 5, "--out", out)
+    lines = told.splitlines()
+    assert code == 0
     assert f"run written to {out}" in lines
     assert sum(line.startswith("--- sample after 2 steps") for line in lines) == 1
     begins = "write text with it: python -m daskgpt."
     (line,) = [line for line in lines if line.startswith(begins)]
     command, *arguments = shlex.split(line.removeprefix(begins))
     assert (command, arguments[0]) == ("generate", str(out))
-    assert written(generate, *arguments, "--tokens", 5).startswith(arguments[-1])
+    assert called(generate, *arguments, "--tokens", 5)[1].startswith(arguments[-1])
 
 
-def test_training_learns_and_generate_reads_the_run(small_text, tmp_path, written):
+def test_training_learns_and_generate_reads_the_run(small_text, tmp_path, called):
     trained = tmp_path / "run"
     flags = ("--steps", 60, "--validate-every", 30, "--sample-tokens", 0, "--out", trained)
-    written(train, "--data", small_text, *SMALL, *flags)
+    assert called(train, "--data", small_text, *SMALL, *flags)[0] == 0
     metrics = metrics_of(trained)
     assert [record["step"] for record in metrics] == list(range(60))
     assert metrics[0]["loss"] == pytest.approx(np.log(257), abs=0.3)
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 1.5
     assert [record["step"] for record in metrics if "validation_loss" in record] == [29, 59]
-    arguments = ("--prompt", "line 1", "--tokens", 30)
-    first, again, file = (
-        written(generate, path, *arguments, "--seed", 4)
-        for path in (trained, trained, trained / "latest" / "model.safetensors")
-    )
-    assert first.startswith("line 1")
-    assert len(first) > 30
+    model, arguments = trained / "latest" / "model.safetensors", ("--prompt", "line 1", "--tokens", 30)
+    first, again, file = (called(generate, path, *arguments, "--seed", 4) for path in (trained, trained, model))
+    assert first[1].startswith("line 1")
+    assert len(first[1]) > 30
     assert first == again == file
-    assert written(generate, trained, *arguments, "--seed", 5) != first
-    greedy = [written(generate, trained, *arguments, "--temperature", 0, "--seed", seed) for seed in (1, 2)]
-    assert greedy[0] == greedy[1] == written(generate, trained, *arguments, "--top-k", 1)
+    assert called(generate, trained, *arguments, "--seed", 5) != first
+    greedy = [called(generate, trained, *arguments, "--temperature", 0, "--seed", seed) for seed in (1, 2)]
+    assert greedy[0] == greedy[1] == called(generate, trained, *arguments, "--top-k", 1)
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
-def test_recipes_have_known_settings(name):
-    known_names = {action.dest for action in train.parser()._actions}
-    assert RECIPES[name].keys() <= known_names
-    assert train.parsed(["--preset", name, "--init", "model"]).preset == RECIPES[name].get("preset")
+# What a run shows while it goes on: in a terminal, in a file, from Python
+
+CONFIG = daskgpt.ModelConfig(blocks=2, heads=2, channels=32, vocabulary=257, positions=32)
+HEADER = ["scheduler", "model", "data", "batch", "chunks", "precision", "grain"]
 
 
-def test_flags_override_a_recipe(tmp_path):
-    pytest.importorskip("tokenizers")
-    out, text = tmp_path / "run", write_text(tmp_path)
-    flags = ["--validation-batches", "2", "--steps", "3", "--warmup", "1", "--sample-tokens", "0", "--blocks", "1"]
-    assert train.main(["--preset", "speedrun", "--data", str(text), *flags, "--out", str(out)]) == 0
-    written = config_of(out)
-    assert (written["data"]["held_out"], written["optimizer"]["optimizer"]) == ("end", "muon")
-    assert (written["run"]["steps"], written["run"]["validation_batches"]) == (3, 2)
-    assert (written["model"]["blocks"], written["model"]["channels"]) == (1, 128)
-    assert written["data"]["encoding"].startswith("learned-")
-    with pytest.raises(ValueError, match="keeps the run's own settings; got preset=speedrun"):
-        train.main(["--resume", str(out), "--preset", "speedrun"])
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    data = {"data": write_text(tmp_path_factory.mktemp("text")), "batch_size": 4, "sequence_length": 32}
+    return partial(daskgpt.fit, CONFIG, data, run={"steps": 4, "validation_batches": 2})
+
+
+def shown_in_terminal(columns, steps):
+    """Return the output to a terminal of some width for a run of some steps with a validation every 20."""
+    ours, theirs = opened(columns)
+    with ThreadPoolExecutor(1) as pool, os.fdopen(ours, "rb"), os.fdopen(theirs, "w") as stream:
+        written = pool.submit(read_to_end, ours)
+        progress = Progress(steps, stream=stream)
+        progress.begin()
+        for step in range(1, steps + 1):
+            validated = {"validation_loss": 11.25} if step % 20 == 0 else {}
+            progress.line.mininterval = 0
+            progress.step(
+                {"loss": 10.9, "tokens_per_s": 1_234_567.0, **validated, **({"best": True} if step == 20 else {})}
+            )
+        progress.close()
+        print("\0", end="", file=stream, flush=True)
+        return written.result()
+
+
+@pytest.mark.parametrize("columns", [200, 80, 40])
+def test_progress_in_a_terminal(columns):
+    written = shown_in_terminal(columns, 60)
+    live = [line for line in shown_lines(written) if re.match(r" *\d+/60 ", line)]
+    assert max(map(len, live)) <= columns
+    assert len(live) > 30
+    assert any("validation 11.250, 1,234,567 tokens/s" in line for line in live) == (columns >= 80)
+    left = left_lines(written)
+    kept = [line for line in left if line.startswith("step")]
+    assert [line.split("/")[0] for line in kept] == ["step 20", "step 40", "step 60"]
+    assert [line.count("(best)") for line in left if "(best)" in line] == [1]
+    assert all("/60  mean loss 10.900" in line for line in kept)
+    assert not any(re.match(r" *\d+/60 ", line) for line in left), "the line that is written over is gone in the end"
+
+
+def test_progress_in_a_file(monkeypatch):
+    written = {}
+    for every in (0, 3600):
+        monkeypatch.setattr("daskgpt.training.metrics.PLAIN_EVERY", every)
+        stream = io.StringIO()
+        progress = Progress(4, stream=stream)
+        progress.begin()
+        for loss in (8.0, 4.0, 4.0, 4.0):
+            progress.step({"loss": loss, "tokens_per_s": 100.0})
+        progress.close()
+        written[every] = stream.getvalue().splitlines()
+    assert "\r" not in stream.getvalue()
+    assert [line.split("/")[0] for line in written[3600]] == ["step 1"]
+    losses = [float(re.search(r"loss ([\d.]+)", line)[1]) for line in written[0]]
+    assert len(losses) == 4
+    assert losses[0] == 8
+    assert 4 < losses[3] < losses[2] < losses[1] < 8
+
+
+def test_fit_prints_the_header_unless_quiet(fitted, capfd):
+    fitted(quiet=True)
+    capfd.readouterr()  # what compiling said
+    fitted()
+    out, err = capfd.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == HEADER
+    lines = [line for line in err.splitlines() if line.startswith("step")]
+    assert [line.split("  ")[0] for line in lines] == ["step 1/4", "step 4/4"]
+    assert re.fullmatch(r"step 4/4  mean loss \d\.\d{3}, validation [\d.]+, [\d,]+ tokens/s, after \d\d:\d\d", lines[1])
+    result = fitted(quiet=True)
+    assert capfd.readouterr() == ("", "")
+    assert len(result.losses) == 4
+
+
+def test_result_says_what_it_has_without_arrays():
+    result = Result(CONFIG, initial_parameters(CONFIG, 0), [5.5, float("nan"), 4.5, 3.5], 3.25, 1.5)
+    shown = "loss 5.500 nats a token in the first step, 3.500 in the last, 3.250 on held-out text\n4 steps in 1.5 s"
+    assert repr(result) == shown
+    assert repr(Result(CONFIG, {}, [5.5, 4.5], 3.25, 1.5, first=1)).endswith("\n1 of 2 steps in 1.5 s")
+    assert repr(Result(CONFIG, {}, [5.5], 3.25, 1.5)).endswith("\n1 step in 1.5 s")

@@ -33,14 +33,9 @@ def model(parameters, tmp_path_factory):
 
 
 @pytest.fixture
-def evaluated(model, capsys):
+def evaluated(model, called):
     """What the command prints with these flags."""
-
-    def run(*flags):
-        evaluate.main([str(model), *map(str, flags)])
-        return capsys.readouterr().out
-
-    return run
+    return lambda *flags: called(evaluate, model, *flags)[1]
 
 
 def nats_of(parameters, tokens):
@@ -88,13 +83,6 @@ def test_a_perplexity_beyond_every_float(tmp_path, parameters, evaluated, monkey
     assert "\nperplexity   inf\n" in evaluated("--data", tmp_path / "text.txt")
 
 
-def test_impossible_evaluation_is_refused(evaluated, tmp_path):
-    (tmp_path / "empty.txt").write_text("\n")
-    for name, keyword in (("empty.txt", "must not be empty"), ("missing.txt", "missing.txt")):
-        with pytest.raises((ValueError, OSError), match=keyword):
-            evaluated("--data", tmp_path / name)
-
-
 def test_ids_beyond_the_encoding_of_a_larger_model_are_refused():
     config = replace(CONFIG, vocabulary=300, padded_vocabulary=0)
     weights = Weights(config, daskgpt.initial_parameters(config, seed=0), "float32")
@@ -105,9 +93,18 @@ def test_ids_beyond_the_encoding_of_a_larger_model_are_refused():
             evaluate.measure(weights, options, get_encoding("bytes"), data, 8)
 
 
-def test_flags_that_do_not_fit_are_refused(evaluated, tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "keyword"),
+    [
+        ("", "--data must name a file"),
+        ("--data empty.txt", "must not be empty"),
+        ("--data missing.txt", "missing.txt"),
+        ("--data short.txt --sequence-length 41", "sequence_length=41"),
+    ],
+)
+def test_impossible_evaluation_is_refused(flags, keyword, evaluated, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "short.txt").write_text("é")
-    with pytest.raises(ValueError, match="--data must name a file"):
-        evaluated()
-    with pytest.raises(ValueError, match="sequence_length=41"):
-        evaluated("--data", tmp_path / "short.txt", "--sequence-length", 41)
+    with pytest.raises((ValueError, OSError), match=keyword):
+        evaluated(*flags.split())

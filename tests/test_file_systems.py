@@ -126,10 +126,8 @@ def test_what_fails_after_a_checkpoint_loses_nothing(small_text, tmp_path, said,
 
 NUMBERS = [
     (errno.ENOSPC, "Free space"),
-    (errno.EDQUOT, "Free space"),
     (errno.EFBIG, "limit on the size of files"),
     (errno.EROFS, "permissions or its mount"),
-    (errno.EINVAL, "file system lacks"),
     (errno.EOPNOTSUPP, "file system lacks"),
     (errno.EIO, "Check the disk"),
     (errno.ENAMETOOLONG, "shorter name"),

@@ -1,7 +1,8 @@
-"""Tests of the advice for wrong flags, and of errors and exit codes."""
+"""Tests of the command lines: advice for wrong flags, recipes, errors and exit codes, and the program `daskgpt`."""
 
 import io
 import os
+import pkgutil
 import re
 import sys
 from contextlib import suppress
@@ -9,9 +10,14 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from command_lines import write_text
+from small_runs import config_of
 
-from daskgpt.__main__ import COMMANDS
+import daskgpt
+from daskgpt import train
+from daskgpt.__main__ import COMMANDS, console
 from daskgpt.config.flags import Parser, run_command, text
+from daskgpt.config.run import RECIPES
 from daskgpt.config.stopping import STOPPED, CanGoOn
 from daskgpt.train import parser as train_parser
 
@@ -138,3 +144,56 @@ def test_command_ends_when_its_output_is_closed(monkeypatch):
     with suppress(BrokenPipeError), os.fdopen(theirs, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert ended(lambda arguments: print("x" * 100_000)) == 128 + 13
+
+
+# The program
+
+
+def test_the_commands_are_the_modules_of_the_package():
+    modules = {module.name for module in pkgutil.iter_modules(daskgpt.__path__) if not module.ispkg}
+    assert COMMANDS.keys() == modules - {"__main__"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        ("bin/daskgpt", 0, "\n  train "),
+        ("bin/daskgpt --version", 0, f"daskgpt {daskgpt.__version__}\n"),
+        ("bin/daskgpt trian", 2, "command=trian. Did you mean train?"),
+        ("bin/daskgpt --steps 50", 2, "command=--steps. See daskgpt --help."),
+        ("bin/daskgpt help plot", 0, "usage: daskgpt plot "),
+        ("bin/daskgpt plot --ot 1 run", 2, "daskgpt plot: --ot must be a known flag. Did you mean --out?"),
+        ("bin/daskgpt plot run", 2, "out=nothing"),
+        ("daskgpt/__main__.py plot -h", 0, "usage: python -m daskgpt plot "),
+    ],
+)
+def test_what_is_typed_is_answered(typed, code, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", typed.split())
+    with pytest.raises(SystemExit) as end:
+        console()
+    out, error = capsys.readouterr()
+    assert (end.value.code, said in (error if code else out)) == (code, True)
+    assert error.count("\n") == (code == 2)
+
+
+# Recipes of --preset
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_recipes_have_known_settings(name):
+    known_names = {action.dest for action in train.parser()._actions}
+    assert RECIPES[name].keys() <= known_names
+    assert train.parsed(["--preset", name, "--init", "model"]).preset == RECIPES[name].get("preset")
+
+
+def test_flags_override_a_recipe(tmp_path):
+    out, text = tmp_path / "run", write_text(tmp_path)
+    flags = ["--validation-batches", "2", "--steps", "3", "--warmup", "1", "--sample-tokens", "0", "--blocks", "1"]
+    assert train.main(["--preset", "speedrun", "--data", str(text), *flags, "--out", str(out)]) == 0
+    written = config_of(out)
+    assert (written["data"]["held_out"], written["optimizer"]["optimizer"]) == ("end", "muon")
+    assert (written["run"]["steps"], written["run"]["validation_batches"]) == (3, 2)
+    assert (written["model"]["blocks"], written["model"]["channels"]) == (1, 128)
+    assert written["data"]["encoding"].startswith("learned-")
+    with pytest.raises(ValueError, match="keeps the run's own settings; got preset=speedrun"):
+        train.main(["--resume", str(out), "--preset", "speedrun"])

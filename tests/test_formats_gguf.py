@@ -2,6 +2,7 @@
 
 import sys
 
+import gguf
 import numpy as np
 import pytest
 from conftest import random_parameters
@@ -12,7 +13,6 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.data.tokenizer import get_encoding, learn_encoding
 from daskgpt.formats.encoding import decoded
 
-gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
 NAMES = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm"}
 NAMES |= {"attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
 SIZES = {"blocks": 2, "heads": 2, "channels": 32, "vocabulary": 257, "padded_vocabulary": 272, "positions": 64}

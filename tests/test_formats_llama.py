@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import gguf
 import numpy as np
 import pytest
 from conftest import whole_logits
@@ -25,13 +26,10 @@ import daskgpt
 from daskgpt import convert, generate
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats import models
-from daskgpt.formats.encoding import KNOWN
-from daskgpt.formats.gguf import write_gguf
 from daskgpt.formats.huggingface import write_huggingface
 from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import StoredModel
 
-gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra test)")
 CONFIG = daskgpt.ModelConfig(
     blocks=2,
     heads=4,
@@ -102,11 +100,6 @@ def test_folders_are_read_and_written(name, tmp_path):
     assert settings.items() >= (expected | {"architectures": [architecture]}).items()
 
 
-def test_numbers_of_the_scaling_are_those_of_the_positions(tmp_path):
-    fields = FIELDS | {"rope_parameters": OTHER_ROPE, "factor": 2.0}
-    assert open_model_file(write_folder(tmp_path / "theirs", llama_tensors(fields), fields)).config == SCALED
-
-
 def test_shards_other_fields_and_names(tmp_path):
     tensors = llama_tensors()
     legacy = {name: value for name, value in FIELDS.items() if name not in ("rope_parameters", "head_dim")}
@@ -132,8 +125,6 @@ REFUSED = [
     ({"num_local_experts": 8}, "num_local_experts must be null"),
     ({"hidden_act": "gelu"}, "hidden_act must be silu"),
     ({"attention_bias": True}, "mlp_bias must be the same as attention_bias"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config must be null"),
-    ({"num_key_value_heads": 3}, "must describe a model.*kv_heads must divide heads"),
     ({"num_key_value_heads": 4}, r"k_proj.weight must have shape \(32, 32\)"),
     ({"tie_word_embeddings": False}, r"missing=lm_head.weight"),
     ({"model_type": "mixtral"}, "model_type must be gpt2 or llama or qwen2 or qwen3"),
@@ -150,7 +141,6 @@ def test_folders_that_are_refused(more, keyword, tmp_path):
 
 NOT_WRITTEN = [
     (replace(CONFIG, activation="gelu"), r"config.json \(llama\) has no activation, which must be swiglu"),
-    (replace(CONFIG, norm="layernorm", norm_eps=1e-5), "has no norm, which must be rmsnorm"),
     (replace(CONFIG, position="learned"), r"\(gpt2\) has no "),
     (replace(CONFIG, qk_norm="rmsnorm", bias="qkv"), "has no qk_norm, which must be none"),
 ]
@@ -228,12 +218,6 @@ def test_written_files_are_read_by_both(name, tmp_path):
     assert (facts["llama.vocab_size"], facts["tokenizer.chat_template"]) == (267, TEMPLATE)
 
 
-def test_normalized_heads_are_not_written(tmp_path):
-    folder = write_folder(tmp_path / "a", llama_tensors(fields := FIELDS | {"model_type": "qwen3"}), fields)
-    with pytest.raises(ValueError, match=r"llama.cpp's file \(llama\) has no qk_norm, which must be none"):
-        write_gguf(tmp_path / "m.gguf", open_model_file(folder), KNOWN["bytes"])
-
-
 ENTRIES = [
     ({"expert_count": 8}, "llama.expert_count must be 0; .*=8"),
     ({"attention__sliding_window": 512}, "attention.sliding_window must be 0"),
@@ -245,7 +229,6 @@ ENTRIES = [
     ({"tokenizer__ggml__eos_token_id": 5000}, "files must be whole; .*IndexError"),
     ({"tokenizer__ggml__token_type": "two"}, "token_type must have a number for each token; .*numbers=3"),
     ({"feed_forward_length": 65}, "gate_proj|ffn_gate.weight must have shape"),
-    ({"block_count": 3}, "missing=blk.2"),
     ({"block_count": 100}, "every block must have its tensors"),
 ]
 

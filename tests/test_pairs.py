@@ -1,4 +1,4 @@
-"""Tests of training on pairs: only responses count, whatever the chunks, schedulers and micro-batches."""
+"""Tests of training on pairs and chats, of which only what the assistant says counts, and of chat templates."""
 
 import io
 import json
@@ -6,12 +6,18 @@ import math
 
 import numpy as np
 import pytest
+from llama_files import llama_tensors, write_gguf_llama
 from small_runs import MODEL, config_of, losses_of, metrics_of, same, stopping_at
 
 import daskgpt
 from daskgpt import generate, train
 from daskgpt.config.run import OptimizerConfig
+from daskgpt.data.chat import ChatTemplate, Part
 from daskgpt.data.dataset import batch, load_dataset, validation_batches
+from daskgpt.data.pairs import read_examples, read_pairs
+from daskgpt.data.source import recognize
+from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.formats.models import open_model_file
 from daskgpt.generation.sanitize import sanitized
 
 END = 256
@@ -21,14 +27,14 @@ SHAPE = {"batch_size": 4, "sequence_length": 16}
 DROPPING = OptimizerConfig(dropout=0.2, warmup=3)
 
 
-def write(path, pairs=PAIRS):
+def write_pairs(path, pairs=PAIRS):
     path.write_text("".join(json.dumps({"prompt": one, "response": other}) + "\n" for one, other in pairs))
     return path
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("pairs") / "pairs.jsonl")
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl")
 
 
 def fit(pairs, out, *, data=None, optimizer=DROPPING, dataflow=None, on_step=None, **run):
@@ -131,7 +137,7 @@ def test_fine_tuning_from_the_command_line(pairs, whole, tmp_path, capsys):
     assert len(losses_of(tmp_path / "short")) == 2
 
 
-def test_chat_gives_lines_the_form_of_the_template(pairs, whole, monkeypatch, capsys):
+def test_chat_gives_lines_the_form_of_the_template(pairs, whole, called):
     """Each is a text of its own then; so is --prompt."""
     config, parameters = daskgpt.load(whole)
 
@@ -140,9 +146,7 @@ def test_chat_gives_lines_the_form_of_the_template(pairs, whole, monkeypatch, ca
         return bytes(token for token in tokens if token != END)
 
     def told(typed, *flags):
-        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-        assert generate.main([str(whole), "--tokens", "6", "--temperature", "0", *flags]) == 0
-        return capsys.readouterr().out
+        return called(generate, whole, "--tokens", 6, "--temperature", 0, *flags, typed=typed)[1]
 
     form = r"<{}>\n"
     first, second = ("".join(sanitized([answer(f"<{line}>\n"), b"\n"])) for line in "xy")
@@ -158,13 +162,11 @@ def test_chat_gives_lines_the_form_of_the_template(pairs, whole, monkeypatch, ca
     [
         (b'{"prompt": "a", "response": ', "JSON in UTF-8.*line 42.*JSONDecodeError"),
         (b'{"prompt": "a", "text": "b"}', '"prompt" and "response".*line 42.*KeyError'),
-        (b'{"prompt": 1, "response": "b"}', "line 42.*TypeError"),
         (b'{"prompt": "\xff", "response": "b"}', "not UTF-8"),
-        (b'["a", "b"]', "line 42.*KeyError"),
     ],
 )
 def test_wrong_lines_are_refused_by_number(tmp_path, line, said):
-    path, out = write(tmp_path / "pairs.jsonl"), tmp_path / "run"
+    path, out = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "run"
     path.write_bytes(b"\n" + path.read_bytes() + line + b"\n")
     with pytest.raises(ValueError, match=said):
         train.main(["--data", str(path), "--out", str(out)])
@@ -172,7 +174,7 @@ def test_wrong_lines_are_refused_by_number(tmp_path, line, said):
 
 
 def test_a_few_short_pairs_suffice(tmp_path):
-    dataset = load_dataset(str(write(tmp_path / "pairs.jsonl", PAIRS[:8])), sequence_length=64)
+    dataset = load_dataset(str(write_pairs(tmp_path / "pairs.jsonl", PAIRS[:8])), sequence_length=64)
     assert (dataset.training.count, dataset.validation.count) == (7, 1)
     assert dataset.validation.size < 64
 
@@ -184,4 +186,202 @@ def test_too_few_pairs_are_refused(tmp_path):
         ([], "must not be empty"),
     ):
         with pytest.raises(ValueError, match=said):
-            load_dataset(str(write(tmp_path / "pairs.jsonl", pairs)), sequence_length=16)
+            load_dataset(str(write_pairs(tmp_path / "pairs.jsonl", pairs)), sequence_length=16)
+
+
+# Chat templates: conversations as text, what the assistant wrote in it, and templates that do not fit
+
+CHATML = """{% for message in messages %}
+{% if loop.first and message['role'] != 'system' %}
+{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}
+{%- endif %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + eos_token + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+NAMES = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+TALK = [
+    {"role": "user", "content": "Who?"},
+    {"role": "assistant", "content": "I."},
+    {"role": "user", "content": "é <b> 'quoted'"},
+    {"role": "assistant", "content": "Yes\nindeed"},
+    {"role": "user", "content": "Bye"},
+]
+
+
+def test_a_conversation_as_text():
+    template = ChatTemplate(CHATML, NAMES)
+    begin = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
+    assert template.text(TALK[:1]) == begin
+    assert template.text(TALK[:1], reply=True) == begin + "<|im_start|>assistant\n"
+    system = [{"role": "system", "content": "Short."}]
+    assert template.text(system + TALK[:1]).startswith("<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\n")
+
+
+def test_what_the_assistant_wrote():
+    template = ChatTemplate(CHATML, NAMES)
+    parts = template.parts(TALK)
+    assert [part.text for part in parts if part.written] == ["I.<|im_end|>\n", "Yes\nindeed<|im_end|>\n"]
+    assert "".join(part.text for part in parts) == template.text(TALK[:4])
+    assert parts[0] == Part(template.text(TALK[:1], reply=True), False)
+    assert template.parts(TALK[:1]) == []
+
+
+def test_what_templates_may_use():
+    source = """{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif -%}
+    {% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}{% endgeneration %}{% else -%}
+    {{ {'a': m.content} | tojson }}{% endif %}{% endfor %}{{ strftime_now is defined }}"""
+    talk = [{"role": "tool", "content": ""}, TALK[2], {"role": "assistant", "content": " x "}]
+    assert ChatTemplate(source, NAMES).text(talk) == """{"a": "é <b> 'quoted'"}xFalse"""
+
+
+@pytest.mark.parametrize(
+    ("source", "keyword"),
+    [
+        ("{% for message in messages %}", "must be valid; .*TemplateSyntaxError"),
+        ("{% for n in [1] %}" * 30 + "{% endfor %}" * 30, "must be valid; .*nested"),
+        ("{% for n in range(10**9) %}{% endfor %}", "must take these messages.*OverflowError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "must take these messages.*RecursionError"),
+        ("{{ raise_exception('roles must alternate') }}", "must take these messages.*roles must alternate"),
+        ("{{ messages.append(1) }}", "must take these messages.*append"),
+        ("{{ ''.__class__.__mro__ }}", "must take these messages.*__class__"),
+        ("{{ messages | length }}{{ messages[-1].content }}", "must leave the text of earlier messages"),
+    ],
+)
+def test_templates_that_do_not_fit_are_refused(source, keyword):
+    with pytest.raises(ValueError, match=keyword):
+        ChatTemplate(source, NAMES).parts(TALK)
+
+
+def test_a_conversation_that_does_not_fit_is_named():
+    for source in ("{{ messages[0].content if messages else 'Be good.' }}", "{{ messages[0].content }}"):
+        with pytest.raises(ValueError, match="a line 3: a conversation must begin with what the assistant answers"):
+            ChatTemplate(source, NAMES).parts(TALK[1:], "a line 3")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A model whose template is the contents, each with an end."""
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    write_gguf_llama(path, llama_tensors())
+    return path
+
+
+@pytest.fixture
+def encoding(path):
+    return get_encoding(open_model_file(path).encoding)
+
+
+def test_models_with_a_chat_template_answer(path, encoding, called):
+    """A prompt is what a user says; a chat is one conversation, with what was said before, and the model told."""
+    config, parameters = daskgpt.load(path)
+
+    def answer(text):
+        """What the model says after a text, up to the end of its message: as text, and as it is shown."""
+        ids = encode(encoding, text, "test")
+        tokens = daskgpt.sample(config, parameters, ids, 5, temperature=0, end=encoding.eot_token)
+        reply = [token for token in tokens if token != encoding.eot_token]
+        return encoding.decode(reply), "".join(sanitized(encoding.tokens[token] for token in reply))
+
+    def said(typed, *flags):
+        return called(generate, path, "--tokens", 5, "--temperature", 0, *flags, typed=typed)[1]
+
+    first, shown = answer("a 12<|end|>")
+    assert said("", "--prompt", "a 12") == f"a 12\n{shown}\n"
+    _, then_shown = answer(f"a 12<|end|>{first}<|end|>b<|end|>")
+    assert said("a 12\nb\n", "-i") == f"{shown}\n{then_shown}\n\n"
+    _, shown = answer("Hush<|end|>a 12<|end|>")
+    assert said("a 12\n", "-i", "--system", "Hush") == f"{shown}\n\n"
+    assert said("", "--prompt", "a 12", "--template", "{}").startswith("a 12")
+    with pytest.raises(ValueError, match="without a chat template"):
+        said("", "--template", "{}", "--system", "Hush")
+
+
+@pytest.mark.parametrize(("answer", "messages"), [("ab", [1]), ("a<|end|>", [1, 3]), ("", [1])])
+def test_an_empty_line_continues_an_answer_that_has_not_ended(answer, messages, path, encoding, monkeypatch, capsys):
+    """After a complete one it is a message."""
+    asked, answers = [], [encode(encoding, text, "test").tolist() if text else [] for text in (answer, "c")]
+
+    def write(writer, texts):
+        for token in answers.pop(0):
+            texts.tokens[0].append(token)
+            yield [token]
+
+    def asking(writer, said):
+        asked.append(len(said))
+        return writer.template.text(said, reply=True)
+
+    monkeypatch.setattr(generate.Writer, "write", write)
+    monkeypatch.setattr(generate.Writer, "asking", asking)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a 1\n\n"))
+    assert generate.main([str(path), "-i"]) == 0
+    assert (asked[1:], answers) == (messages, [])  # the first one is of --prompt
+    capsys.readouterr()
+
+
+def test_pairs_are_learned_in_the_form_of_the_template(encoding, tmp_path):
+    pairs = [{"prompt": f"a{n}", "response": f"the {n}"} for n in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    examples = load_dataset(str(tmp_path / "pairs.jsonl"), encoding.name, sequence_length=12).training
+    assert examples.count == 27
+    tokens, counted = examples.row(3)
+    assert encoding.decode(tokens) == "a3<|end|>the 3<|end|>"
+    assert encoding.decode(tokens[counted]) == "the 3<|end|>"
+    assert examples.prompt(3) == encode(encoding, "a3<|end|>", "test").tolist()
+    rows, targets, weights = examples.batch(np.array([3, 4]), 12)
+    assert encoding.decode(targets[0][weights[0] > 0]) == "the 3<|end|>"
+    assert weights.mean() == pytest.approx(1)
+    assert (rows[0, len(tokens) :] == encoding.eot_token).all()
+
+
+CHATS = [
+    {"messages": [{"role": "system", "content": "s"}, *TALK]},
+    {"messages": [{"role": "user", "content": "nobody answers"}]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": []}]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "source": "x"},
+]
+SHARED = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return recognize(str(path))
+
+
+def test_chats_are_conversations(tmp_path):
+    (talk, short), _, left_out = read_pairs(write(tmp_path / "chats.json", CHATS))
+    assert talk == (("system", "s"), *((message["role"], message["content"]) for message in TALK))
+    assert left_out == ["chats.json line 2", "chats.json line 3"]
+    assert read_pairs(write(tmp_path / "shared.json", SHARED)) == ([short], ["shared.json line 1"], [])
+    with pytest.raises(ValueError, match='"messages", each with "role" and "content".*line 5, found=KeyError'):
+        read_pairs(write(tmp_path / "wrong.json", [*CHATS, {"messages": [{"role": "user", "text": "a"}]}]))
+
+
+def test_chats_need_a_template(tmp_path):
+    source = write(tmp_path / "chats.json", CHATS)
+    with pytest.raises(ValueError, match="must have a chat template.*encoding=bytes"):
+        read_examples(source, get_encoding("bytes"), 0.0, "spans", 300)
+    (examples,), said, _ = read_examples(
+        write(tmp_path / "shared.json", SHARED), get_encoding("bytes"), 0.0, "spans", 9
+    )
+    assert bytes(examples.row(0)[0][:-1].tolist()) == b"ab"
+    assert "1 pair)" in said
+
+
+def test_every_message_of_the_assistant_counts(encoding, tmp_path):
+    (examples,), said, _ = read_examples(write(tmp_path / "chats.json", CHATS), encoding, 0.0, "spans", 300)
+    assert "2 conversations" in said
+    tokens, counted = examples.row(0)
+    assert encoding.decode(tokens) == "s<|end|>Who?<|end|>I.<|end|>é <b> 'quoted'<|end|>Yes\nindeed<|end|>"
+    assert encoding.decode(tokens[counted]) == "I.<|end|>Yes\nindeed<|end|>"
+
+
+def test_a_tuned_chat_model_reads_conversations_longer_than_its_examples(path, tmp_path, monkeypatch, capsys):
+    write(tmp_path / "pairs.json", [{"prompt": "a 1", "response": f"{n}"} for n in range(12)])
+    flags = ["--data", tmp_path / "pairs.json", "--batch-size", 2, "--sequence-length", 6, "--sample-tokens", 0]
+    flags += ["--steps", 1, "--init", path, "--out", tmp_path / "run"]
+    assert train.main([*map(str, flags)]) == 0
+    contexts = []
+    monkeypatch.setattr(generate, "write_all", lambda writer, prompts: contexts.append(writer.context))
+    assert generate.main([str(tmp_path / "run"), "--prompt", "a"]) == 0
+    assert generate.main([str(tmp_path / "run"), "--prompt", "a", "--template", "{}"]) == 0
+    assert contexts == [24, 6]

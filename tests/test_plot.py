@@ -89,9 +89,7 @@ def test_values_that_are_no_numbers_are_left_out(tmp_path):
 
 
 NO_RUNS = [(None, "metrics.jsonl"), (b"", "must have a step"), (b'{"step": 0, "loss"', "must have a step")]
-NO_RUNS += [(bytes(range(256)) + b"\n", "must have a step"), (b'{"step": "0"}\n', "must have a step")]
 NO_RUNS += [(b'[1]\n"step"\n5\n', "must have a step"), (b'{"step": 0, "loss": "low"}\n', "must have a number")]
-NO_RUNS += [(b'{"step": 0, "norm": 1%s}\n' % (b"0" * 400), "must have a number")]
 
 
 @pytest.mark.parametrize(("content", "keyword"), NO_RUNS)

@@ -106,11 +106,7 @@ def test_resume_between_threads_and_a_cluster(small_text, tmp_path, whole, clust
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "dataflow"),
-    [
-        (OPTIMIZER, {"precision": "bfloat16"}),
-        ({"optimizer": "muon", "warmup": 2}, {}),
-    ],
+    ("optimizer", "dataflow"), [(OPTIMIZER, {"precision": "bfloat16"}), ({"optimizer": "muon", "warmup": 2}, {})]
 )
 def test_other_arithmetic_and_another_optimizer(small_text, tmp_path, optimizer, dataflow):
     fit(small_text, tmp_path / "whole", optimizer=optimizer, dataflow=dataflow)
@@ -172,15 +168,11 @@ def test_a_run_without_a_good_checkpoint_is_refused(copy, tmp_path, whole):
     ("flag", "value", "got"),
     [
         ("--batch-size", 8, r"batch_size=8 \(its own: 4\)"),
-        ("--seed", 1, r"seed=1 \(its own: 0\)"),
         ("--precision", "bfloat16", r"precision=bfloat16 \(its own: float32\)"),
-        ("--optimizer", "muon", r"optimizer=muon \(its own: adamw\)"),
-        ("--weight-decay", 0.2, r"weight_decay=0.2 \(its own: 0.1\)"),
         ("--blocks", 2, r"blocks=2 \(its own: 1\)"),
         ("--init", "model", r"init=model \(it has none\)"),
         ("--preset", "gpt2", "preset=gpt2"),
         ("--out", "elsewhere", "out=elsewhere"),
-        ("--init", "elsewhere", "init=elsewhere"),
     ],
 )
 def test_refused_changes_list_what_may_change(copy, flag, value, got):
@@ -195,10 +187,6 @@ def test_resume_checks_python_arguments(copy, small_text):
         daskgpt.fit(resume=copy, parameters=daskgpt.initial_parameters(MODEL, 0))
     with pytest.raises(ValueError, match="config=None"):
         daskgpt.fit()
-    with pytest.raises(TypeError, match="must be a DataConfig or a mapping .* given='text.txt'"):
-        daskgpt.fit(resume=copy, data="text.txt")
-    with pytest.raises(ValueError, match="one of RunConfig's; got field=step. Did you mean"):
-        daskgpt.fit(resume=copy, run={"step": ""})
     data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16)
     result = daskgpt.fit(MODEL, data, OPTIMIZER, run=daskgpt.RunConfig(steps=STEPS), resume=copy, quiet=True)
     assert (result.first, len(result.losses)) == (7, STEPS)
@@ -247,22 +235,15 @@ def moved(stopped, small_text, tmp_path):
     return [tmp_path / "second" / name for name in ("run", "text.txt", "init")]
 
 
-@pytest.mark.parametrize("way", ["flag", "argument"])
-def test_moved_data_are_named_or_refused(moved, tmp_path, way, capsys):
-    def naming(place):
-        if way == "flag":
-            resume(run, "--data", place)
-        else:
-            daskgpt.fit(resume=run, data={"data": place}, quiet=True)
-
+def test_moved_data_are_named_or_refused(moved, tmp_path, capsys):
     run, text, init = moved
     with pytest.raises(FileNotFoundError, match=r"first/text.txt.* --data"):
         resume(run)
     other = tmp_path / "other.txt"
     other.write_text("L" + text.read_text()[1:])
     with pytest.raises(ValueError, match=r"the data must be .*other.txt .*sha256=.*first/text.txt .*sha256="):
-        naming(other)
-    naming(text)
+        daskgpt.fit(resume=run, data={"data": other})
+    resume(run, "--data", text)
     assert config_of(run)["data"]["data"] == str(text)
     assert len(losses_of(run)) == 4
     assert audit.main([str(run)]) == 0  # of the steps before that, too

@@ -1,12 +1,11 @@
 """Tests of replays: tensors that are computed again, and the batch behind a loss."""
 
-import json
 import re
 
 import numpy as np
 import pytest
 from saved_tensors import saved_tensors
-from small_runs import MODEL, fit
+from small_runs import MODEL, fit, losses_of
 
 import daskgpt
 from daskgpt import rewind
@@ -24,18 +23,6 @@ def trained(small_text, tmp_path_factory):
     with saved_tensors() as tensors:
         fit(small_text, out, dataflow=WHILE_TRAINING, optimizer=CLIPPED, save_every=4, keep=2, keep_best=0)
     return out, tensors
-
-
-@pytest.fixture
-def told(capsys):
-    """What `rewind` prints, and its exit code."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        code = rewind.main([str(argument) for argument in arguments])
-        return code, capsys.readouterr().out
-
-    return call
 
 
 def rewound(run, step, name, folder, *flags):
@@ -58,16 +45,16 @@ def test_tensors_have_the_bits_of_training(step, trained, tmp_path):
         np.testing.assert_array_equal(array.view(np.uint32), tensors[step, name].view(np.uint32), err_msg=name)
 
 
-def test_names_and_statistics(trained, told):
+def test_names_and_statistics(trained, called):
     run, tensors = trained
-    code, listed = told(run, "--step", 10)
+    code, listed = called(rewind, run, "--step", 10)
     names = [line.partition(" ")[0] for line in listed.splitlines()]
     assert code == 0
     assert names[:3] == ["tokens", "targets", "weight.wte.weight"]
     assert names.index("attention.forward-h.0.attn.y") < names.index("attention.backward-h.0.attn.dqkv")
     short = ["h.0.attn.y", "gradient.wte.weight", "h.0.ln_1.weight", "m.h.0.ln_1.weight", "targets"]
     flags = [word for name in short for word in ("--tensor", name)]
-    code, shown = told(run, "--step", 10, *flags, *OTHER)
+    code, shown = called(rewind, run, "--step", 10, *flags, *OTHER)
     head, *lines = shown.splitlines()
     assert code == 0
     assert head.startswith("step 10: loss ")
@@ -83,43 +70,37 @@ def test_names_and_statistics(trained, told):
     assert "zeros 0.00% not finite 0 sha256" in lines[0]
 
 
-def test_what_cannot_be_rewound_is_refused(trained, told, small_text, tmp_path):
+def test_what_cannot_be_rewound_is_refused(trained, called, small_text, tmp_path):
     run, _ = trained
     with pytest.raises(ValueError, match=r"tensor=h\.0\.atn\.y\. The nearest names: h\.0\.attn\.y, "):
-        told(run, "--step", 10, "--tensor", "h.0.atn.y")
+        called(rewind, run, "--step", 10, "--tensor", "h.0.atn.y")
     with pytest.raises(ValueError, match=r"one of 1 to 13, the last of which is to come; got step=14"):
-        told(run, "--step", 14, "--tensor", "targets")
+        called(rewind, run, "--step", 14, "--tensor", "targets")
     with pytest.raises(ValueError, match="--out must be given with one --tensor"):
-        told(run, "--step", 2, "--rows", "--out", tmp_path / "x.npy")
+        called(rewind, run, "--step", 2, "--rows", "--out", tmp_path / "x.npy")
     with pytest.raises(ValueError, match=r"--out must end with \.npy"):
-        told(run, "--step", 2, "--tensor", "wte.weight", "--out", run / "chain.jsonl")
-    assert told(run, "--step", 13, "--tensor", "wte.weight")[0] == 0  # the state after the last step
+        called(rewind, run, "--step", 2, "--tensor", "wte.weight", "--out", run / "chain.jsonl")
+    assert called(rewind, run, "--step", 13, "--tensor", "wte.weight")[0] == 0  # the state after the last step
     out, parameters = tmp_path / "own", daskgpt.initial_parameters(MODEL, seed=5)
     fit(small_text, out, parameters=parameters, save_every=6, keep=1, keep_best=0)
     with pytest.raises(ValueError, match=r"checkpoints=step-00000012\. .*a program gave its parameters"):
-        told(out, "--step", 12, "--tensor", "h.0.attn.y")
+        called(rewind, out, "--step", 12, "--tensor", "h.0.attn.y")
 
 
-def test_rewind_on_a_cluster(trained, told, cluster):
+def test_rewind_on_a_cluster(trained, called, cluster):
     cluster.have(2)
     run, _ = trained
     wanted = ("--step", 11, "--tensor", "h.0.mlp.y", "--tensor", "gradient.wte.weight", "--rows")
-    assert told(run, *wanted, "--scheduler", cluster.address) == told(run, *wanted)
+    assert called(rewind, run, *wanted, "--scheduler", cluster.address) == called(rewind, run, *wanted)
 
 
-def test_a_spike_has_a_text(tmp_path, told):
-    lines = [f"line {number} of a plain text\n" for number in range(2000)]
-    lines[700] = "zqxj wvkz jqqx zzkw xqjv kzzq vxjw qkxz jzvq wxkq " * 4 + "\n"
-    (tmp_path / "text.txt").write_text("".join(lines))
-    fit(tmp_path / "text.txt", tmp_path / "run", steps=150, save_every=50, keep=99)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    spike = 30 + int(np.argmax(np.diff(losses[30:]))) + 1
-    code, shown = told(tmp_path / "run", "--step", spike + 1, "--rows")
+def test_rows_are_the_texts_of_a_step_the_hardest_first(trained, called, small_text):
+    run, _ = trained
+    code, shown = called(rewind, run, "--step", 10, "--rows")
     rows = shown.split("--- row ")[1:]
     means = [float(row.split()[1]) for row in rows]
-    assert code == 0
-    assert means == sorted(means, reverse=True)
-    assert len(means) == 4
-    assert np.mean(means) == pytest.approx(losses[spike], abs=1e-4)
-    assert re.search("zqx|qkx|wvk|xqj|kzz|vxj|jzv|wxk|zkw|jqq", rows[0])
-    assert means[0] > 1.5 * means[1]
+    assert (code, len(rows), means) == (0, 4, sorted(means, reverse=True))
+    assert np.mean(means) == pytest.approx(losses_of(run)[9], abs=1e-4)
+    assert len(set(means)) > 1
+    text = small_text.read_text()
+    assert all(row.partition("\n")[2].strip() in text for row in rows)

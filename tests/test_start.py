@@ -91,6 +91,7 @@ def test_init_without_a_readable_configuration(first, tmp_path):
     assert generate.main([str(copy), "--tokens", "2"]) == 0
     assert begin("--init", copy, "--sequence-length 16", SHORT, "--out", tmp_path / "second") == 0
     assert config_of(tmp_path / "second")["data"] == config_of(first)["data"] | {"sequence_length": 16}
+    assert begin("--resume", copy, "--steps 41") == 0
 
 
 def test_fit_checks_the_configuration_of_init(first, small_text):
@@ -130,23 +131,19 @@ WRONG = [
     ("--steps 0", "steps=0"),
     ("--steps 10 --epochs 1", "steps=10, epochs=1"),
     ("--out TEXT", "must be a folder or new"),
-    ("--out TEXT/run", "must be a folder or new"),
     ("--out LINK", "must be a folder or new.*a link to nothing"),
     ("--out RUN", "must not hold a run already"),
     ("--batch-size 12 --batch-chunk 5", "must divide batch_size; got batch_chunk=5, batch_size=12. Try batch_chunk=6"),
     ("--accumulate 2 --batch-chunk 8", "batch_chunk=8, batch_size=4"),
-    ("--sequence-chunk 5", "sequence_chunk=5"),
     ("--optimizer adamm", "Did you mean adamw"),
     ("--sequence-length 64 --positions 32", "must not be longer than the model's positions"),
     ("--blocks 4096 --channels 65536 --heads 64", "must fit into"),
     ("--workers 2", "--workers must come with --plan"),
     ("--plan --timeline x", "--plan must come without .*timeline=x"),
     ("--timeline-steps 3", "must come with a file to write; got timeline_steps=3. Add --timeline"),
-    ("--plan --timeline-steps 3", "must come with a file to write"),
     ("--validation-data TEXT --held-out end", "must not be divided; got held_out=end, data=.*Leave out held_out"),
     ("--init RUN --validation-data TEXT --validation-fraction 0.3", "divided; got validation_fraction=0.3"),
     ("--rope-theta 500", "must come with rotary positions; got rope_theta=500"),
-    ("--resume RUN --scheduler 127.0.0.1:1", "scheduler must answer"),
     ("--resume RUN --steps 1", "must have steps left"),
 ]
 

@@ -192,6 +192,7 @@ def know_library(library: Tokenizer, end_of_text: str, origin: str, **others: st
 
     others   `learned`, `chat_template` and `bos_token`, of which empty ones are left out
     """
+    _require_small_ids(library, origin)
     fields = {"end_of_text": end_of_text, "tokenizer": json.loads(library.to_str())}
     fields |= {name: value for name, value in others.items() if value}
     return know(json.dumps(fields, ensure_ascii=False), origin)
@@ -224,13 +225,12 @@ def _parsed(digest: str, content: str, origin: str) -> Encoding:
     fields = json.loads(content)
     end, learned, template = fields["end_of_text"], bool(fields.get("learned")), fields.get("chat_template", "")
     pipeline = Tokenizer.from_str(json.dumps(fields["tokenizer"]))
+    _require_small_ids(pipeline, origin)
     _check_byte_level(pipeline, origin)
     ids: dict[str, int] = pipeline.get_vocab()
-    largest = max(ids.values())
-    require(largest < IDS, WHERE, f"every id must be below {IDS:,}", {"path": origin, "id": largest}, OTHERS)
     require(end in ids, WHERE, "end_of_text must name a token", {"path": origin, "end_of_text": end}, OTHERS)
     added = pipeline.get_added_tokens_decoder()
-    tokens = [b""] * (largest + 1)
+    tokens = [b""] * (max(ids.values()) + 1)
     for token, i in ids.items():
         plain = (i in added and len(token) > 1) or not BYTES.keys() >= set(token)
         tokens[i] = token.encode() if plain else decoded(token)
@@ -239,6 +239,12 @@ def _parsed(digest: str, content: str, origin: str) -> Encoding:
         return of_tokens(name, tokens[:-1], content)
     specials = {end: ids[end]} | {token.content: i for i, token in added.items() if token.special}
     return Encoding(name, tokens, specials, content, template, bos if bos in ids else "", pipeline)
+
+
+def _require_small_ids(library: Tokenizer, origin: str) -> None:
+    """Check ids before the library writes a tokenizer, which takes it memory and time for every absent one."""
+    largest = max(library.get_vocab().values(), default=0)
+    require(largest < IDS, WHERE, f"every id must be below {IDS:,}", {"path": origin, "id": largest}, OTHERS)
 
 
 def _digest(content: str) -> str:

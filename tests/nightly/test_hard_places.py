@@ -87,18 +87,3 @@ def test_kernels_without_room_are_compiled_at_each_start(small_text, tmp_path, e
         assert "No space left on device" in line
     finally:
         subprocess.run(["umount", folder], check=True)
-
-
-def test_names_that_are_not_utf8(small_text, tmp_path):
-    name = os.fsdecode(b"caf\xe9")
-    assert run("train", "--data", small_text, *LITTLE, "--out", tmp_path / "run").returncode == 0
-    (tmp_path / "run").rename(tmp_path / name)
-    for command in (
-        ("generate", name, "--tokens", "3"),
-        ("evaluate", name, "--data", small_text),
-        ("audit", name),
-        ("convert", name, f"{name}.safetensors"),
-        ("plot", name, "--out", f"{name}.svg"),
-    ):
-        result = run(*command, cwd=tmp_path)
-        assert result.returncode == 0, result.stderr

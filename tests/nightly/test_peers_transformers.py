@@ -14,13 +14,11 @@ from batch_results import results_of
 from conftest import SMALL, random_parameters
 from documents import ROOT
 from small_runs import fit, losses_of
-from test_tokenizers import trained
 from tolerances import TOLERANCES
 
 import daskgpt
-from daskgpt import convert, evaluate, generate, train
+from daskgpt import convert, train
 from daskgpt.config.model import ModelConfig
-from daskgpt.data import tokenizer as encodings
 from daskgpt.data.dataset import shuffled
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -103,27 +101,6 @@ def test_transformers_reads_our_models(config, tmp_path):
     assert_same_logits(tmp_path / "own.safetensors", theirs.eval())
 
 
-def test_transformers_tokenizer_of_an_exported_folder(tmp_path):
-    try:
-        codec = encodings.get_encoding("gpt2")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    config = ModelConfig(blocks=1, heads=1, channels=4, vocabulary=50257, positions=64)
-    daskgpt.save(tmp_path / "own.safetensors", config, daskgpt.initial_parameters(config, 0))
-    folder = converted(tmp_path / "own.safetensors", tmp_path / "folder")
-    text = "  Hello world's\n\n\tnaïve 日本 🙂 12345  end"
-    expected = encodings.encode(codec, text).tolist()
-    for tokenizer in (
-        transformers.AutoTokenizer.from_pretrained(folder),
-        transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")),
-    ):
-        assert tokenizer(text).input_ids == expected
-        assert tokenizer.decode(expected) == text
-        assert tokenizer("<|endoftext|>").input_ids == [50256]
-    (folder / "tokenizer.json").unlink()
-    assert transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids == expected
-
-
 @pytest.mark.parametrize("biases", [True, False])
 def test_conversion_of_nanogpt_checkpoints(tmp_path, monkeypatch, biases):
     model, state = theirs_of(SMALL), {}
@@ -140,31 +117,6 @@ def test_conversion_of_nanogpt_checkpoints(tmp_path, monkeypatch, biases):
     monkeypatch.chdir(tmp_path)
     exec(dedent(convert.__doc__[convert.__doc__.index("    import json") :]), {})
     assert_same_logits(tmp_path / "NEW_FOLDER", model)
-
-
-def test_fine_tuned_folder_with_tokenizer_loads_in_transformers(tmp_path, capsys):
-    """Train, write text, evaluate and export a folder of theirs: the same text and logits there."""
-    text, run, back = tmp_path / "text.txt", tmp_path / "run", tmp_path / "back"
-    text.write_text("".join(f"line {number}: the quick brown fox\n" for number in range(2000)))
-    tokenizer = trained(size=400)
-    config = replace(SMALL, vocabulary=400, padded_vocabulary=0, positions=64)
-    theirs_of(config).save_pretrained(tmp_path / "theirs")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(
-        tmp_path / "theirs"
-    )
-    flags = "--steps 200 --sequence-length 32 --warmup 5 --sample-tokens 0 --validation-batches 2 --learning-rate 0.01"
-    assert train.main(["--init", str(tmp_path / "theirs"), "--data", str(text), "--out", str(run), *flags.split()]) == 0
-    assert evaluate.main([str(run), "--data", str(text), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] < 5
-    model = transformers.GPT2LMHeadModel.from_pretrained(converted(run, back)).eval()
-    assert_same_logits(run, model)
-    loaded = transformers.AutoTokenizer.from_pretrained(back)
-    assert loaded.encode("line 7: the") == tokenizer.encode("line 7: the").ids
-    asked = loaded("line 7: the", return_tensors="pt")
-    expected = loaded.decode(model.generate(**asked, max_new_tokens=16, do_sample=False)[0])
-    capsys.readouterr()
-    assert generate.main([str(run), "--prompt", "line 7: the", "--tokens", "16", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out.rstrip("\n") == expected.rstrip("\n")
 
 
 def test_fine_tuning_on_pairs_matches_a_loop_in_pytorch(tmp_path, monkeypatch, capsys):

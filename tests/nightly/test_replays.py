@@ -29,14 +29,7 @@ def test_random_tensors_have_the_bits_of_training(kind, small_text, tmp_path):
     config, optimizer, dataflow, data = KINDS[kind]
     cut = {"scheduler": "sync", "grain": "kernel", "batch_chunk": 2, "sequence_chunk": 16, "barrier": "step"}
     data = {"data": str(small_text), "batch_size": 4, "sequence_length": 16} | data
-    run = {
-        "steps": 9,
-        "save_every": 5,
-        "keep": 2,
-        "keep_best": 0,
-        "validation_batches": 1,
-        "out": str(tmp_path / "run"),
-    }
+    run = {"steps": 9, "save_every": 5, "keep": 2, "keep_best": 0, "validation_batches": 1, "out": tmp_path / "run"}
     with saved_tensors() as saved:
         daskgpt.fit(config, data, optimizer, cut | dataflow, run, quiet=True)
         daskgpt.fit(resume=tmp_path / "run", optimizer={"learning_rate": 2e-3}, run={"steps": 14}, quiet=True)
