@@ -1,1 +1,1 @@
-"""Code on many numbers at a time: lanes of vectors, elementary functions, reductions, and scratch memory."""
+"""Code on many numbers at a time: lanes of vectors, elementary functions, and sums and softmax of rows."""
