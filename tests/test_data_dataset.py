@@ -294,6 +294,7 @@ def header(*numbers: int) -> bytes:
 
 NOT_WHOLE = [
     (header(20240520, 1, 1)[:1023], "begin with a header"),
+    (header(20240520, 1, 1)[:8], "begin with a header"),
     (header(20240326, 3), "llm.c model"),
     (header(20240801, 7, 2) + bytes(4), "must have 1032 bytes"),
     (header(20240801, 1, 2) + bytes(8), "version must be 7"),

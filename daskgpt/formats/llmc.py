@@ -51,7 +51,7 @@ def read_tokens(path: str | Path) -> np.ndarray:
     size = path.stat().st_size
     got = {"path": path, "bytes": size}
     header = np.fromfile(path, "<i4", count=256)
-    kind, version, count = header[:3].tolist() if header.size >= 3 else (0, 0, 0)
+    kind, version, count = [*header[:3].tolist(), 0, 0, 0][:3]
     # A header, good or damaged, is recognized by its first number, or by zeros after the eighth: ids alone would need
     # some 480 ids of 0 at the beginning.
     zeros = header.size == 256 and np.count_nonzero(header[8:]) <= 8
