@@ -208,7 +208,15 @@ def test_an_ordinary_token_that_ends_a_text_is_recognized(tmp_path):
     assert encode(codec, "the<|endoftext|>").tolist() == [257, codec.eot_token] == [257, 260]
 
 
-@pytest.mark.parametrize("settings", [{"eos_token": "<x>"}, {"added_tokens_decoder": {"266": {"content": "<x>"}}}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"eos_token": "<x>"},
+        {"added_tokens_decoder": {"266": {"content": "<x>"}}},
+        {"additional_special_tokens": ["<|user|>", {"content": "<x>"}]},
+        {"extra_special_tokens": {"image_token": "<x>"}},
+    ],
+)
 def test_tokens_that_only_the_settings_name_are_refused(settings, tmp_path):
     folder = written_with(tmp_path / "folder", settings)
     with pytest.raises(ValueError, match=r"must have every token that tokenizer_config.json names; .*missing=<x>\."):

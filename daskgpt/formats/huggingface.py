@@ -59,6 +59,7 @@ TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat
 # Files of tokenizers in other forms.
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 OTHER_TOKENIZERS = ("merges.txt", *SENTENCEPIECE, "vocab.txt", "tekken.json")
+LISTED = ("additional_special_tokens", "extra_special_tokens")  # settings that list further tokens
 
 
 @dataclass(frozen=True)
@@ -294,9 +295,12 @@ def encoding_in(folder: Path) -> str:
         settings = _read(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
         template = _template_in(folder, settings.get("chat_template"))
         eos, bos = (_content(settings.get(name) or "") for name in ("eos_token", "bos_token"))
-        added = map(_content, settings.get("added_tokens_decoder", {}).values())
+        added = [*settings.get("added_tokens_decoder", {}).values()]
+        for name in LISTED:
+            more = settings.get(name) or []
+            added += more.values() if isinstance(more, dict) else more
         ids = library.get_vocab()
-        missing = [name for name in (eos, bos, *added) if name and name not in ids]
+        missing = [name for name in (eos, bos, *map(_content, added)) if name and name not in ids]
     rule = f"{TOKENIZER} must have every token that {SETTINGS} names"
     got = {"path": folder, "missing": short(", ".join(missing))}
     require(not missing, READ_TOKENIZER, rule, got, "Save the tokenizer again with transformers.")
