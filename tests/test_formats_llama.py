@@ -78,6 +78,7 @@ def assert_the_model(path, tensors, fields, config=CONFIG):
 
 
 IN_FOLDERS = MODELS | {"scaled": ({"rope_parameters": OTHER_ROPE}, SCALED)}
+IN_FOLDERS |= {"scaled by 1": ({"rope_parameters": OTHER_ROPE | {"factor": 1.0}}, replace(SCALED, rope_factor=1.0))}
 IN_FOLDERS |= {"qwen3": (WIDE | {"model_type": "qwen3"}, replace(MODELS["wide heads"][1], qk_norm="rmsnorm"))}
 
 

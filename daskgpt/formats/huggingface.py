@@ -260,7 +260,7 @@ def _fields(config: ModelConfig) -> dict[str, object]:
     others: dict[str, object] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     if model_type != GPT2:
         rope = {"rope_type": meant.pop("rope_type"), "rope_theta": config.rope_theta}
-        scaled = config.rope_factor > 1
+        scaled = any(settings[field] != getattr(ModelConfig, field) for field in _SCALING.values())
         if scaled:
             rope |= {"rope_type": LLAMA3} | {name: settings[field] for name, field in _SCALING.items()}
         others = {"rope_parameters": rope, "rope_scaling": rope if scaled else None, "attention_dropout": 0.0}
