@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -148,11 +149,14 @@ def _layout(config: ModelConfig, family: str) -> Callable[[Tensor], list[Part]]:
     """Return what gives the parts of a tensor under their names in a file; there, rows that are turned are in pairs."""
     import gguf
 
-    published = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.blocks)
     prefix = "transformer." if family == GPT2 else ""
 
+    @cache
+    def published() -> Any:  # made when it is needed: readers compare the number of blocks before
+        return gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.blocks)
+
     def renamed(part: Part) -> Part:
-        name = published.get_name(prefix + part.name, (".weight", ".bias"))
+        name = published().get_name(prefix + part.name, (".weight", ".bias"))
         return replace(part, name=name, transposed=False, interleaved=part.turned > 0)
 
     return lambda tensor: [renamed(part) for part in parts_of(config, tensor, family)]
