@@ -223,6 +223,13 @@ def test_tokens_that_only_the_settings_name_are_refused(settings, tmp_path):
         encoding_named(str(folder))
 
 
+@pytest.mark.parametrize("settings", [{"eos_token": {"content": 5}}, {"added_tokens_decoder": {"266": {"content": 5}}}])
+def test_names_of_tokens_must_be_texts(settings, tmp_path):
+    folder = written_with(tmp_path / "folder", settings)
+    with pytest.raises(ValueError, match="the tokenizer's files must be whole"):
+        encoding_named(str(folder))
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

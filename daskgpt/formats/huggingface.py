@@ -300,9 +300,9 @@ def encoding_in(folder: Path) -> str:
             more = settings.get(name) or []
             added += more.values() if isinstance(more, dict) else more
         ids = library.get_vocab()
-        missing = [name for name in (eos, bos, *map(_content, added)) if name and name not in ids]
+        missing = ", ".join(name for name in (eos, bos, *map(_content, added)) if name and name not in ids)
     rule = f"{TOKENIZER} must have every token that {SETTINGS} names"
-    got = {"path": folder, "missing": short(", ".join(missing))}
+    got = {"path": folder, "missing": short(missing)}
     require(not missing, READ_TOKENIZER, rule, got, "Save the tokenizer again with transformers.")
     end = eos or END_OF_TEXT
     got = {"path": folder, "eos_token": "missing"}
