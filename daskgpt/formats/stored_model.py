@@ -140,7 +140,10 @@ def pieces(values: np.ndarray, most: int = PIECE_BYTES) -> Iterator[np.ndarray]:
 
 # Families of models, and their tensors in other programs' files
 
-FOREIGN = "Another program wrote it, or it is damaged; adapters must be merged first (peft: merge_and_unload)."
+FOREIGN = (
+    "Another program wrote it, or it is damaged. A file in Hugging Face's folder is read by the name of the folder; "
+    "adapters must be merged first (peft: merge_and_unload)."
+)
 GPT2, LLAMA = "gpt2", "llama"
 _SIZES = ("blocks", "heads", "channels", "hidden", "vocabulary", "padded_vocabulary", "positions")
 _ROPE = ("rope_theta", "rope_factor", "rope_low", "rope_high", "rope_positions")
