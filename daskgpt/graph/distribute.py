@@ -189,11 +189,11 @@ class Distribution:
         rounding: Collection[Callable[..., Any]],
         token: str,
     ) -> None:
-        """graph    of its own sequences, recorded with its groups
-        rules    how the updates are made
-        loss     the sum over the batch that every rank needs
-        rounding   kernels that read only the rounded values of a weight
-        token    distinguishes the keys of this graph's own tasks
+        """graph     of its own sequences, recorded with its groups
+        rules     how the updates are made
+        loss      the sum over the batch that every rank needs
+        rounding  kernels that read only the rounded values of a weight
+        token     distinguishes the keys of this graph's own tasks
         """
         self.graph, self.rules, self.rank, self.loss, self.token = graph, rules, rank, loss, token
         self.rounding = rounding

@@ -30,9 +30,8 @@ class TrainedWeight:
     """A matrix in float32, which an optimizer updates, and the same matrix in bfloat16, laid out for both products.
 
     In tiles, `forward` holds a panel for every 32 outputs, for y = x weightᵀ, and `backward` one for every 32 channels,
-    for dx = dy weight. For the portable
-    unit one float32 array of rounded values serves both products. A weight can be sent to another process whose unit
-    uses the same layout.
+    for dx = dy weight. For the portable unit one float32 array of rounded values serves both products. A weight can be
+    sent to another process whose unit uses the same layout.
 
     Shapes   values (O, C); it is indexed by rows and has a shape like an array
     """
