@@ -17,6 +17,7 @@ from pyarrow import parquet
 
 import daskgpt
 from daskgpt import evaluate, prepare, train
+from daskgpt.data import source as source_module
 from daskgpt.data.dataset import load_dataset, read_text
 from daskgpt.data.pairs import read_pairs
 from daskgpt.data.source import recognize
@@ -142,6 +143,16 @@ def test_lists_of_records_are_refused(tmp_path):
             recognize(path)
     for name, content in {"list.json": '["a", {"text": 1}]', "list.txt": '[{"text": "a"}] is a list.'}.items():
         assert texts_of(written(tmp_path / name, content)) == [content]
+
+
+def test_no_more_than_a_record_is_read_to_recognize_a_file(tmp_path, monkeypatch):
+    """A line may be a file of gigabytes."""
+    path = written(tmp_path / "a.jsonl", lines([{"other": "b" * 100}]))
+    with pytest.raises(ValueError, match="holds records without the field text"):
+        recognize(path)
+    monkeypatch.setattr(source_module, "LONGEST_RECORD", 100)
+    with pytest.raises(ValueError, match="the field text of every record must be text; got path=.*, line 1"):
+        texts_of(path)
 
 
 def test_parquet_holds_text_pairs_or_chats(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from daskgpt.config.files import digest_of
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.study import StudyConfig
 from daskgpt.training import run_folder
+from daskgpt.training.logs import RecordFile
 from daskgpt.training.run_folder import RunFolder
 
 
@@ -124,6 +125,16 @@ def test_two_runs_into_one_folder(tmp_path):
     first.close()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0}\n'
     assert config_of(tmp_path / "run") == {"run": {"seed": 1}}
+
+
+def test_a_folder_is_locked_until_its_records_are_written(tmp_path, monkeypatch):
+    """Those for which there was no room are written at the end: by then, no other process may continue the run."""
+    folder, was_locked = RunFolder(str(tmp_path / "run")), []
+    monkeypatch.setattr(RecordFile, "close", lambda file: was_locked.append(not folder.lock.closed))
+    folder.begin({}, {"step": 0})
+    folder.close()
+    assert was_locked == [True, True]
+    assert folder.lock.closed
 
 
 # Folders that are not, or no longer, a run's own, and folders from untrusted sources

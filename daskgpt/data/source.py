@@ -16,6 +16,7 @@ import sysconfig
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ PREPARED = "prepared tokens"
 TRAINING = (*KINDS, PREPARED)
 
 LOOKED_AT = 2**14  # first bytes of a file
+LONGEST_RECORD = 2**26  # whose fields are looked at
 # Names of a prompt and its response in records. The second name of a prompt may be missing or empty.
 PAIR_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("prompt",), "response"),
@@ -218,7 +220,8 @@ def _wrong_byte(start: bytes) -> int:
 def _first_fields(file: File) -> tuple[str, ...]:
     """Return the names in the first line of a file that is not blank, if that is an object in JSON; else none."""
     with opened(file) as stream:
-        line = next((line for line in stream if line.strip()), b"")
+        lines = iter(partial(stream.readline, LONGEST_RECORD), b"")
+        line = next((line for line in lines if line.strip()), b"")
     with suppress(ValueError, RecursionError):
         record = json.loads(line)
         return tuple(record) if isinstance(record, dict) else ()

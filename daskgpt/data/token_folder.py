@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from daskgpt.config.errors import refusing, require
-from daskgpt.config.files import digest_of, locked, remove, sync_folder, write_file, written
+from daskgpt.config.files import digest_of, locked, remove, sync, sync_folder, write_file, written
 from daskgpt.formats.encoding import is_learned, read_vocabulary
 
 WHERE = "prepare"
@@ -151,6 +151,7 @@ def begun_folder(folder: Path, decides: Mapping[str, Any]) -> Iterator[Path]:
         if not begun:
             with written(folder, WHERE):
                 journal.write(content)
+                sync(journal.fileno())  # before any partition: an empty journal would pass for that of other settings
         yield folder
 
 

@@ -72,6 +72,8 @@ class RunFolder:
         self.path, self.resumed, self.base = Path(path), resumed, ""
         self.lock: BinaryIO | None = None
         self.open_files = ExitStack()
+        # Last: closing the metrics may write records that wait, and another process could continue the run by then.
+        self.open_files.callback(lambda: self.lock and self.lock.close())
         with written(path, "RunFolder"):  # its name may be too long
             present = [(self.path / name).exists() for name in (CONFIG, METRICS)]
         where, got = "RunFolder", {"out": self.path}
@@ -130,7 +132,6 @@ class RunFolder:
         """Keep other processes from training this run until this one ends."""
         with written(self.path / LOCK, "RunFolder"):
             self.lock = locked(self.path / LOCK, "RunFolder", "no other process must train this run")
-        self.open_files.callback(self.lock.close)
 
     def require_held(self) -> None:
         """Check that the folder at this path still is this run's: its lock file is the one that is locked here.
