@@ -35,7 +35,7 @@ class OfArrays:
 
 @dataclass(frozen=True)
 class Precision:
-    """One of float32, float64 (to verify) and bfloat16.
+    """One of float32, float64 (with which gradients are checked) and bfloat16.
 
     dtype     dtype of parameters and activations
     replaced  kernel -> kernel that runs in its place; all other kernels run unchanged
