@@ -1,5 +1,7 @@
 """Tests of the tasks of a step: how they are merged, where they wait, and micro-batches."""
 
+import gc
+import weakref
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -22,7 +24,7 @@ from daskgpt.graph.barriers import memory_waits
 from daskgpt.graph.calls import origin_of
 from daskgpt.graph.fuse import GRAINS
 from daskgpt.graph.nodes import is_leaf
-from daskgpt.graph.program import Span, calls_of
+from daskgpt.graph.program import Call, Program, Span, calls_of
 from daskgpt.model.layers import CROSSENTROPY
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import precision_of
@@ -170,6 +172,24 @@ def test_auto_grain_is_the_finest_with_long_tasks(seconds, chunks, threads, grai
     step, line = choice.choose(step, [Span(key, 1, 0.0, seconds) for key in calls], threads, 1e9)
     assert line.startswith(f"{grain}, tasks of")
     assert (step.dials.grain, choice.undecided) == (grain, False)
+
+
+def test_program_drops_values_after_their_last_reader():
+    alive = []
+
+    def make():
+        alive.append(weakref.ref(value := np.zeros(3)))
+        return value
+
+    def read(value):
+        return 1
+
+    def look(number):
+        gc.collect()
+        return alive[0]() is None
+
+    first, second = Call(("a",), make, [], 0, ()), Call(("b",), read, [0], 1, (0,))
+    assert Program([first, second, Call(("c",), look, [1], 2, ())], [], [2])() is True
 
 
 def spans_of(barrier, grain="kernel", steps=2):
