@@ -18,7 +18,7 @@ from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.nodes import is_leaf
 from daskgpt.model.parameters import parameter_count, step_operations
-from daskgpt.profiling.measure import TimedEngine, measure_steps, random_batch
+from daskgpt.profiling.measure import TimedEngine, measure_steps
 from daskgpt.profiling.plan import fits, predict
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler
@@ -83,16 +83,6 @@ def test_overlapping_steps_are_timed_in_windows():
         alone = TimedEngine(same, scheduler, 0)
         assert len(alone.run(4)) == 4
     assert alone.losses == steps.losses
-
-
-def test_batches_depend_only_on_seed_and_step():
-    job = job_of()
-    tokens, targets = random_batch(job, 3, 7)
-    assert tokens.shape == targets.shape == (4, 12)
-    np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
-    np.testing.assert_array_equal(random_batch(job, 3, 7)[0], tokens)
-    assert not any(np.array_equal(random_batch(job, *other)[0], tokens) for other in ((3, 8), (4, 7)))
-    assert max(random_batch(job, 3, step)[0].max() for step in range(20)) == SMALL.vocabulary - 1
 
 
 def test_operations_of_gpt2():

@@ -26,20 +26,15 @@ MUCH, LITTLE = Work(tokens=0.01, attention=1.0), Work(tokens=1.0, attention=0.01
 # A model, sequences and tokens of each, threads, chunks that are given, the work, and the chunk that is chosen.
 CHUNKS = [
     *(("tiny", (12, 64), n, {}, None, (chunk, 64)) for n, chunk in ((1, 6), (2, 6), (3, 4), (4, 3), (8, 1))),
-    ("tiny", (7, 64), 2, {}, None, (1, 64)),
     # Tokens are cut where sequences are too few.
     ("gpt2", (1, 1024), 2, {}, None, (1, 512)),
-    ("gpt2", (4, 1024), 8, {}, None, (1, 512)),
-    ("gpt2", (1, 1024), 4, {}, None, (1, 256)),
     ("gpt2", (4, 64), 8, {}, None, (1, 32)),
     # What is given stays.
     ("tiny", (12, 64), 4, {"batch_chunk": 6}, None, (6, 32)),
-    ("tiny", (12, 64), 8, {"batch_chunk": 12, "sequence_chunk": 16}, None, (12, 16)),
     ("tiny", (1, 64), 2, {"sequence_chunk": 64}, None, (1, 64)),
     # Attention needs whole sequences: chunks of tokens share it out by heads.
     ("tiny", (4, 64), 8, {}, LITTLE, (1, 32)),
     ("tiny", (4, 64), 2, {}, MUCH, (2, 64)),
-    ("tiny", (3, 64), 2, {}, LITTLE, (3, 32)),
     ("tiny", (3, 64), 2, {}, Work(tokens=0.5, attention=1.0), (3, 32)),
 ]
 
@@ -69,15 +64,7 @@ def spans_of(step, seconds):
 
 @pytest.mark.parametrize(
     ("shape", "threads", "accumulate", "parts"),
-    [
-        ((1, 8), 2, 1, 2),
-        ((1, 8), 4, 1, 3),
-        ((1, 8), 6, 1, 6),
-        ((3, 8), 2, 1, 2),
-        ((2, 8), 4, 1, 2),
-        ((2, 8), 2, 1, 0),
-        ((2, 8), 2, 2, 2),
-    ],
+    [((1, 8), 4, 1, 3), ((1, 8), 6, 1, 6), ((3, 8), 2, 1, 2), ((2, 8), 2, 1, 0), ((2, 8), 2, 2, 2)],
 )
 def test_threads_without_sequences_of_their_own_share_heads(shape, threads, accumulate, parts):
     """Attention of whole sequences has no part in its tasks' keys. Micro-batches follow each other."""
@@ -100,14 +87,9 @@ def test_predictions_take_parts_of_the_heads_for_calls_with_fewer_heads():
     """Otherwise their kinds were never measured, and attention would be predicted to take the time of a copy."""
     kinds = []
     for threads in (1, 4):
-        graph = compile_step(
-            SMALL, (1, 8), OptimizerConfig(), Dials((1, 4), in_place=True, threads=threads)
-        ).kernels.graph
-        works = [
-            work
-            for key in graph
-            if (work := work_of(graph, key)) and work[0].startswith(("attention", "gather", "split"))
-        ]
+        graph = step_of(SMALL, (1, 8), (1, 4), OptimizerConfig(), in_place=True, threads=threads).kernels.graph
+        works = [work for work in (work_of(graph, key) for key in graph) if work]
+        works = [work for work in works if work[0].startswith(("attention", "gather", "split"))]
         kinds.append({(kind, *sorted(set(sizes) - {"n"})) for kind, sizes in works})
         channels = [sizes["b"] * sizes["X"] for kind, sizes in works if kind.startswith("attention.forward")]
         assert sum(channels) == SMALL.blocks * 3 * SMALL.channels

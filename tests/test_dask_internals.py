@@ -1,13 +1,13 @@
 """Tests of the uses of private attributes and undocumented modules of distributed, as seen in 2026.8.0.
 
-Those of the dashboard are in `test_dashboard.py`, that of `identity_at` is in `test_cluster.py`. Ruff finds private
-attributes and modules elsewhere.
+Those of the dashboard are in `test_dashboard.py`; those of plugins, metrics, messages and `identity_at` are in
+`test_cluster.py`. Ruff finds private attributes and modules elsewhere.
 """
 
 import asyncio
 
 import pytest
-from distributed import Client, Event, LocalCluster, SchedulerPlugin, WorkerPlugin, wait
+from distributed import Client, Event, LocalCluster, wait
 from distributed.core import Status
 from machines import wait_until
 
@@ -22,15 +22,6 @@ def cluster():
         yield local, client
 
 
-def result_of(process, coroutine):
-    """What a coroutine returns in the event loop of a scheduler or worker."""
-    return asyncio.run_coroutine_threadsafe(coroutine, internals.event_loop(process)).result()
-
-
-def workers_of(cluster):
-    return {worker.address: worker for worker in cluster[0].workers.values()}
-
-
 def test_few_messages_are_kept(cluster):
     local, client = cluster
     for _ in range(2):
@@ -38,7 +29,7 @@ def test_few_messages_are_kept(cluster):
         logs = [sender.recent_message_log for sender in local.scheduler.stream_comms.values()]
         assert [log.maxlen for log in logs] == [3, 3]
         for number in range(10):
-            client.submit(abs, number, pure=False, workers=[min(workers_of(cluster))]).result()
+            client.submit(abs, number, pure=False, workers=[local.workers[0].address]).result()
         assert max(map(len, logs)) == 3
 
 
@@ -50,7 +41,7 @@ def test_worker_is_closed_or_refused():
             internals.refuse_work(worker)
 
         assert not internals.closes(worker)
-        result_of(worker, refuse())
+        asyncio.run_coroutine_threadsafe(refuse(), internals.event_loop(worker)).result()
         wait_until(lambda: internals.closes(worker) or worker.status == Status.closed)
         internals.end_worker(client, max(worker.address for worker in local.workers.values()))
         wait_until(lambda: address not in internals.scheduler_identity(client)["workers"])
@@ -92,49 +83,3 @@ def test_waiting_looks_and_ends_with_errors(cluster):
     assert internals.awaited(client, stop, client.gather, [waiting]) == [True]
     assert internals.awaited(client, stop, wait, [waiting]).done == {waiting}
     assert looks == [1, 1]
-
-
-def test_plugins_are_removed(cluster):
-    found, client = cluster
-
-    scheduler, workers = found.scheduler, workers_of(cluster).values()
-    client.register_plugin(SchedulerPlugin(), "test-one-run")
-    for name in ("test-two-run", "test-two-other"):
-        client.register_plugin(WorkerPlugin(), name)
-    client.run_on_scheduler(internals.remove_plugins, begin="test-", end="-run")
-    assert not {"test-one-run", "test-two-run"} & {*scheduler.plugins, *scheduler.worker_plugins}
-    assert all("test-two-run" not in worker.plugins for worker in workers)
-    assert all("test-two-other" in worker.plugins for worker in workers)
-    client.unregister_worker_plugin("test-two-other")
-
-
-def test_metrics_are_sent_and_messages_taken_until_forgotten(cluster):
-    _, client = cluster
-    address, worker = min(workers_of(cluster).items())
-    got = []
-
-    def take(number):
-        got.append(number)
-        return number + 1
-
-    async def send():
-        comm = await internals.connection(worker, address)
-        await comm.write({"op": "test-message", "reply": False, "number": 7})
-        await internals.send_heartbeat(worker)
-        comm.abort()
-
-    def metrics():
-        result_of(worker, send())
-        return internals.scheduler_identity(client)["workers"][address]["metrics"]
-
-    internals.add_metric(worker, "test-metric", lambda worker: 7)
-    internals.handle_messages(worker, "test-message", take)
-    assert internals.thread_count(worker) == 2
-    assert metrics()["test-metric"] == 7
-    wait_until(lambda: got == [7])
-    assert client.run_on_scheduler(internals.ask_worker, worker=address, handler="test-message", number=2) == 3
-    for _ in range(2):
-        internals.forget_metric(worker, "test-metric")
-        internals.forget_messages(worker, "test-message")
-    assert "test-metric" not in metrics()
-    assert "test-message" not in worker.handlers

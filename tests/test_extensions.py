@@ -22,8 +22,7 @@ from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.start import resumed_run
 
-RMS = replace(SMALL, norm="rmsnorm")
-SIGN = "custom_layers:SIGN"
+SIGN, MINI = "custom_layers:SIGN", "custom_layers:MINI"
 
 
 def job(config, optimizer, **dials):
@@ -44,14 +43,7 @@ KERNEL = {"grain": "kernel"}
 MADE = [
     (EXTENDED, SIGN, KERNEL, lambda tensor: 0, {"squared_relu.forward", "squared_relu.backward", "sign.update"}),
     (SMALL, "muon", {"grain": "block"}, of_muon, {"muon.update", "adamw.update"}),
-    (RMS, SIGN, KERNEL, lambda tensor: 0, {"rmsnorm.forward", "rmsnorm.backward", "sign.update"}),
-    (
-        CONFIG,
-        "custom_layers:MINI",
-        KERNEL | {"precision": "bfloat16"},
-        of_mini,
-        {"swiglu.forward", "rotary.backward", "mini.update"},
-    ),
+    (CONFIG, MINI, KERNEL | {"precision": "bfloat16"}, of_mini, {"swiglu.forward", "rotary.backward", "mini.update"}),
 ]
 
 

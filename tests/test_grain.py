@@ -16,7 +16,6 @@ from small_runs import fit
 from steps import run_step, state_of, step_of
 from tolerances import TOLERANCES
 
-import daskgpt
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.graph import calls, update_in_place
@@ -51,24 +50,19 @@ def test_shared_update_tasks_give_the_same_bits(rows, monkeypatch):
 
 @pytest.mark.parametrize("of_piece", [8, 1])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_more_threads_share_updates_and_heads_and_change_no_bit(precision, of_piece, random, monkeypatch):
+def test_more_threads_share_updates_and_heads_and_change_no_bit(precision, of_piece, monkeypatch):
     monkeypatch.setattr(update_in_place, "THREADS_OF_PIECE", of_piece)
     monkeypatch.setattr(update_in_place, "TASK_ELEMENTS", 1 << 13)
     monkeypatch.setattr(update_in_place, "LEAST_ELEMENTS", 1)
     config = replace(SMALL, vocabulary=300, padded_vocabulary=0)
-    parameters, batch, by_threads = random_parameters(config, random), random_batch(config, random, (8, 12)), {}
+    model, by_threads = (config, (8, 12), (1, 12), OptimizerConfig(), precision_of(precision)), {}
     for threads in (2, 3, 8):
-        step = step_of(
-            config, (8, 12), (1, 12), OptimizerConfig(), precision_of(precision), in_place=True, threads=threads
-        )
-        graph = step.kernels.graph
+        graph = step_of(*model, in_place=True, threads=threads).kernels.graph
         waits = memory_waits(graph, CROSSENTROPY.name, MicroBatches(1, 8), threads=threads)
         heads = sum(origin_of(graph[key]).layer == CROSSENTROPY.name for key in waits)
         updates = sum(key[0].startswith("adamw-wte.weight") for key in graph)
-        with open_scheduler("threads", threads) as scheduler:
-            state = state_of(step, {name: value.copy() for name, value in parameters.items()})
-            _, state = run_step(scheduler, step, state, batch, 10)
-            by_threads[threads] = heads, updates, daskgpt.digest(state.parameters(scheduler))
+        dials = Dials((1, 12), "step", "block", "threads", threads, in_place=True)
+        by_threads[threads] = heads, updates, bits_after_steps(Model(config, (8, 12)), precision, dials)
     (heads, updates, bits), (few, _, same), (none, more, also) = by_threads.values()
     assert (heads, few, none) == (6, 5, 0)
     assert more > updates
@@ -111,12 +105,11 @@ def test_coarser_grains_have_fewer_tasks():
 @pytest.mark.parametrize("clip", [0.0, 0.1], ids=["free", "clipped"])
 @pytest.mark.parametrize("threads", [1, 2, 5, 16])
 @pytest.mark.parametrize("head", ["tied", "untied"])
-def test_updates_of_whole_chunks_are_shared_out_evenly(head, threads, clip, random):
+def test_updates_of_whole_chunks_are_shared_out_evenly(head, threads, clip):
     """As many tasks as threads, of like sizes; with as many chunks as threads nothing else comes after the chunks."""
     config = replace(SMALL, blocks=8, vocabulary=200, padded_vocabulary=0, head=head)
-    optimizer = OptimizerConfig(clip=clip)
-    dials = {"in_place": True, "threads": threads}
-    step = step_of(config, (4, 12), (2, 12), optimizer, grain="chunk", **dials)
+    dials = {"grain": "chunk", "in_place": True, "threads": threads}
+    step = step_of(config, (4, 12), (2, 12), OptimizerConfig(clip=clip), **dials)
     sizes = defaultdict(int)
     for key, node in step.graph.items():
         for call in calls_of(node):
@@ -128,14 +121,9 @@ def test_updates_of_whole_chunks_are_shared_out_evenly(head, threads, clip, rand
     assert max(sizes.values()) - min(sizes.values()) <= 2 * largest
     if threads > 1 and not clip:
         assert step.tasks == 2 + threads
-    parameters, batch, bits = random_parameters(config, random), random_batch(config, random, (4, 12)), set()
-    for one in (step, step_of(config, (4, 12), (4, 12), optimizer, grain="kernel", **dials)):
-        with open_scheduler("threads", threads) as scheduler:
-            state = state_of(one, {name: value.copy() for name, value in parameters.items()})
-            for number in range(2):
-                _, state = run_step(scheduler, one, state, batch, number)
-            bits.add(daskgpt.digest(state.parameters(scheduler)))
-    assert len(bits) == 1
+    model, one = Model(config, (4, 12), clip=clip), Dials((4, 12), grain="kernel")
+    many = Dials((2, 12), "step", "chunk", "threads", threads, in_place=True)
+    assert bits_after_steps(model, "float32", many) == bits_after_steps(model, "float32", one)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -178,16 +166,12 @@ def test_auto_grain_is_the_finest_with_long_tasks(seconds, chunks, threads, grai
     dials = {"grain": "segment", "in_place": True, "threads": threads}
     step = step_of(SMALL, (4, 12), (4 // chunks, 12), OptimizerConfig(), **dials)
     calls = [call.key for node in step.graph.values() for call in calls_of(node)]
-    choice = GrainChoice("auto", "step", in_place=True)
+    on_a_cluster, choice = (GrainChoice("auto", "step", in_place=here) for here in (False, True))
+    assert (on_a_cluster.first, on_a_cluster.undecided) == ("block", False), "it follows the packs"
     assert (choice.first, choice.undecided) == ("segment", True)
     step, line = choice.choose(step, [Span(key, 1, 0.0, seconds) for key in calls], threads, 1e9)
     assert line.startswith(f"{grain}, tasks of")
     assert (step.dials.grain, choice.undecided) == (grain, False)
-
-
-def test_grain_on_a_cluster_follows_the_packs():
-    choice = GrainChoice("auto", "step", in_place=False)
-    assert (choice.first, choice.undecided) == ("block", False)
 
 
 def test_program_drops_values_after_their_last_reader():

@@ -114,14 +114,6 @@ def test_shared_memory_is_counted_once(name):
     assert weight.nbytes == weight.values.nbytes + sum(packed.values()) == 2 * weight.values.nbytes
 
 
-def test_rows_of_a_weight_can_be_packed_apart(name):
-    old, new = arrays(10, (100, 70), (100, 70))
-    packed, expected = TrainedWeight.of(old), TrainedWeight.of(new)
-    for first, last in ((32, 64), (64, 100), (0, 32)):
-        packed.pack(new[first:last], first)
-    assert_all_same((packed.forward, packed.backward), (expected.forward, expected.backward))
-
-
 def test_without_rows_or_tokens_nothing_is_added(name):
     packed = TrainedWeight.of(arrays(11, (45, 70))[0])
     assert gemm.forward(np.empty((0, 70), "f4"), packed).shape == (0, 45)

@@ -53,11 +53,6 @@ def results_of(layer: Layer, arrays: Arrays) -> Arrays:
     return results | {f"d{name}": result_of(row, known) for name, row in layer.backward.items() if row}
 
 
-def _losses(x: np.ndarray, wte: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    logits = x @ wte[:VOCABULARY].T
-    return np.logaddexp.reduce(logits, -1) - np.take_along_axis(logits, targets[..., None].astype(int), -1)[..., 0]
-
-
 def _turned(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Queries and keys as complex numbers, multiplied by those of their angles; values as they are."""
     heads = x.reshape(*x.shape[:2], OPTIONS["heads"] + 2 * OPTIONS["key_heads"], -1)
@@ -81,7 +76,7 @@ def _normalized(x: np.ndarray, q_norm: np.ndarray, k_norm: np.ndarray) -> np.nda
     return np.concatenate([q * q_norm, k * k_norm, v], 2).reshape(x.shape)
 
 
-# Of a layer's arguments.
+# Of a layer's arguments; that of the cross entropy is at the end.
 FORMULAS: dict[str, tuple[Layer, Callable[..., np.ndarray]]] = {
     "embedding": (layers.EMBEDDING, lambda tokens, wte, positions, wpe: wte[tokens] + wpe[positions]),
     "layernorm": (layers.LAYERNORM, lambda x, weight, bias: reference_gpt2.layernorm(x, weight, bias)[0]),
@@ -98,7 +93,6 @@ FORMULAS: dict[str, tuple[Layer, Callable[..., np.ndarray]]] = {
     "attention": (layers.ATTENTION, lambda qkv: reference_gpt2.attention(qkv, OPTIONS["heads"])[0]),
     "rotary": (layers.ROTARY, _turned),
     "qk_norm": (layers.QK_NORM, _normalized),
-    "crossentropy": (layers.CROSSENTROPY, _losses),
     "mean": (layers.MEAN, lambda losses, shares: np.asarray((losses * shares).sum())),
 }
 

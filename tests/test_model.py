@@ -104,10 +104,8 @@ def test_gradients_of_dask_arrays_with_equal_values_are_their_own(random):
 
 
 def test_arguments_of_other_kinds_are_refused(random):
-    parameters, (tokens, targets) = (
-        daskgpt.initial_parameters(SMALL, 0),
-        lazy_batch(random_batch(SMALL, random), (2, 6)),
-    )
+    parameters = daskgpt.initial_parameters(SMALL, 0)
+    tokens, targets = lazy_batch(random_batch(SMALL, random), (2, 6))
     with pytest.raises(TypeError, match="tokens and targets must be dask arrays"):
         loss_and_gradients(SMALL, parameters, tokens.compute(), targets)
     with pytest.raises(TypeError, match="must be a ModelConfig"):

@@ -13,7 +13,6 @@ from daskgpt.profiling import calibrate
 from daskgpt.profiling.calibrate import Calibration, Times
 from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.simulate import Demand, Process, Simulation, critical_path
-from daskgpt.schedulers import machine
 
 FREE = Calibration(2, {}, (0.0, 0.0), [(1.0, 0.0, 0.0)], 0.0, 1.0, 1e9, 0.0, 100.0)
 
@@ -148,11 +147,6 @@ def test_the_memory_of_this_machine_does_not_bound_others(calibrated, monkeypatc
     wanted = predicted(threads=64).forecast.seconds
     monkeypatch.setattr("daskgpt.training.engine.available_memory", lambda: 1)
     assert predicted(threads=64).forecast.seconds == wanted
-
-
-def test_versions_tell_an_interpreter_without_its_lock(monkeypatch):
-    monkeypatch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
-    assert machine.versions()["python"].endswith("t")
 
 
 def test_a_damaged_calibration_is_made_again(calibrated):

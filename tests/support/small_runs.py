@@ -26,16 +26,19 @@ def fit(
     config: Any = MODEL,
     optimizer: Any = OPTIMIZER,
     dataflow: Any = None,
+    groups: int = 0,
+    quiet: bool = True,
     client: Any = None,
     on_step: Any = None,
     parameters: Any = None,
+    callbacks: Any = (),
     **run: Any,
 ) -> Any:
     """A run, from random values if none are given."""
     settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "out": str(out), "sample_tokens": 0} | run
-    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16)
-    job, more = (config, data, optimizer, dataflow), {"client": client, "on_step": on_step, "parameters": parameters}
-    return daskgpt.fit(*job, daskgpt.RunConfig(**settings), quiet=True, **more)
+    data = {"data": str(text), "batch_size": 4, "sequence_length": 16, "groups": groups}
+    more = {"client": client, "on_step": on_step, "parameters": parameters, "callbacks": callbacks}
+    return daskgpt.fit(config, data, optimizer, dataflow, settings, quiet=quiet, **more)
 
 
 def fit_in_parts(
@@ -44,18 +47,13 @@ def fit_in_parts(
     scheduler: str,
     on_step: Any = None,
     *,
-    config: Any = MODEL,
-    optimizer: Any = OPTIMIZER,
-    client: Any = None,
     precision: str = "float32",
     engine: str = "ranks",
-    **run: Any,
+    **more: Any,
 ) -> Any:
     """A run of which each of four workers may have a part, and which prints what it does; return its folder."""
-    settings = {"steps": STEPS, "validation_batches": 1, "save_minutes": 0, "sample_tokens": 0, "out": str(out)} | run
-    data = daskgpt.DataConfig(data=str(text), batch_size=4, sequence_length=16, groups=4)
     dataflow = {"scheduler": scheduler, "threads": 2, "batch_chunk": 1, "precision": precision, "engine": engine}
-    daskgpt.fit(config, data, optimizer, dataflow, daskgpt.RunConfig(**settings), client=client, on_step=on_step)
+    fit(text, out, dataflow=dataflow, on_step=on_step, groups=4, quiet=False, **more)
     return out
 
 

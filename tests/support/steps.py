@@ -36,12 +36,7 @@ def state_of(step: CompiledStep, parameters: Arrays, number: int = 0) -> State:
 
 
 def run_step(
-    scheduler: Scheduler,
-    step: CompiledStep,
-    state: State,
-    batch: Batch,
-    steps: int,
-    seed: int = 0,
+    scheduler: Scheduler, step: CompiledStep, state: State, batch: Batch, steps: int, seed: int = 0
 ) -> tuple[Outcome, State]:
     """Run one step; return its outcome and the state after it. steps: length of the run; seed: of dropout"""
     inputs = step.inputs(batch, state.step, steps, seed)

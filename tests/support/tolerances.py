@@ -3,8 +3,6 @@
 TOLERANCES: dict[str, dict[str, float]] = {
     # A central difference of step 1e-6 in float64: truncation 1e-12, rounding 1e-16 / 1e-6, sums of some hundred.
     "numeric derivative": {"rel": 1e-6, "abs": 1e-7},
-    # float32 sums in another order: some hundred terms of relative error 6e-8 each, against the largest magnitude.
-    "chunkings": {"rtol": 2e-5, "atol": 2e-6},
     # One kernel beside its formula: sums of up to a hundred terms of 1e-16 (6e-8) each, values up to 10.
     "kernel float64": {"rtol": 1e-12, "atol": 1e-12},
     "kernel float32": {"rtol": 1e-5, "atol": 1e-5},
