@@ -22,8 +22,9 @@ ALL = np.arange(1 << 16, dtype=np.uint16)
 # Rows, channels, outputs: below and above a tile and a block, odd numbers, a summed axis in one piece and in several.
 SHAPES = [(1, 1, 1), (7, 17, 33), (33, 65, 100), (100, 33, 7), (65, 300, 32), (300, 64, 96), (3, 2500, 40)]
 SHAPES += [(300, 2100, 40)]  # enough rows for the summed axis to be cut
-# Tokens, outputs, channels: below and above a tile, a block and the tokens of one pass over the sums.
+# Tokens, outputs, channels: below and above a tile, a block and the tokens of one pass over the sums; over 31 panels.
 GRADIENT_SHAPES = [(1, 1, 1), (7, 33, 17), (65, 100, 33), (64, 96, 64), (100, 7, 65), (300, 64, 96), (33, 300, 40)]
+GRADIENT_SHAPES += [(40, 33, 1056)]
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 HYPER = np.array([1e-3, 1 - 0.9**3, 1 - 0.95**3])
 
