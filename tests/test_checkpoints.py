@@ -41,7 +41,7 @@ def test_checkpoint_has_model_moments_and_state(saved):
     assert (state["step"], state["configuration"]["run"]["seed"]) == (STEPS, 0)
     assert state["configuration"]["dataflow"]["grain"] == "auto", "as it was given: another machine chooses its own"
     assert (state["configuration"]["model"]["channels"], state["configuration"]["data"]["groups"]) == (16, 1)
-    assert state["arithmetic"] == "float32 by fused"
+    assert state["arithmetic"] == {"precision": "float32", "unit": "fused"}
     assert state["versions"]["numpy"] == np.__version__
     for name, facts in state["files"].items():
         content = (out / "latest" / name).read_bytes()

@@ -17,6 +17,7 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.kernels.dropout import streams
+from daskgpt.model import layers
 from daskgpt.model.precision import FLOAT32, FLOAT64, precision_of
 from daskgpt.model.step import gradients_of, input_values
 from daskgpt.model.tape import Tape
@@ -89,6 +90,15 @@ def test_loss_and_gradients_match_an_independent_program(random, chunk, rate):
     for name, gradient in gradients.items():
         largest = np.abs(wanted.gradients[name]).max()
         np.testing.assert_allclose(gradient, wanted.gradients[name], rtol=0, atol=tolerance * largest, err_msg=name)
+
+
+def test_a_call_that_the_result_does_not_use_gets_no_gradient():
+    tape, (x, other, dy) = Tape(), (da.full((2, 4, 8), value, dtype="f4", chunks=(1, 4, 8)) for value in (1, 2, 3))
+    y = tape("used", layers.ADD, x, other)
+    tape("unused", layers.ADD, y, other)
+    gradients = tape.backward(y, dy)
+    assert gradients.keys() == {x.name, other.name}
+    np.testing.assert_array_equal(gradients[x.name].compute(scheduler="sync"), 3)
 
 
 def test_gradients_of_dask_arrays_with_equal_values_are_their_own(random):

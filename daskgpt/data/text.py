@@ -64,7 +64,7 @@ class File:
 
     @property
     def described(self) -> str:
-        """What it is, if it is not used."""
+        """Description of a file that is not used."""
         return self.reason or f"holds {self.kind}"
 
 

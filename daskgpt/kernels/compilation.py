@@ -189,9 +189,9 @@ def _seal(path: Path) -> None:
 
 
 class Cache:
-    """Whether the folder that Numba chooses keeps the kernels of this process.
+    """The state of the folder that Numba chooses for compiled kernels.
 
-    problem   why it does not; they are then compiled for this process alone
+    problem   why it keeps none; they are then compiled for this process alone
     """
 
     problem = ""

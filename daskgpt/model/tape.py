@@ -95,7 +95,9 @@ class Tape:
         """
         gradients = {y.name: dy}
         for record in reversed(self.records):
-            arriving = gradients.pop(record.arrays[record.layer.outputs.split()[0]].name)
+            arriving = gradients.pop(record.arrays[record.layer.outputs.split()[0]].name, None)
+            if arriving is None:  # y does not depend on it
+                continue
             for argument, row in record.layer.backward.items():
                 if record.arrays[argument].name not in constants:
                     self._arrive(gradients, record, argument, row, arriving)

@@ -105,7 +105,7 @@ def json_lines(path: Path, is_valid: Callable[[Any], bool]) -> list[tuple[bytes,
 
 LINK = "chain"  # entry of state.json that makes it a link of the chain
 Entry = dict[str, Any]  # the entries of a state.json without its own digest
-PARTS = ("data", "configuration", "versions", "files")
+PARTS = ("data", "configuration", "arithmetic", "versions", "files")
 
 
 class Chain:

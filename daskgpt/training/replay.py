@@ -197,7 +197,9 @@ class Replay:
         steps = {"steps": c["run"].steps, "save_every": entry["step"]}
         run = RunConfig(**steps, validate_every=0, validation_batches=1, seed=c["run"].seed, keep_best=0)
         job = Job(c["model"], data, c["optimizer"], dataflow, run, dataset)
-        then, here = entry.get("arithmetic"), arithmetic(job)
+        then, here = (
+            f"{facts.get('precision')} by {facts.get('unit')}" for facts in (entry["arithmetic"], arithmetic(job))
+        )
         rule, advice = "this machine must compute with the run's arithmetic", "Do it where that is the same."
         require(then == here, where, rule, {"run": f"{self.run} ({then})", "here": here}, advice)
         require_memory(job)

@@ -119,7 +119,7 @@ class Start:
 
     @property
     def step(self) -> int:
-        """How many steps earlier processes have made."""
+        """Number of steps that earlier processes have made."""
         return len(self.losses)
 
 
@@ -267,9 +267,9 @@ def checkpoint_facts(job: Job) -> dict[str, Any]:
     }
 
 
-def arithmetic(job: Job) -> str:
+def arithmetic(job: Job) -> dict[str, str]:
     """Return what decides the bits of a matrix product: the precision, and the unit that multiplies."""
-    return f"{job.precision.name} by {unit().name.lower() if job.precision.packed else 'fused'}"
+    return {"precision": job.precision.name, "unit": unit().name.lower() if job.precision.packed else "fused"}
 
 
 def beginning(facts: Mapping[str, Any], parameters: Arrays) -> dict[str, Any]:
@@ -377,9 +377,10 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
     _require_steps_left(job, state, path)
     (parameters, moments), done = read_checkpoint(checkpoint_folder, job.moments), state["step"]
     messages.append(f"resumed    {checkpoint_folder}: {done} of {job.steps} steps are done")
-    then, here = state["arithmetic"], arithmetic(job)
-    if then != here:
-        messages.append(f"arithmetic {then} -> {here}: bits differ from here on")
+    units = state["arithmetic"], arithmetic(job)
+    if units[0] != units[1]:
+        change = " -> ".join(f"{unit['precision']} by {unit['unit']}" for unit in units)
+        messages.append(f"arithmetic {change}: bits differ from here on")
     records = {record["step"]: record for record, _ in metrics_lines(folder.path / METRICS, done)}
     written = [records.get(number, {}).get("loss") for number in range(done)]
     if missing := written.count(None):

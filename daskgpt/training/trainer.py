@@ -200,7 +200,7 @@ def fit(
 def train(job: Job, start: Start, observers: Observers, client: Any = None) -> Result:
     """Compile kernels, open the scheduler of a job, and train. The run's folder is closed."""
     try:
-        compile_kernels(job.precision, job.uses | ({"decoding"} if observers.sampler else set()))
+        compile_kernels(job.precision, job.uses)  # those of decoding at the first sample
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads, client) as scheduler:
             return run_job(job, scheduler, start, observers)
     finally:
