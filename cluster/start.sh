@@ -129,13 +129,19 @@ end() {
 stop() {
     set +eu # nothing may cut this short: no second signal, and (before bash 4.4) no empty list
     trap '' INT TERM HUP
-    local pid scheduler=${started[0]-none} others=()
+    local pid tries scheduler=${started[0]-none} others=()
     for pid in $(jobs -pr); do
         [[ $pid == "$scheduler" ]] || others+=("$pid")
     done
     end "${others[@]}"
     end "${started[@]:0:1}"
-    for pid in "${started[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
+    for pid in "${started[@]}"; do
+        # A killed process is there until the system has taken it apart, and for ever where nothing asks how it ended.
+        for ((tries = 0; tries < 50; tries++)); do
+            kill -KILL -- "-$pid" 2>/dev/null || break
+            sleep 0.1
+        done
+    done
     rm -rf "$scratch" "$file"
 }
 
