@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from daskgpt.model.layers import ATTENTION, Layer, Row
+from daskgpt.model.layers import ATTENTION, RMSNORM, Layer, Row
 from daskgpt.model.optimizer import ADAMW, Optimizer
 
 
@@ -25,6 +25,15 @@ SQUARED_RELU = Layer(
     Row(squared_relu, "btC -> btC", "x"),
     backward={"x": Row(squared_relu_backward, "btC, btC -> btC", "dy x")},
 )
+
+
+def broken(x):
+    raise ArithmeticError("it cannot be done")
+
+
+BROKEN = replace(SQUARED_RELU, forward=Row(broken, "btC -> btC", "x"))
+NO_GRADIENT = replace(RMSNORM, backward={"x": RMSNORM.backward["x"]})
+OTHER_AXES = replace(SQUARED_RELU, forward=Row(squared_relu, "btC -> btQ", "x"))
 
 
 def unchanged(x):

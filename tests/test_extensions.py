@@ -73,11 +73,20 @@ def test_workers_with_another_module_are_refused(cluster, small_text, monkeypatc
         ({"activation": "nowhere_at_all:GELU"}, ValueError, "No module named.*PYTHONPATH"),
         ({"activation": "math:sin"}, TypeError, "of the kind Layer"),
         ({"activation": "custom_layers:NO_ROW"}, TypeError, "of the kind Layer; got .*type=str"),
+        ({"activation": "custom_layers:OTHER_AXES"}, ValueError, "an axis of a result must be.*btC -> btQ"),
+        ({"norm": "custom_layers:NO_GRADIENT"}, ValueError, "must have a gradient.*h.0.ln_1.weight"),
     ],
 )
 def test_rows_that_cannot_be_had_are_refused(settings, error, keyword, small_text):
     with pytest.raises(error, match=keyword):
         fit(small_text, config=daskgpt.preset("tiny", **settings))
+
+
+@pytest.mark.parametrize("dataflow", [{"scheduler": "threads"}, {"scheduler": "sync", "grain": "kernel"}])
+def test_an_error_in_a_row_names_its_place(dataflow, small_text):
+    with pytest.raises(ArithmeticError) as error:
+        fit(small_text, config=daskgpt.preset("tiny", activation="custom_layers:BROKEN"), dataflow=dataflow)
+    assert "(ArithmeticError in broken, " in " ".join(error.value.__notes__)
 
 
 def test_rows_without_a_file_of_source_are_refused(small_text, monkeypatch):

@@ -454,6 +454,9 @@ def apply(
     inputs, outputs = parse(signature)
     chunks = axis_chunks(name, arrays, inputs)
     chunks |= {axis: (size,) for axis, size in (new_axes or {}).items()}
+    unknown = sorted(set("".join(outputs)) - chunks.keys() - {"T"})
+    advice = "Name the axes of its result as those of its arguments."
+    require(not unknown, name, "an axis of a result must be one of an argument", {"signature": signature}, advice)
     if "T" in outputs[0] and "t" in chunks:
         chunks["T"] = (sum(chunks["t"]),)
     dtype = next(array.dtype for array in arrays if array.dtype.kind == "f")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import dask.array as da
 import numpy as np
 
+from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.accumulate import MicroBatches, accumulate
@@ -310,10 +311,16 @@ def state_leaves(
 
 
 def gradients_of(tape: Tape, config: ModelConfig, weights: Lazy, loss: da.Array) -> Lazy:
-    """Return the gradient of the loss with respect to every trained parameter."""
+    """Return the gradient of the loss with respect to every trained parameter.
+
+    Errors   ValueError if the loss does not depend on one, or a layer has no gradient for it
+    """
     one, trained = from_numpy(f"one-{tape.token}", np.ones((), loss.dtype), ()), trained_tensors(config)
     constants = {weight.name for name, weight in weights.items() if name not in trained}
     gradients = tape.backward(loss, one, constants)
+    missing = [name for name in trained if weights[name].name not in gradients]
+    rule, advice = "every parameter must have a gradient", "Give its layer a row of `backward` for it."
+    require(not missing, "layer", rule, {"without one": ", ".join(missing)}, advice)
     return {name: gradients[weights[name].name] for name in trained}
 
 

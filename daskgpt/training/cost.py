@@ -110,6 +110,7 @@ FEW_ROWS = 8
 # Cut sequences cost gathering, and sums of few tokens (tiny: 5 % of a step with 32 tokens, 9 % with 16).
 FEW_TOKENS = 1.6
 TASK = 0.15e-3  # seconds that a task costs in addition to its kernels
+TASK_THREADS = 4  # at most that share these costs: Python does most of the work between kernels, one thread at a time
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Work:
         # Chunks of whole sequences can be a task each; others meet in every block, forward and backward.
         tasks = count if parts == 1 else (count + of_attention) * 2 * blocks
         kernels = self.tokens * slower * _longest(count, threads) + self.attention * _longest(of_attention, threads)
-        return kernels + tasks * TASK / threads
+        return kernels + tasks * TASK / min(threads, TASK_THREADS)
 
 
 def _longest(parts: int, threads: int) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -242,13 +244,21 @@ def engine_of(job: Job, scheduler: Scheduler, say: Say = print) -> Engine:
 
 
 @contextmanager
-def naming(steps: range) -> Iterator[None]:
-    """Add the numbers of steps, from 1, to an error that comes in one of them."""
+def naming(steps: range, modules: Collection[str] = ()) -> Iterator[None]:
+    """Add the numbers of steps, from 1, to an error that comes in one of them.
+
+    modules   from outside of the package, in which the place of the error is named
+    """
     try:
         yield
     except Exception as error:
         several = f"s {steps[0] + 1:,} to" if len(steps) > 1 else ""
         error.add_note(f"(in step{several} {steps[-1] + 1:,})")
+        files = {sys.modules[name].__file__ for name in modules if name in sys.modules}
+        for place in reversed(traceback.extract_tb(error.__traceback__)):
+            if place.filename in files:
+                error.add_note(f"({type(error).__name__} in {place.name}, {place.filename}, line {place.lineno})")
+                break
         raise
 
 
@@ -325,7 +335,7 @@ class _Trainer:
             self._sample()  # of the model to start from
         while engine.made < length:
             steps = range(engine.made, engine.made + self._together())
-            with naming(steps):
+            with naming(steps, self.job.modules):
                 batches = self.loader.take(steps)
                 dials, begin = self._dials(), time.perf_counter()
                 with self._observed(steps):
