@@ -73,6 +73,7 @@ def main(arguments: list[str]) -> int:
     if values.out:
         with replacing(values.out, "rewind") as file:
             np.save(file, arrays[names[0]])
+        print(f"{names[0]} written to {values.out}")
     return 0
 
 

@@ -118,10 +118,10 @@ def main(arguments: list[str]) -> int:
     import daskgpt.profiling.plots  # noqa: F401 # refuses to be imported without matplotlib
 
     folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
-    rule, got = "a study must have a folder of its own", {"out": folder}
-    require(not (folder / "results.jsonl").exists(), "study", rule, got, "Give another --out.")
     with written(folder, "study"):
         folder.mkdir(parents=True, exist_ok=True)
+    rule, got = "a study must have a folder of its own", {"out": folder}
+    require(not any(folder.iterdir()), "study", rule, got, "Give another --out.")
     compile_kernels()
     about = f"{model.blocks} x {model.channels} ({parameter_count(model):,} parameters)"
     about += f", {study.batch_size} x {study.sequence_length} tokens a step, {study.precision}"

@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
                 advice = f"Did you mean {close[0]}?" if close else "--help lists them."
                 message = f"{flag} must be a known flag. {advice}"
             else:
-                advice = "Name a text by --data." * ("--data" in flags) if flag else UNSET
+                advice = "Name a text by --data." * ({"--data", "--preset"} <= {*flags}) if flag else UNSET
                 message = f"{flag or repr(flag)} must follow a flag. {advice}".rstrip()
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)

@@ -233,6 +233,6 @@ def described_messages(workers: Sequence[Counter[str]]) -> str:
     if not workers:
         return ""
     kinds, sizes = sum(workers, Counter[str]()), [sent.total() for sent in workers]
-    ends = " to ".join(map(_mb, sorted({min(sizes), max(sizes)})))
+    ends = " .. ".join(dict.fromkeys(map(_mb, (min(sizes), max(sizes)))))
     together = ", ".join(f"{kind} {_mb(size)}" for kind, size in kinds.items())
     return f"a worker sends {ends}; together {_mb(kinds.total())} ({together})"

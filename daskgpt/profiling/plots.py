@@ -41,7 +41,7 @@ STYLE = {
 }
 COLORS = tuple(PALETTE)[:10]
 TITLES = {
-    "loss": "loss (nats a token); dashed: held-out text",
+    "loss": "loss (nats a token); pale: of a step, bold: mean, dots: held-out text",
     "learning_rate": "learning rate",
     "tokens_per_s": "tokens a second",
     "norm": "norm of all gradients",
@@ -99,7 +99,9 @@ def picture(runs: Mapping[str, Curves], kind: str) -> bytes:
 
 
 def _draw(axes: Any, run: Curves, name: str, label: str, color: str) -> None:
-    """Draw the values of single steps, their mean over a hundredth of the run, and the losses of validations."""
+    """Draw the values of single steps, their mean, which forgets a hundredth of the run or ten steps, and the losses of
+    validations.
+    """
     there, validated = np.isfinite(run[name]), np.isfinite(run["validation_loss"])
     steps, values = run["step"][there], run[name][there].tolist()
     if name != "learning_rate":

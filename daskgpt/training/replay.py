@@ -200,7 +200,8 @@ class Replay:
         then, here = (
             f"{facts.get('precision')} by {facts.get('unit')}" for facts in (entry["arithmetic"], arithmetic(job))
         )
-        rule, advice = "this machine must compute with the run's arithmetic", "Do it where that is the same."
+        rule = "this machine must compute with the run's arithmetic"
+        advice = "Leave --precision out, and do it where the processor's is the same."
         require(then == here, where, rule, {"run": f"{self.run} ({then})", "here": here}, advice)
         require_memory(job)
         return job

@@ -171,8 +171,9 @@ class RunFolder:
         self.open_files.close()
 
     def _taken(self) -> FileExistsError:
-        rule, got = "the folder must not hold a run already", {"out": self.path}
-        return refusal(FileExistsError, "RunFolder", rule, got, "Give another --out.")
+        rule, got, advice = "the folder must not hold a run already", {"out": self.path}, "Give another --out"
+        advice += "." if checkpoints(self.path) else ", or remove that one: it has no checkpoint."
+        return refusal(FileExistsError, "RunFolder", rule, got, advice)
 
 
 def _toml(value: Any) -> str:

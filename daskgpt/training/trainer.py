@@ -356,7 +356,7 @@ class _Trainer:
             if engine.made == length:
                 return False
             if self.enough or self.stop_requested():
-                self.progress.say(f"stopped after {engine.made} of {length} steps")
+                self.progress.say(f"stopped after {engine.made:,} of {length:,} steps")
                 return True
             if self.recovery:
                 self.recovery.after_window()
