@@ -36,7 +36,6 @@ from daskgpt.profiling.calibrate import Calibration, load, of_job
 from daskgpt.profiling.timeline import longest_chain
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
-from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import empty_submission
 from daskgpt.training.cost import work_of
 from daskgpt.training.engine import LocalEngine
@@ -376,26 +375,20 @@ class Forecast:
         return lines | ({"from": "; ".join(self.notes)} if self.notes else {})
 
 
-def forecast(
-    job: Job, workers: int = 0, *, cores: int = 0, costs: Calibration | None = None
-) -> tuple[Forecast, list[LocalEngine]]:
-    """Return the predicted time of a job's steps, and the engine of each worker.
+def forecast(job: Job, engines: Sequence[LocalEngine], *, cores: int = 0, costs: Calibration | None = None) -> Forecast:
+    """Return the predicted time of a job's steps.
 
-    Auto chunks and grain are settled by predicted times of kernels, as a run settles them by measured ones. Without a
-    stored calibration, or one that lacks kernels of this job, a few steps of its model with few blocks are run.
+    Auto chunks and grain of the engines are settled by predicted times of kernels, as a run settles them by measured
+    ones. Without a stored calibration, or one that lacks kernels of this job, a few steps of its model with few blocks
+    are run.
 
-    workers  that share the batch, each with the job's threads, or one
+    engines  as of `engines_of`
     cores    of the machine; 0 for those of this one, or one a thread if there are more threads
     costs    the calibration; None for the stored one
 
     Errors   MemoryError if kernels must be timed, and that might take more than half of the free memory
     """
-    ranks, notes, here = max(1, min(workers, job.groups)), list[str](), usable_cores()
-    pool = job.scheduler == "threads" and not workers
-    threads = (job.dataflow.threads or (here if pool else 1)) if pool or workers else 1
-    scheduler = local_scheduler("threads", threads)
-    memory = math.inf if ranks * threads > here else None  # of a machine that is not this one
-    engines = engines_of(job, ranks, scheduler, memory)
+    ranks, threads, notes = len(engines), engines[0].scheduler.threads, list[str]()
     costs = costs or _calibration(job, engines[0].step, notes)
     for engine in engines:
         while engine.undecided:
@@ -403,7 +396,7 @@ def forecast(
             times = {key: demand.beside if threads > 1 else demand.alone for key, demand in demands.items()}
             engine.tune([Span(key, 0, 0.0, seconds) for key, seconds in times.items()], job.steps)
     processes = [Process.of_engine(engine, costs) for engine in engines]
-    cores = cores or max(ranks * threads, here)
+    cores = cores or max(ranks * threads, usable_cores())
     if cores > costs.cores:
         notes.append(f"more cores than the {costs.cores} that were measured, each with the memory rate of one of them")
     if ranks > 1:
@@ -412,8 +405,8 @@ def forecast(
     simulation, steps, alone = Simulation(processes, costs, cores, runs), processes[0].steps, 0.0
     if ranks * threads > 1:
         single = replace(job, dataflow=replace(job.dataflow, scheduler="sync", threads=1))
-        alone = forecast(single, costs=costs)[0].seconds
-    predicted = Forecast(
+        alone = forecast(single, engines_of(single), costs=costs).seconds
+    return Forecast(
         seconds=simulation.seconds,
         one_thread=alone,
         threads=ranks * threads,
@@ -423,11 +416,19 @@ def forecast(
         locked=max(simulation.locked) / runs / steps,
         notes=notes,
     )
-    return predicted, engines
 
 
-def engines_of(job: Job, ranks: int, scheduler: Scheduler, memory: float | None = None) -> list[LocalEngine]:
-    """Return the engine of each rank that shares a job's batch, without links; of one process that is alone."""
+def engines_of(job: Job, workers: int = 0) -> list[LocalEngine]:
+    """Return the engine of each worker that would share a job's batch, without links; of one process if it is alone.
+
+    workers   each with the job's threads, or one; 0 for the scheduler of the job
+    """
+    ranks, here = max(1, min(workers, job.groups)), usable_cores()
+    is_local = workers > 0 or job.scheduler in ("sync", "threads")
+    threads = job.dataflow.threads or (1 if workers else here)
+    scheduler = local_scheduler("threads", 1 if job.scheduler == "sync" and not workers else threads)
+    # The memory of this machine does not bound others.
+    memory = None if is_local and ranks * scheduler.threads <= here else math.inf
     nobody: Any = None  # sends anything
     given = ranks, nobody, job.groups, *job.batch_shape, scheduler.threads
     numbers = [Rank(number, *given) if ranks > 1 else None for number in range(ranks)]

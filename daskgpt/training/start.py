@@ -71,11 +71,7 @@ def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Errors   as of `given_settings`
     """
-    made = {}
-    for section, kind in SECTIONS.items():
-        settings = given.get(section)
-        made[section] = settings if isinstance(settings, kind) else kind(**given_settings(where, section, settings))
-    return made
+    return {name: kind(**given_settings(where, name, given.get(name))) for name, kind in SECTIONS.items()}
 
 
 def given_settings(where: str, section: str, given: Any) -> Mapping[str, Any]:
@@ -182,8 +178,6 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     Errors       ValueError if the encoding is not that model's, or has more ids; as of load_dataset
     """
     source = recognize(data.data)
-    if data.validation_data:
-        recognize(data.validation_data)  # is refused before anything is read
     wanted = start.encoding(data.encoding) if start else _named(data.encoding)
     default = encoding_of(vocabulary)
     encoding = encoding_for(source, None if wanted == "auto" else wanted, default)
