@@ -276,7 +276,8 @@ def stored_settings(where: str, state: Mapping[str, Any]) -> dict[str, dict[str,
     """Return the settings in a checkpoint's state, by sections. Those that only another version has, and that are off,
     are left out.
 
-    Errors   ValueError for a setting that only another version has
+    Errors   ValueError for a setting that only another version has, or that names a row of a module which is not
+             allowed: a job would import it
     """
     settings = {}
     for section, kind in SECTIONS.items():
@@ -285,17 +286,8 @@ def stored_settings(where: str, state: Mapping[str, Any]) -> dict[str, dict[str,
         rule, got = "every setting of the run must be known here", {section: short(min(unknown, default=""))}
         require(not unknown, where, rule, got, "Another version of daskgpt wrote it: use that.")
         settings[section] = {name: value for name, value in values.items() if name in names}
+    require_allowed(map(str, [*settings["model"].values(), settings["optimizer"]["optimizer"]]), where)
     return settings
-
-
-def require_allowed_rows(state: Mapping[str, Any], where: str) -> None:
-    """Refuse a checkpoint's state that names rows of a module which is not allowed: a job would import it.
-
-    Errors   ValueError
-    """
-    configuration = state["configuration"]
-    names = *configuration["model"].values(), configuration["optimizer"]["optimizer"]
-    require_allowed(map(str, names), where)
 
 
 def data_of_run(
@@ -363,7 +355,6 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
     checkpoint_folder, state = newest
     c = _changed_configuration(path, state, changes)
     open_model_file(checkpoint_folder)  # makes a learned vocabulary known
-    require_allowed_rows(state, "train")
     job = Job(c.pop("model"), **c)
     if not job.run.epochs:  # whose number of steps the data decide
         _require_steps_left(job, state, path)
