@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain, count
 from pathlib import Path
@@ -187,30 +187,27 @@ def fetched_arrays(scheduler: Scheduler, state: State) -> Arrays:
     return ReadLater(places, lambda name: values_of(pack(places[name])[name]))
 
 
+@dataclass(eq=False, repr=False)
 class Saver:
     """Saves the states of a run; training waits meanwhile.
 
     A checkpoint that cannot be written costs a line of output. Only the last one is an error of the run.
 
+    losses  of all steps so far: in the beginning, of those before the newest checkpoint
+    news    gets the metrics of each checkpoint
     saved   step of the newest checkpoint, 0 if there is none
     best    the best checkpoint so far
     """
 
-    def __init__(
-        self,
-        job: Job,
-        folder: RunFolder,
-        scheduler: Scheduler,
-        say: Say,
-        losses: Sequence[float],
-        news: dict[str, Any],
-    ) -> None:
-        """losses   of all steps so far: in the beginning, of those before the newest checkpoint
-        news     gets the metrics of each checkpoint
-        """
-        self.job, self.folder, self.scheduler, self.say = job, folder, scheduler, say
-        self.losses, self.news = losses, news
-        self.saved, self.best, self.since = len(losses), Best(), time.monotonic()
+    job: Job
+    folder: RunFolder
+    scheduler: Scheduler
+    say: Say
+    losses: Sequence[float]
+    news: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.saved, self.best, self.since = len(self.losses), Best(), time.monotonic()
 
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
@@ -239,7 +236,7 @@ class Saver:
     def save(self, state: State, facts: Mapping[str, Any], loss: float | None = None, *, last: bool = False) -> None:
         """Save a state.
 
-        facts   see `Checkpoint`
+        facts   see `write_checkpoint`
         loss    validation loss, if it was measured
         last    whether the run ends here
 

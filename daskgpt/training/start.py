@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import nan
 from pathlib import Path
@@ -202,36 +202,39 @@ def _require_division(given: Mapping[str, Any], data: DataConfig) -> None:
 
 
 def new_run(
+    config: ModelConfig,
     settings: Mapping[str, Any],
-    config_of: Callable[[int], ModelConfig],
     origin: WarmStart | None = None,
     parameters: Arrays | None = None,
     *,
-    most: int,
+    sizes: Collection[str] = ("vocabulary",),
     asked: Mapping[str, Any] | None = None,
     connects: bool = True,
 ) -> tuple[Job, Start]:
     """Return the job of a new run, and what it starts with. All but the data is checked before these are read.
 
     settings     configurations by name, without that of the model
-    config_of    returns that of the model by the size of the vocabulary of the data; 0 before they are open
     origin       model to start from; without it, parameters are random
     parameters   checked, in place of both
-    most         see `open_dataset`
+    sizes        names of numbers of the model that stay; a vocabulary that is not among them becomes that of the data
     asked        settings of the data that a user has given; None for all
     connects     whether a scheduler must answer
 
     Errors       as of `daskgpt.fit`
     """
     require_compiler()
-    job = Job(config_of(0), **settings)
+    job = Job(config, **settings)
     require_memory(job)
     folder = RunFolder(job.run.out) if job.run.out else None
     if connects:
         require_scheduler(job.dataflow.scheduler)
     _require_division(vars(job.data) if asked is None else asked, job.data)
-    dataset = open_dataset(job.data, job.config.vocabulary, origin, most=most)
-    job = replace(job, config=config_of(dataset.vocabulary), dataset=dataset)
+    fitting = "vocabulary" not in sizes
+    dataset = open_dataset(job.data, config.vocabulary, origin, most=0 if fitting else config.vocabulary)
+    if fitting and dataset.vocabulary != config.vocabulary:
+        padded = config.padded_vocabulary if "padded_vocabulary" in sizes else 0
+        config = replace(config, vocabulary=dataset.vocabulary, padded_vocabulary=padded)
+    job = replace(job, config=config, dataset=dataset)
     require_memory(job)
     if parameters is not None:
         parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
