@@ -18,8 +18,8 @@ from generation import EARLY, TOKENS, Writing, measure_generation, random_prompt
 from records import Figure, add_record_flag, check_record, record
 
 from daskgpt.config.errors import require
-from daskgpt.config.flags import Parser, add_flags, from_flags, given_flags, run_command
-from daskgpt.config.model import PRESETS, ModelConfig, preset
+from daskgpt.config.flags import Parser, add_flags, from_flags, run_command
+from daskgpt.config.model import PRESETS, ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.generation.decoder import Weights
 from daskgpt.model.parameters import initial_parameters
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     values = parser().parse_args(arguments)
     checked(values)
     timing, dataflow = from_flags(BenchConfig, values), from_flags(DataflowConfig, values)
-    config = preset(values.preset, **given_flags(ModelConfig, values))
+    config = from_flags(ModelConfig, values)
     if values.program == "transformers":
         found = compare_generation(config, timing, dataflow.threads)
     else:

@@ -27,8 +27,8 @@ import numpy as np
 from records import Figure, add_record_flag, check_record, record
 
 from daskgpt.config.errors import require, text_table
-from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags, given_flags, run_command
-from daskgpt.config.model import ModelConfig, preset
+from daskgpt.config.flags import Parser, run_command
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.kernels.bfloat16.rounding import aligned
 from daskgpt.kernels.float32 import tiles
@@ -199,14 +199,10 @@ def lines_of(rows: Mapping[str, Row], threads: int) -> dict[str, dict[str, Figur
 
 def main(arguments: Sequence[str]) -> int:
     flags = Parser(prog="limits", description=__doc__)
-    add_model_flags(flags)
     add_record_flag(flags)
-    add_flags(flags, BenchConfig)
-    add_flags(flags, DataflowConfig)
-    values = flags.parse_args(arguments)
+    values, config, options, dataflow = flags.read(arguments, ModelConfig, BenchConfig, DataflowConfig)
     check_record(values.record)
-    options, config = from_flags(BenchConfig, values), preset(values.preset, **given_flags(ModelConfig, values))
-    job = job_of(config, options, from_flags(DataflowConfig, values))
+    job = job_of(config, options, dataflow)
     rule, got = "operations are counted for float32 on threads", {"precision": job.precision.name}
     fits = job.precision.name == "float32" and job.scheduler == "threads"
     require(fits, "limits", rule, got | {"scheduler": job.scheduler}, "Leave both out.")

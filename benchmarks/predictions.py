@@ -29,7 +29,7 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.profiling import calibrate
 from daskgpt.profiling.calibrate import Calibration
 from daskgpt.profiling.measure import Spread, job_from
-from daskgpt.profiling.simulate import forecast
+from daskgpt.profiling.simulate import engines_of, forecast
 from daskgpt.schedulers.machine import usable_cores
 
 MODELS = {
@@ -102,7 +102,7 @@ def predicted(case: Case, costs: Calibration) -> float:
     """Return the predicted seconds of a step on this machine."""
     own = dict(case.dataflow) | ({"threads": 1} if case.workers else {})
     job = job_from(MODELS[case.model], data=case.data, optimizer={"schedule": "constant"}, dataflow=own)
-    return forecast(job, case.workers, cores=usable_cores(), costs=costs)[0].seconds
+    return forecast(job, engines_of(job, case.workers), cores=usable_cores(), costs=costs).seconds
 
 
 def measured(config: ModelConfig, some: Sequence[Case], turns: int) -> dict[str, Spread]:

@@ -28,7 +28,7 @@ from daskgpt.config.files import write_file
 from daskgpt.profiling import plots
 from daskgpt.profiling.calibrate import Calibration, of_job
 from daskgpt.profiling.measure import BenchConfig, job_of, origin
-from daskgpt.profiling.simulate import forecast
+from daskgpt.profiling.simulate import engines_of, forecast
 from daskgpt.schedulers.machine import on_cores, usable_cores
 from daskgpt.study import flags_of, run_one, thread_counts
 from daskgpt.training.job import Job, compile_kernels
@@ -121,7 +121,7 @@ class Scaling:
     def _predicted(self, threads: int) -> float:
         job = self._job(barrier="none", scheduler="threads", threads=threads)
         self.costs = self.costs or of_job(job, (1, self._batch()["sequence_length"]), None)
-        return forecast(job, costs=self.costs)[0].seconds
+        return forecast(job, engines_of(job), costs=self.costs).seconds
 
     def _job(self, **dials: Any) -> Job:
         return job_of(daskgpt.preset(self.preset), BenchConfig(**self._batch()), daskgpt.DataflowConfig(**dials))

@@ -32,8 +32,8 @@ import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
 
-from daskgpt.config.flags import Parser, add_flags, add_model_flags, from_flags, given_flags, run_command
-from daskgpt.config.model import ModelConfig, preset
+from daskgpt.config.flags import Parser, run_command
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.profiling.calibrate import calibrate
 from daskgpt.profiling.measure import BenchConfig, TimedEngine, figure, job_of, measure_steps, origin
@@ -42,26 +42,17 @@ from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.job import compile_kernels
 
 
-def parser() -> Parser:
-    """Return all flags."""
+def main(arguments: list[str]) -> int:
+    """Check everything, measure, and print it."""
     flags = Parser(prog="daskgpt.bench", description=__doc__)
-    add_model_flags(flags)
     text = "measure kernels and tasks for train --plan, in two to three minutes; other flags are ignored"
     flags.add_argument("--calibrate", action="store_true", help=text)
     flags.add_argument("--json", action="store_true", help="print the measurement as a line of JSON")
-    add_flags(flags, BenchConfig)
-    add_flags(flags, DataflowConfig)
-    return flags
-
-
-def main(arguments: list[str]) -> int:
-    """Check everything, measure, and print it."""
-    values = parser().parse_args(arguments)
+    values, config, options, dataflow = flags.read(arguments, ModelConfig, BenchConfig, DataflowConfig)
     if values.calibrate:
         print(f"calibration written to {calibrate().save()}")
         return 0
-    options, config = from_flags(BenchConfig, values), preset(values.preset, **given_flags(ModelConfig, values))
-    job = job_of(config, options, from_flags(DataflowConfig, values))
+    job = job_of(config, options, dataflow)
     require_scheduler(job.dataflow.scheduler)
     with redirect_stdout(sys.stderr) if values.json else nullcontext():  # standard output has one line
         others = machine.busy_cores()

@@ -68,9 +68,9 @@ def main(arguments: list[str]) -> int:
     model = open_model_of(values.source)
     print("\n".join(_read(model)), flush=True)
     check_finite("convert", model.parameters)
-    notes = WRITERS[kind](target, model)
+    WRITERS[kind](target, model)
     written = sorted(target.iterdir()) if target.is_dir() else [target]
-    print("\n".join([f"wrote  {kind}: {target}", *_files(written), *notes]))
+    print("\n".join([f"wrote  {kind}: {target}", *_files(written)]))
     return 0
 
 
@@ -94,10 +94,10 @@ def _known_encoding(model: StoredModel) -> str:
     return encoding if spare == 0 or (model.encoding and spare > 0) else ""
 
 
-# What writes each format; these return notes for the user.
+# What writes each format, and prints notes for the user.
 
 
-def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
+def _to_huggingface(target: Path, model: StoredModel) -> None:
     encoding, reason = None, f"no encoding here has {model.config.vocabulary:,} token ids"
     if name := _known_encoding(model):
         try:
@@ -105,34 +105,24 @@ def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
         except FileNotFoundError as error:  # the model is of use without
             reason = str(error)
     write_huggingface(target, model, encoding)
-    return [] if encoding else [f"note   no tokenizer: {reason}"]
+    if not encoding:
+        print(f"note   no tokenizer: {reason}")
 
 
-def _to_gguf(target: Path, model: StoredModel, dtype: str = "float32") -> list[str]:
+def _to_gguf(target: Path, model: StoredModel, dtype: str = "float32") -> None:
     encoding, rule = _known_encoding(model), "a model for llama.cpp must have an encoding, which is written with it"
     got, advice = {"vocabulary": model.config.vocabulary}, "Convert the run folder, or a folder with its tokenizer."
     require(bool(encoding), "convert", rule, got, advice)
     write_gguf(target, model, get_encoding(encoding), dtype)
-    most = model.config.positions
-    note = f"note   llama.cpp aborts beyond {most:,} tokens of prompt and answer together: limit them there (-n)"
-    return [note] if most % LLAMA_CONTEXT else []
+    if (most := model.config.positions) % LLAMA_CONTEXT:
+        print(f"note   llama.cpp aborts beyond {most:,} tokens of prompt and answer together: limit them there (-n)")
 
 
-def _to_daskgpt(target: Path, model: StoredModel) -> list[str]:
-    write_run_model(target, model)
-    return []
-
-
-def _to_peft(target: Path, model: StoredModel) -> list[str]:
-    write_peft(target, model)
-    return []
-
-
-WRITERS: dict[str, Callable[[Path, StoredModel], list[str]]] = {
+WRITERS: dict[str, Callable[[Path, StoredModel], object]] = {
     "huggingface": _to_huggingface,
-    "daskgpt": _to_daskgpt,
+    "daskgpt": write_run_model,
     "gguf": _to_gguf,
-    "peft": _to_peft,
+    "peft": write_peft,
 }
 WRITERS |= {f"gguf-{dtype}": partial(_to_gguf, dtype=dtype) for dtype in DTYPES if dtype != "float32"}
 # Formats by the endings of file names; the last one that fits counts.

@@ -240,25 +240,21 @@ def run_one(flags: Sequence[str], threads: int) -> Row:
 # Table and figures.
 
 
-def median(rows: Iterable[Row], figure: str = "step") -> float:
-    """Return the median of a figure."""
-    return float(np.median([row["figures"][figure]["median"] for row in rows]))
-
-
-def spread(rows: Iterable[Row]) -> Spread:
-    """Return the milliseconds of a step, a median for each run."""
-    return Spread.of(row["figures"]["step"]["median"] for row in rows)
+def spread(rows: Iterable[Row], figure: str = "step") -> Spread:
+    """Return the medians of a figure, one for each run."""
+    return Spread.of(row["figures"][figure]["median"] for row in rows)
 
 
 def sequential(points: Points) -> DataflowConfig | None:
     """Return the base of every speedup: the fastest point on one thread; None if there is none."""
-    return min((point for point in points if point.threads == 1), key=lambda point: median(points[point]), default=None)
+    on_one_thread = (point for point in points if point.threads == 1)
+    return min(on_one_thread, key=lambda point: spread(points[point]).median, default=None)
 
 
 def base_of(points: Points) -> float:
     """Return the milliseconds of a step of the base of speedups; nan if there is none."""
     base = sequential(points)
-    return median(points[base]) if base else math.nan
+    return spread(points[base]).median if base else math.nan
 
 
 def table_of(points: Points) -> list[list[str]]:
@@ -266,10 +262,10 @@ def table_of(points: Points) -> list[list[str]]:
     head = ["settings", "ms a step", "speedup", "efficiency", "runs", *NUMBERS.values(), "tasks", *SHARES.values()]
     table, base = [[*head, "loss"]], base_of(points)
     for point, rows in points.items():
-        speedup = base / median(rows)
+        speedup = base / spread(rows).median
         values = [(speedup, ".2f"), (speedup / point.threads, ".0%"), (len(rows), "")]
-        values += [(median(rows, name), ".4g") for name in NUMBERS] + [(rows[-1]["settings"]["tasks"], "")]
-        values += [(median(rows, name), ".1%") for name in SHARES]
+        values += [(spread(rows, name).median, ".4g") for name in NUMBERS] + [(rows[-1]["settings"]["tasks"], "")]
+        values += [(spread(rows, name).median, ".1%") for name in SHARES]
         cells = ["" if math.isnan(value) else format(value, form) for value, form in values]
         losses = " or ".join(sorted({repr(row["settings"]["loss"]) for row in rows}))
         table.append([described(point), spread(rows).text(""), *cells, losses])

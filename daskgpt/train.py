@@ -122,8 +122,9 @@ def run_of(values: Namespace) -> tuple[Job, Start]:
     if not run.init:
         rule, advice = "adapters must have a model to adapt", "Add --init with a folder or file of one."
         require(not numbers.get("lora"), "train", rule, {"lora": numbers.get("lora")}, advice)
-        of_vocabulary = partial(config_of, values, settings["data"])
-        return new_run(settings, of_vocabulary, most=numbers.get("vocabulary", 0), **options)
+        name = values.preset or DEFAULT
+        fitting = {"positions": settings["data"].sequence_length} if name == DEFAULT else {}  # as long as its sequences
+        return new_run(preset(name, **fitting | numbers), settings, sizes=numbers, **options)
     origin = WarmStart(run.init)
     if values.preset:
         size = preset(values.preset)
@@ -134,15 +135,7 @@ def run_of(values: Namespace) -> tuple[Job, Start]:
     if values.shorten:
         data = replace(data, sequence_length=min(data.sequence_length, config.positions))
     settings["data"] = data
-    return new_run(settings, lambda vocabulary: config, origin, most=config.vocabulary, **options)
-
-
-def config_of(values: Namespace, data: DataConfig, vocabulary: int) -> ModelConfig:
-    """Return the size of a new model; a vocabulary other than the preset's replaces it."""
-    name = values.preset or DEFAULT
-    fitting = {"vocabulary": vocabulary} if vocabulary not in (0, preset(name).vocabulary) else {}
-    fitting |= {"positions": data.sequence_length} if name == DEFAULT else {}  # tiny is as long as its sequences
-    return preset(name, **fitting | given_flags(ModelConfig, values))
+    return new_run(config, settings, origin, **options)
 
 
 def report(job: Job, result: Result, seconds: float) -> None:

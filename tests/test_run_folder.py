@@ -51,7 +51,6 @@ def test_folders_in_the_place_of_files_are_named(name, small_text, tmp_path):
 
 def test_the_folder_of_a_user_is_found_by_every_path(small_text, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert daskgpt.TimelineConfig(timeline="~/t").timeline == str(tmp_path / "t")
     assert StudyConfig(out="~/study").out == str(tmp_path / "study")
     fit(small_text, "~/run", steps=2)
     assert rewind.main(["~/run", "--step", "1", "--tensor", "wte.weight", "--out", "~/t.npy"]) == 0

@@ -30,14 +30,6 @@ ADVICE = {
 }
 
 
-def advice_on(error: Exception) -> str:
-    """Return advice on an error of writing, by its number."""
-    number = getattr(error, "errno", None)
-    return next(
-        (text for numbers, text in ADVICE.items() if number in numbers), "Check the disk, or name another place."
-    )
-
-
 def check_writable(path: str | os.PathLike[str], where: str, name: str) -> None:
     """Check that a file can be written, before anything is computed.
 
@@ -136,8 +128,10 @@ def written(path: str | os.PathLike[str], where: str) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # it has this form already
             raise
-        got = f"path={path} ({error.strerror or error})"
-        raise refusal(type(error), where, "all of the file must be written", got, advice_on(error)) from error
+        rule, got = "all of the file must be written", f"path={path} ({error.strerror or error})"
+        fitting = (advice for numbers, advice in ADVICE.items() if error.errno in numbers)
+        advice = next(fitting, "Check the disk, or name another place.")
+        raise refusal(type(error), where, rule, got, advice) from error
 
 
 def write_hashed(file: BinaryIO, parts: Iterable[memoryview]) -> str:

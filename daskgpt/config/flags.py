@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from daskgpt.config.errors import UNSET, refusal
 from daskgpt.config.files import NO_ROOM, expanded
-from daskgpt.config.model import PRESETS, ModelConfig
+from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.config.settings import help_of
 from daskgpt.config.stopping import STOPPED, CanGoOn
 
@@ -65,7 +65,10 @@ class Parser(argparse.ArgumentParser):
     def read(self, arguments: list[str], *configs: type) -> tuple[Any, ...]:
         """Return the values of a command line, and these configurations, whose flags are added."""
         for config in configs:
-            add_flags(self, config)
+            if config is ModelConfig:
+                add_model_flags(self)
+            else:
+                add_flags(self, config)
         values = self.parse_args(arguments)
         return values, *(from_flags(config, values) for config in configs)
 
@@ -117,8 +120,9 @@ def given_flags(config: type, values: argparse.Namespace) -> dict[str, Any]:
 
 
 def from_flags(config: type, values: argparse.Namespace) -> Any:
-    """Return the dataclass with the values of the flags."""
-    return config(**given_flags(config, values))
+    """Return the dataclass with the values of the flags, a model with the preset's in place of others."""
+    given = given_flags(config, values)
+    return preset(values.preset, **given) if config is ModelConfig else config(**given)
 
 
 def run_command(main: Callable[[list[str]], int]) -> NoReturn:

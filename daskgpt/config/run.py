@@ -170,17 +170,6 @@ class RunConfig(Checked):
     )
 
 
-def check_chunks(batch_size: int, sequence_length: int, dataflow: DataflowConfig) -> None:
-    """Check the sizes of chunks.
-
-    Errors   ValueError if a chunk does not divide the number of sequences or their length
-    """
-    if dataflow.batch_chunk:
-        require_divisor("DataflowConfig", "batch_chunk", dataflow.batch_chunk, "batch_size", batch_size)
-    if dataflow.sequence_chunk:
-        require_divisor("DataflowConfig", "sequence_chunk", dataflow.sequence_chunk, "sequence_length", sequence_length)
-
-
 # Recipes: settings of a run that belong together, under one name of `daskgpt.train --preset`; flags override them.
 RECIPES: dict[str, dict[str, Any]] = {
     # The fastest recipe we know that reaches 1.88 nats per character on the last tenth of tinyshakespeare: the blocks

@@ -17,7 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import combinations, pairwise, product
 from pathlib import Path
@@ -52,7 +52,7 @@ from daskgpt.training.job import Job, compile_kernels
 
 Samples = dict[str, list[tuple[Sizes, float]]]  # situation and kind of a call -> sizes of its axes, and seconds
 SITUATIONS = ("alone", "beside")  # a call on one thread, and while all others run calls as well
-FORM = 3  # of the stored file
+FORM = 4  # of the stored file
 # Steps that are sampled: chunks, sequences of each, tokens of a sequence and of each in a chunk, and the barrier. With
 # barrier phase, sums and updates are apart, as on ranks.
 SMALL = [(2, 6, 64, 64, "step"), (2, 2, 64, 64, "step"), (2, 3, 64, 16, "step"), (2, 6, 64, 64, "phase")]
@@ -128,7 +128,6 @@ class Calibration:
     copy: float
     message: float = 0.4e-3
     rate: float = 1e9
-    machine: dict[str, Any] = field(default_factory=lambda: known_machine())
 
     @cached_property
     def _times(self) -> dict[str, Times]:
@@ -168,22 +167,17 @@ class Calibration:
 def load() -> Calibration | None:
     """Return this machine's calibration from this user's cache; None without a readable one."""
     try:
-        stored = Calibration(**json.loads(cache_path().read_bytes()))
-        return stored if stored.machine == known_machine() else None
-    except (OSError, ValueError, TypeError, AttributeError):
+        return Calibration(**json.loads(cache_path().read_bytes()))
+    except (OSError, ValueError, TypeError):
         return None
 
 
-def known_machine() -> dict[str, Any]:
-    """Return what a calibration depends on."""
-    versions = machine.versions("numpy", "numba", "dask", "distributed")
-    return {"processor": machine.processor(), "cores": usable_cores(), "form": FORM, **versions}
-
-
 def cache_path() -> Path:
-    """Return the file of this machine's calibration."""
+    """Return the file of this machine's calibration, whose name says what it depends on."""
+    versions = machine.versions("numpy", "numba", "dask", "distributed")
+    known = {"processor": machine.processor(), "cores": usable_cores(), "form": FORM, **versions}
     folder = Path(os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache"))
-    return folder / "daskgpt" / f"calibration-{digest_of(known_machine())[:12]}.json"
+    return folder / "daskgpt" / f"calibration-{digest_of(known)[:12]}.json"
 
 
 def calibrate() -> Calibration:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -129,16 +128,15 @@ def predict(job: Job, workers: int = 0, *, timed: bool = False) -> Plan:
     """
     predicted, unknown = None, ""
     libraries = machine.resident_memory()  # before kernels are timed here
-    ranks, engines = max(1, min(workers, job.groups)), list[LocalEngine | TaskEngine]()
-    if timed and in_place_of(job) and (workers or job.scheduler in ("sync", "threads")):
+    engines = planned(job, workers)
+    local = [engine for engine in engines if isinstance(engine, LocalEngine)]
+    if timed and local and (workers or job.scheduler in ("sync", "threads")):
         try:
-            predicted, ranked = forecast(job, workers)
-            engines += ranked
+            predicted = forecast(job, local)
         except MemoryError as error:
             unknown = str(error)
     if workers:
         job = replace(job, dataflow=replace(job.dataflow, scheduler="local", threads=workers))
-    engines = engines or planned(job, ranks)
     engine, steps = engines[0], list(map(planned_step, engines))
     step, auto = steps[0], "auto" * (job.dataflow.grain == "auto")
     trial = Trial(step)
@@ -151,24 +149,20 @@ def predict(job: Job, workers: int = 0, *, timed: bool = False) -> Plan:
         tasks=step.tasks,
         made=trial.made,
         at_peak=together.at_peak,
-        sent=bytes_sent(steps) if ranks > 1 else (),
+        sent=bytes_sent(steps) if len(steps) > 1 else (),
         forecast=predicted,
         unknown=unknown,
         libraries=libraries,
     )
 
 
-def in_place_of(job: Job) -> bool:
-    """Return whether the job's steps will write over the state."""
-    return job.scheduler in ("sync", "threads") or job.dataflow.engine == "ranks"
-
-
-def planned(job: Job, ranks: int = 1) -> list[LocalEngine | TaskEngine]:
+def planned(job: Job, workers: int = 0) -> list[LocalEngine | TaskEngine]:
     """Return the engine that would run a job, or that of each rank, on a scheduler that is not started."""
-    in_place = in_place_of(job)
-    threads = 1 if ranks > 1 or job.scheduler == "sync" else job.dataflow.threads or usable_cores()
-    scheduler: Any = SimpleNamespace(threads=threads, in_place=in_place)
-    return [*engines_of(job, ranks, scheduler, math.inf)] if in_place else [TaskEngine(job, scheduler)]
+    if job.scheduler in ("sync", "threads") or job.dataflow.engine == "ranks":
+        return [*engines_of(job, workers)]
+    threads = workers or job.dataflow.threads or usable_cores()
+    scheduler: Any = SimpleNamespace(threads=threads, in_place=False)
+    return [TaskEngine(job, scheduler)]
 
 
 def planned_step(engine: LocalEngine | TaskEngine) -> CompiledStep:

@@ -10,13 +10,11 @@ from time import time
 from typing import Any, NamedTuple
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import check_writable
 from daskgpt.config.settings import Checked, setting
-from daskgpt.profiling.timeline import Event, Lane, TaskGraph, Timeline, Window, events_of, paths_of
+from daskgpt.profiling.timeline import Event, Lane, TaskGraph, Timeline, Window, events_of
 from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
 from daskgpt.training.engine import Engine
 from daskgpt.training.job import Job
-from daskgpt.training.run_folder import is_own
 
 
 class ProcessEvents(NamedTuple):
@@ -114,31 +112,21 @@ def joined(title: str, windows: Sequence[Window], parts: Sequence[ProcessEvents]
     )
 
 
-def is_bare(path: str) -> bool:
-    """Return whether a path is a name alone, without a folder: such a file goes into the folder of its run."""
-    return path == Path(path).name and path != ".."
-
-
 class TimelineConfig(Checked):
     """A timeline of the last steps."""
 
     timeline: str = setting(
         "",
-        "write a timeline of the last steps to FILE.json and FILE.html, in the run's folder unless FILE names one",
-        unit="file",
+        "write a timeline of the last steps to NAME.json and NAME.html in the run's folder",
+        unit="name",
     )
     timeline_steps: int = setting(4, "how many steps a timeline shows", unit="steps", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.timeline:
-            return
-        files = paths_of(self.timeline)
-        if not is_bare(self.timeline):
-            for path in (self.timeline, *map(str, files)):
-                check_writable(path, "timeline", "timeline")
-        rule, got = "files must not have the name of a run's files", {"timeline": self.timeline}
-        require(not any(map(is_own, files)), "timeline", rule, got, "Name others.")
+        rule, got = "a timeline must have a name without a folder", {"timeline": self.timeline}
+        fine = self.timeline in ("", Path(self.timeline).name) and self.timeline != ".."
+        require(fine, "timeline", rule, got, "Its files are written into the run's folder.")
 
 
 class TimelineCallback:
@@ -173,5 +161,5 @@ class TimelineCallback:
         if name := self.config.timeline:
             from daskgpt.profiling.pages import write_timeline  # loads Bokeh
 
-            trace, page = write_timeline(self.timeline, self.folder / name if is_bare(name) else name)
+            trace, page = write_timeline(self.timeline, self.folder / name)
             print(f"\n{self.timeline.summary}\n\ntimeline written to {page} and {trace}")

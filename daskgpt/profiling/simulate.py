@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from graphlib import TopologicalSorter
 from heapq import heappop, heappush
@@ -26,7 +26,7 @@ from dask.order import order
 
 from daskgpt.config.errors import require
 from daskgpt.config.flags import called
-from daskgpt.graph.calls import MESSAGE, PHASES, Exchange, call_of
+from daskgpt.graph.calls import MESSAGE, Exchange, call_of
 from daskgpt.graph.distribute import Rank
 from daskgpt.graph.nodes import Graph, Key, is_leaf, renamed, with_leaves
 from daskgpt.graph.program import Span, calls_of
@@ -36,15 +36,12 @@ from daskgpt.profiling.calibrate import Calibration, load, of_job
 from daskgpt.profiling.timeline import longest_chain
 from daskgpt.schedulers.local import local_scheduler
 from daskgpt.schedulers.machine import usable_cores
-from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import empty_submission
 from daskgpt.training.cost import work_of
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job
 
 Task = tuple[int, Key]  # of a rank
-Seconds = Mapping[tuple[str, str], float]  # of kernels, by layer and phase
-ON_LINKS = ("messages", "update")
 RUNS = 3  # of several processes, one after the other; the first one only fills their pipeline
 TASKS = 10**9  # more than there are: their numbers have equally many digits
 
@@ -53,35 +50,21 @@ TASKS = 10**9  # more than there are: their numbers have equally many digits
 class Demand:
     """The needs of a task.
 
-    kernels   seconds of its kernels on one thread
-    beside    seconds of all of them while all cores run kernels
+    alone     seconds of its kernels on one thread
+    beside    seconds of them while all cores run kernels
     sends     ranks, channels and bytes of its messages; receives: ranks and channels
     """
 
-    kernels: Seconds = field(default_factory=dict)
+    alone: float = 0.0
     beside: float = 0.0
     sends: Sequence[tuple[int, Hashable, int]] = ()
     receives: Sequence[tuple[int, Hashable]] = ()
-
-    @cached_property
-    def alone(self) -> float:
-        """Seconds of all kernels on one thread."""
-        return sum(self.kernels.values())
 
     @classmethod
     def of(cls, calls: Sequence[Demand]) -> Demand:
         """Return what a task of several calls needs."""
         sends, receives = ([part for call in calls for part in getattr(call, name)] for name in ("sends", "receives"))
-        return cls(added(call.kernels for call in calls), sum(call.beside for call in calls), sends, receives)
-
-
-def added(parts: Iterable[Seconds]) -> Seconds:
-    """Return the sums of seconds by layer and phase."""
-    sums = defaultdict[tuple[str, str], float](float)
-    for part in parts:
-        for kind, seconds in part.items():
-            sums[kind] += seconds
-    return dict(sums)
+        return cls(sum(call.alone for call in calls), sum(call.beside for call in calls), sends, receives)
 
 
 def call_demands(step: CompiledStep, costs: Calibration) -> dict[Key, Demand]:
@@ -103,8 +86,8 @@ def call_demands(step: CompiledStep, costs: Calibration) -> dict[Key, Demand]:
             copied = (len(node.args) - call.tensors) * rows * prod(call.columns) * call.dtype.itemsize
         if work := work_of(graph, key):
             alone, beside = costs.seconds(f"{step.dials.precision.name} {work[0]}", work[1])
-        kind, copying = (call.origin.layer, call.origin.phase), 2 * copied / costs.copy
-        demands[key] = Demand({kind: alone + copying}, beside + copying, **messages)
+        copying = 2 * copied / costs.copy
+        demands[key] = Demand(alone + copying, beside + copying, **messages)
     return demands
 
 
@@ -155,7 +138,7 @@ class Simulation:
     """The run of some processes of one machine that exchange messages.
 
     ends    of the runs of each process
-    busy    seconds of kernels on all threads, by phase
+    busy    seconds of kernels on all threads
     locked  seconds for which each process's lock was held
     """
 
@@ -170,7 +153,7 @@ class Simulation:
         self.state: list[dict[str, Any]] = [{} for _ in ranks]
         self.free, self.locked = [0.0] * len(ranks), [0.0] * len(ranks)
         self.ends: list[list[float]] = [[] for _ in ranks]
-        self.busy = dict.fromkeys(PHASES, 0.0)
+        self.busy = 0.0
         self.arrived = Counter[tuple[int, int, Hashable]]()  # receiver, sender and channel -> messages
         self.blocked = [list[Key]() for _ in ranks]  # tasks that wait for messages
         self.pairs: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # messages to send
@@ -232,8 +215,7 @@ class Simulation:
             return
 
         def ended() -> None:
-            for (_, phase), seconds in demand.kernels.items():
-                self.busy[phase] += (self.now - began) * seconds / demand.alone
+            self.busy += self.now - began
             self._done(rank, key)
 
         self._start((rank, key), ended)
@@ -305,7 +287,7 @@ class Simulation:
             self._receive(message.receiver, key)
 
 
-def critical_path(processes: Sequence[Process], costs: Calibration) -> Seconds:
+def critical_path(processes: Sequence[Process], costs: Calibration) -> float:
     """Return the seconds of the longest chain of kernels and messages of a run that wait for each other, with as many
     threads as there are tasks.
     """
@@ -322,9 +304,8 @@ def critical_path(processes: Sequence[Process], costs: Calibration) -> Seconds:
         needs[rank, key] |= [posts[peer, rank, channel].popleft() for peer, channel in demand.receives]
     ordered = ((task, needs[task]) for task in TopologicalSorter(needs).static_order())
     chain = longest_chain(ordered, {task: demand.alone for task, demand in tasks.items()})
-    links = [{ON_LINKS: needs[task][before]} for before, task in pairwise(chain)]
-    path = added([*(tasks[task].kernels for task in chain), *links])
-    return {kind: seconds / processes[0].steps for kind, seconds in path.items() if seconds}
+    on_links = sum(needs[task][before] for before, task in pairwise(chain))
+    return (sum(tasks[task].alone for task in chain) + on_links) / processes[0].steps
 
 
 @dataclass(frozen=True)
@@ -334,7 +315,7 @@ class Forecast:
     seconds     of a step
     one_thread  seconds of a step on one thread; 0 for that thread itself
     threads     of all processes together
-    busy        seconds of kernels in a step, all threads together, by phase; `work` on one thread
+    busy        seconds of kernels in a step, all threads together; `work` on one thread
     path        seconds of the longest chain of kernels and messages that wait for each other
     locked      seconds for which the busiest process held its interpreter's lock
     notes       what was assumed
@@ -343,59 +324,46 @@ class Forecast:
     seconds: float
     one_thread: float
     threads: int
-    busy: Mapping[str, float]
+    busy: float
     work: float
-    path: Seconds
+    path: float
     locked: float
     notes: Sequence[str]
 
     def rows(self) -> dict[str, str]:
         """Return lines for people, by name."""
-        ms, threads, length = 1e3, self.threads * self.seconds, sum(self.path.values())
-        kernels = sum(self.busy.values())
+        ms, share = 1e3, self.busy / (self.threads * self.seconds)
         time = f"{ms * self.seconds:,.1f} ms a step predicted"
         if self.one_thread:
             speedup = self.one_thread / self.seconds
             time += f", {speedup:.2f} times as fast as one thread ({ms * self.one_thread:,.1f} ms): "
             time += f"efficiency {speedup / self.threads:.0%}"
-        shares = [f"{phase} {seconds / threads:.0%}" for phase, seconds in self.busy.items()]
-        slowest = sorted(self.path.items(), key=lambda item: -item[1])[:4]
-        on_path = [
-            f"{layer if phase == 'update' else f'{layer}.{phase}'} {seconds / length:.0%}"
-            for (layer, phase), seconds in slowest
-        ]
-        limits = {"kernels, on each thread": kernels / self.threads, "critical path": length}
+        limits = {"kernels, on each thread": self.busy / self.threads, "critical path": self.path}
         limits["the interpreter's lock"] = self.locked
         most, *others = sorted(limits.items(), key=lambda item: -item[1])
         lines = {
             "time": time,
-            "threads' time": f"{', '.join(shares)}, idle {1 - kernels / threads:.0%}",
-            "critical path": f"{ms * length:,.1f} of {ms * self.work:,.1f} ms of work: {', '.join(on_path)}",
+            "threads' time": f"kernels {share:.0%}, idle {1 - share:.0%}",
+            "critical path": f"{ms * self.path:,.1f} of {ms * self.work:,.1f} ms of work",
             "limit": f"{most[0]}: {ms * most[1]:,.1f} ms ({', '.join(f'{a} {ms * b:,.1f}' for a, b in others)})",
         }
         return lines | ({"from": "; ".join(self.notes)} if self.notes else {})
 
 
-def forecast(
-    job: Job, workers: int = 0, *, cores: int = 0, costs: Calibration | None = None
-) -> tuple[Forecast, list[LocalEngine]]:
-    """Return the predicted time of a job's steps, and the engine of each worker.
+def forecast(job: Job, engines: Sequence[LocalEngine], *, cores: int = 0, costs: Calibration | None = None) -> Forecast:
+    """Return the predicted time of a job's steps.
 
-    Auto chunks and grain are settled by predicted times of kernels, as a run settles them by measured ones. Without a
-    stored calibration, or one that lacks kernels of this job, a few steps of its model with few blocks are run.
+    Auto chunks and grain of the engines are settled by predicted times of kernels, as a run settles them by measured
+    ones. Without a stored calibration, or one that lacks kernels of this job, a few steps of its model with few blocks
+    are run.
 
-    workers  that share the batch, each with the job's threads, or one
+    engines  as of `engines_of`
     cores    of the machine; 0 for those of this one, or one a thread if there are more threads
     costs    the calibration; None for the stored one
 
     Errors   MemoryError if kernels must be timed, and that might take more than half of the free memory
     """
-    ranks, notes, here = max(1, min(workers, job.groups)), list[str](), usable_cores()
-    pool = job.scheduler == "threads" and not workers
-    threads = (job.dataflow.threads or (here if pool else 1)) if pool or workers else 1
-    scheduler = local_scheduler("threads", threads)
-    memory = math.inf if ranks * threads > here else None  # of a machine that is not this one
-    engines = engines_of(job, ranks, scheduler, memory)
+    ranks, threads, notes = len(engines), engines[0].scheduler.threads, list[str]()
     costs = costs or _calibration(job, engines[0].step, notes)
     for engine in engines:
         while engine.undecided:
@@ -403,7 +371,7 @@ def forecast(
             times = {key: demand.beside if threads > 1 else demand.alone for key, demand in demands.items()}
             engine.tune([Span(key, 0, 0.0, seconds) for key, seconds in times.items()], job.steps)
     processes = [Process.of_engine(engine, costs) for engine in engines]
-    cores = cores or max(ranks * threads, here)
+    cores = cores or max(ranks * threads, usable_cores())
     if cores > costs.cores:
         notes.append(f"more cores than the {costs.cores} that were measured, each with the memory rate of one of them")
     if ranks > 1:
@@ -412,22 +380,30 @@ def forecast(
     simulation, steps, alone = Simulation(processes, costs, cores, runs), processes[0].steps, 0.0
     if ranks * threads > 1:
         single = replace(job, dataflow=replace(job.dataflow, scheduler="sync", threads=1))
-        alone = forecast(single, costs=costs)[0].seconds
-    predicted = Forecast(
+        alone = forecast(single, engines_of(single), costs=costs).seconds
+    return Forecast(
         seconds=simulation.seconds,
         one_thread=alone,
         threads=ranks * threads,
-        busy={phase: seconds / runs / steps for phase, seconds in simulation.busy.items()},
+        busy=simulation.busy / runs / steps,
         work=sum(demand.alone for process in processes for demand in process.demands.values()) / steps,
         path=critical_path(processes, costs),
         locked=max(simulation.locked) / runs / steps,
         notes=notes,
     )
-    return predicted, engines
 
 
-def engines_of(job: Job, ranks: int, scheduler: Scheduler, memory: float | None = None) -> list[LocalEngine]:
-    """Return the engine of each rank that shares a job's batch, without links; of one process that is alone."""
+def engines_of(job: Job, workers: int = 0) -> list[LocalEngine]:
+    """Return the engine of each worker that would share a job's batch, without links; of one process if it is alone.
+
+    workers   each with the job's threads, or one; 0 for the scheduler of the job
+    """
+    ranks, here = max(1, min(workers, job.groups)), usable_cores()
+    is_local = workers > 0 or job.scheduler in ("sync", "threads")
+    threads = job.dataflow.threads or (1 if workers else here)
+    scheduler = local_scheduler("threads", 1 if job.scheduler == "sync" and not workers else threads)
+    # The memory of this machine does not bound others.
+    memory = None if is_local and ranks * scheduler.threads <= here else math.inf
     nobody: Any = None  # sends anything
     given = ranks, nobody, job.groups, *job.batch_shape, scheduler.threads
     numbers = [Rank(number, *given) if ranks > 1 else None for number in range(ranks)]

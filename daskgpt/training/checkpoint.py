@@ -58,7 +58,6 @@ from daskgpt.formats.stored_model import StoredModel, in_memory, read_json
 from daskgpt.model.parameters import Tensor
 
 STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"
-OF_CHECKPOINT = (STATE, MODEL_FILE, OPTIMIZER + ENDING)  # its files
 VERSION = 1
 DIGEST = "sha256"  # of state.json's other entries, in state.json
 STEP = re.compile(r"step-(\d{8,})")

@@ -10,16 +10,10 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from daskgpt.config.errors import number_of, refusal, require
+from daskgpt.config.errors import number_of, refusal, require, require_divisor
 from daskgpt.config.files import expanded
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.run import (
-    DataConfig,
-    DataflowConfig,
-    OptimizerConfig,
-    RunConfig,
-    check_chunks,
-)
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import digests_of_modules
 from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
@@ -68,7 +62,9 @@ class Job:
 
     def __post_init__(self) -> None:
         require_one_length({"epochs": self.run.epochs, "tokens": self.run.tokens})
-        check_chunks(*self.micro_shape, self.dataflow)
+        for chunk, whole in (("batch_chunk", "batch_size"), ("sequence_chunk", "sequence_length")):
+            if part := getattr(self.dataflow, chunk):
+                require_divisor("DataflowConfig", chunk, part, whole, getattr(self.data, whole))
         got = {"sequence_length": self.data.sequence_length, "positions": self.config.positions}
         rule = "a sequence must not be longer than the model's positions"
         advice = "Shorten the sequence." if self.run.init else "Shorten the sequence or give more --positions."

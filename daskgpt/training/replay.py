@@ -56,7 +56,6 @@ from daskgpt.training.start import (
     configurations,
     data_of_run,
     open_dataset,
-    require_allowed_rows,
     stored_settings,
     with_adapters,
 )
@@ -191,7 +190,6 @@ class Replay:
         c = configurations(where, stored_settings(where, entry))
         dataflow = DataflowConfig(**{"precision": c["dataflow"].precision} | dict(self.dials))
         data = replace(c["data"], data=self.data)
-        require_allowed_rows(entry, where)
         dataset = data_of_run(where, data, entry, self.open_dataset)
         # The learning rate depends on the number of all steps; those after the entry are not made.
         steps = {"steps": c["run"].steps, "save_every": entry["step"]}

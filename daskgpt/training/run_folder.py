@@ -7,14 +7,14 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from daskgpt.config.errors import refusal, require
-from daskgpt.config.files import advice_on, locked, write_file, written
+from daskgpt.config.files import locked, write_file, written
 from daskgpt.formats.safetensors import BASE, digest_of_base, write_run_model
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.model.parameters import ReadLater, trained_tensors
@@ -22,10 +22,7 @@ from daskgpt.model.precision import values_of
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.protocol import Scheduler, WorkerLost
 from daskgpt.training.checkpoint import (
-    BEST,
     LATEST,
-    OF_CHECKPOINT,
-    STEP,
     Best,
     checkpoints,
     point,
@@ -40,11 +37,6 @@ from daskgpt.training.logs import CHAIN, LINK, METRICS, Chain, RecordFile, conti
 
 CONFIG, LOCK = "config.toml", ".lock"
 FILES = (CONFIG, METRICS, CHAIN, LOCK)
-
-
-def is_own(path: Path) -> bool:
-    """Return whether a path has the name of a file, checkpoint or link in the folder of a run, or in a checkpoint."""
-    return path.name in (*FILES, *OF_CHECKPOINT, BASE, LATEST, BEST) or STEP.fullmatch(path.name) is not None
 
 
 def new_folder() -> str:
@@ -164,7 +156,7 @@ class RunFolder:
             self.metrics.write(record)
         except OSError as error:
             if not waited:
-                say(f"metrics    {METRICS} is to be written later: {reason(error)}; training goes on")
+                say(f"metrics    {METRICS} is to be written later, and training goes on: {error}")
 
     def close(self) -> None:
         """Close the files and unlock the folder."""
@@ -196,30 +188,27 @@ def fetched_arrays(scheduler: Scheduler, state: State) -> Arrays:
     return ReadLater(places, lambda name: values_of(pack(places[name])[name]))
 
 
+@dataclass(eq=False, repr=False)
 class Saver:
     """Saves the states of a run; training waits meanwhile.
 
     A checkpoint that cannot be written costs a line of output. Only the last one is an error of the run.
 
+    losses  of all steps so far: in the beginning, of those before the newest checkpoint
+    news    gets the metrics of each checkpoint
     saved   step of the newest checkpoint, 0 if there is none
     best    the best checkpoint so far
     """
 
-    def __init__(
-        self,
-        job: Job,
-        folder: RunFolder,
-        scheduler: Scheduler,
-        say: Say,
-        losses: Sequence[float],
-        news: dict[str, Any],
-    ) -> None:
-        """losses   of all steps so far: in the beginning, of those before the newest checkpoint
-        news     gets the metrics of each checkpoint
-        """
-        self.job, self.folder, self.scheduler, self.say = job, folder, scheduler, say
-        self.losses, self.news = losses, news
-        self.saved, self.best, self.since = len(losses), Best(), time.monotonic()
+    job: Job
+    folder: RunFolder
+    scheduler: Scheduler
+    say: Say
+    losses: Sequence[float]
+    news: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.saved, self.best, self.since = len(self.losses), Best(), time.monotonic()
 
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
@@ -230,7 +219,7 @@ class Saver:
         try:
             self.folder.configure(sections)
         except OSError as error:
-            self.say(f"settings   {CONFIG} is not written again: {reason(error)}; training goes on")
+            self.say(f"settings   {CONFIG} is not written again, and training goes on: {error}")
 
     def due(self, done: int, loss: float | None = None) -> bool:
         """Return whether a checkpoint is due after some steps.
@@ -248,7 +237,7 @@ class Saver:
     def save(self, state: State, facts: Mapping[str, Any], loss: float | None = None, *, last: bool = False) -> None:
         """Save a state.
 
-        facts   see `Checkpoint`
+        facts   see `write_checkpoint`
         loss    validation loss, if it was measured
         last    whether the run ends here
 
@@ -273,8 +262,7 @@ class Saver:
                 best.point(path)
             prune(path, run.keep, best.step)
         except OSError as error:
-            what = "is saved, but latest, best or older ones are not updated"
-            self.say(f"checkpoint step {state.step} {what}: {reason(error)}")
+            self.say(f"checkpoint step {state.step} is saved, but latest, best or older ones are not updated: {error}")
         self.news |= {"checkpoint_step": state.step, "checkpoint_s": round(time.perf_counter() - start, 3)}
 
     def begin(self, sections: Mapping[str, Any], entry: Mapping[str, Any], parameters: Arrays) -> None:
@@ -301,21 +289,7 @@ class Saver:
     def _failed(self, step: int, error: Exception, *, last: bool) -> None:
         """Report that a checkpoint is not written. Errors   OSError if it is the last one of the run"""
         if last:
-            rule, where = "the last checkpoint must be written", step_folder(self.folder.path, step)
             continued = f"continue with --resume from step {self.saved}" if self.saved else "start again"
-            advice = f"{advice_on(cause_of(error))} Then {continued}."
-            raise refusal(OSError, "train", rule, f"path={where} ({reason(error)})", advice) from error
+            raise OSError(f"{error} It was the last checkpoint of the run: {continued}.") from error
         stays = f", step {self.saved} stays" if self.saved else ""
-        self.say(f"checkpoint step {step} is not saved: {reason(error)}; training goes on{stays}")
-
-
-def cause_of(error: Exception) -> Exception:
-    """Return the system's error behind an error of writing, if there is one."""
-    return error.__cause__ if isinstance(error.__cause__, OSError) else error
-
-
-def reason(error: Exception) -> str:
-    """Return the reason why a file was not written, in the system's words if there are any."""
-    cause = cause_of(error)
-    text = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
-    return str(text).splitlines()[0]
+        self.say(f"checkpoint step {step} is not saved{stays}, and training goes on: {error}")

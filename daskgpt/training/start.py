@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import nan
 from pathlib import Path
@@ -71,11 +71,7 @@ def configurations(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Errors   as of `given_settings`
     """
-    made = {}
-    for section, kind in SECTIONS.items():
-        settings = given.get(section)
-        made[section] = settings if isinstance(settings, kind) else kind(**given_settings(where, section, settings))
-    return made
+    return {name: kind(**given_settings(where, name, given.get(name))) for name, kind in SECTIONS.items()}
 
 
 def given_settings(where: str, section: str, given: Any) -> Mapping[str, Any]:
@@ -182,8 +178,6 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     Errors       ValueError if the encoding is not that model's, or has more ids; as of load_dataset
     """
     source = recognize(data.data)
-    if data.validation_data:
-        recognize(data.validation_data)  # is refused before anything is read
     wanted = start.encoding(data.encoding) if start else _named(data.encoding)
     default = encoding_of(vocabulary)
     encoding = encoding_for(source, None if wanted == "auto" else wanted, default)
@@ -208,36 +202,39 @@ def _require_division(given: Mapping[str, Any], data: DataConfig) -> None:
 
 
 def new_run(
+    config: ModelConfig,
     settings: Mapping[str, Any],
-    config_of: Callable[[int], ModelConfig],
     origin: WarmStart | None = None,
     parameters: Arrays | None = None,
     *,
-    most: int,
+    sizes: Collection[str] = ("vocabulary",),
     asked: Mapping[str, Any] | None = None,
     connects: bool = True,
 ) -> tuple[Job, Start]:
     """Return the job of a new run, and what it starts with. All but the data is checked before these are read.
 
     settings     configurations by name, without that of the model
-    config_of    returns that of the model by the size of the vocabulary of the data; 0 before they are open
     origin       model to start from; without it, parameters are random
     parameters   checked, in place of both
-    most         see `open_dataset`
+    sizes        names of numbers of the model that stay; a vocabulary that is not among them becomes that of the data
     asked        settings of the data that a user has given; None for all
     connects     whether a scheduler must answer
 
     Errors       as of `daskgpt.fit`
     """
     require_compiler()
-    job = Job(config_of(0), **settings)
+    job = Job(config, **settings)
     require_memory(job)
     folder = RunFolder(job.run.out) if job.run.out else None
     if connects:
         require_scheduler(job.dataflow.scheduler)
     _require_division(vars(job.data) if asked is None else asked, job.data)
-    dataset = open_dataset(job.data, job.config.vocabulary, origin, most=most)
-    job = replace(job, config=config_of(dataset.vocabulary), dataset=dataset)
+    fitting = "vocabulary" not in sizes
+    dataset = open_dataset(job.data, config.vocabulary, origin, most=0 if fitting else config.vocabulary)
+    if fitting and dataset.vocabulary != config.vocabulary:
+        padded = config.padded_vocabulary if "padded_vocabulary" in sizes else 0
+        config = replace(config, vocabulary=dataset.vocabulary, padded_vocabulary=padded)
+    job = replace(job, config=config, dataset=dataset)
     require_memory(job)
     if parameters is not None:
         parameters = {name: value.copy() for name, value in parameters.items()}  # a run may write over them
@@ -282,7 +279,8 @@ def stored_settings(where: str, state: Mapping[str, Any]) -> dict[str, dict[str,
     """Return the settings in a checkpoint's state, by sections. Those that only another version has, and that are off,
     are left out.
 
-    Errors   ValueError for a setting that only another version has
+    Errors   ValueError for a setting that only another version has, or that names a row of a module which is not
+             allowed: a job would import it
     """
     settings = {}
     for section, kind in SECTIONS.items():
@@ -291,17 +289,8 @@ def stored_settings(where: str, state: Mapping[str, Any]) -> dict[str, dict[str,
         rule, got = "every setting of the run must be known here", {section: short(min(unknown, default=""))}
         require(not unknown, where, rule, got, "Another version of daskgpt wrote it: use that.")
         settings[section] = {name: value for name, value in values.items() if name in names}
+    require_allowed(map(str, [*settings["model"].values(), settings["optimizer"]["optimizer"]]), where)
     return settings
-
-
-def require_allowed_rows(state: Mapping[str, Any], where: str) -> None:
-    """Refuse a checkpoint's state that names rows of a module which is not allowed: a job would import it.
-
-    Errors   ValueError
-    """
-    configuration = state["configuration"]
-    names = *configuration["model"].values(), configuration["optimizer"]["optimizer"]
-    require_allowed(map(str, names), where)
 
 
 def data_of_run(
@@ -369,7 +358,6 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
     checkpoint_folder, state = newest
     c = _changed_configuration(path, state, changes)
     open_model_file(checkpoint_folder)  # makes a learned vocabulary known
-    require_allowed_rows(state, "train")
     job = Job(c.pop("model"), **c)
     if not job.run.epochs:  # whose number of steps the data decide
         _require_steps_left(job, state, path)

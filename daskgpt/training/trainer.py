@@ -194,8 +194,7 @@ def fit(
         if parameters is not None:
             check_parameters(replace(size, lora=0), parameters)
             check_dtypes("fit", parameters, np.float32)
-        given = settings, lambda vocabulary: size, origin, parameters
-        job, start = new_run(*given, most=size.vocabulary, connects=client is None)
+        job, start = new_run(size, settings, origin, parameters, connects=client is None)
     return train(job, start, Observers(on_step, callbacks, quiet=quiet), client)
 
 
