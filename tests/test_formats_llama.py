@@ -249,6 +249,14 @@ def test_tensors_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match="rope_freqs.weight must be those of Llama 3; got .*largest=8"):
         daskgpt.load(tmp_path / "m.gguf")
     content = (tmp_path / "m.gguf").read_bytes()
+    for name, keyword in (("rope_freqs.weight", "must be F32; got .*I32"), ("attn_norm.weight", "must be F32, .*I32")):
+        fields = FIELDS | {"rope_parameters": ROPE}
+        write_gguf_llama(tmp_path / "m.gguf", llama_tensors(), "F32", fields, rope__freq_base=1e6)
+        changed = bytearray((tmp_path / "m.gguf").read_bytes())
+        changed[changed.index(name.encode()) + len(name) + 12] = gguf.GGMLQuantizationType.I32
+        (tmp_path / "m.gguf").write_bytes(changed)
+        with pytest.raises(ValueError, match=keyword):
+            daskgpt.load(tmp_path / "m.gguf")
     (tmp_path / "m.gguf").write_bytes(content.replace(b"\x05" + bytes(7) + b"llama", b"\x05" + bytes(7) + b"mamba"))
     with pytest.raises(ValueError, match="general.architecture must be gpt2 or llama; .*mamba"):
         daskgpt.load(tmp_path / "m.gguf")

@@ -38,10 +38,10 @@ from daskgpt.formats.safetensors import (
 )
 from daskgpt.formats.stored_model import (
     ADVICE,
+    DTYPES,
     FAMILIES,
     GPT2,
     LLAMA,
-    READABLE,
     StoredModel,
     config_from,
     explicit,
@@ -154,7 +154,7 @@ def open_huggingface(folder: Path) -> StoredModel:
     if config.head == "tied":
         stored.pop(HEAD, None)  # as transformers does, whatever it holds
     parameters = open_tensors(file, stored, config, READ, lambda tensor: parts_of(config, tensor, family))
-    dtypes = ", ".join(sorted({READABLE[tensor.dtype] for tensor in stored.values()}))
+    dtypes = ", ".join(sorted({DTYPES[tensor.dtype][0] for tensor in stored.values()}))
     listed = dict.fromkeys((folder / CONFIG, file, *files.files))
     encoding = encoding or encoding_in(folder)
     return StoredModel(config, parameters, encoding, length, "Hugging Face", dtypes, tuple(listed))

@@ -21,9 +21,11 @@ from daskgpt.config.errors import refusing, require, short
 from daskgpt.config.model import ModelConfig
 from daskgpt.model.parameters import ReadLater, Tensor, merged, trained_tensors
 
-# The dtypes of values that can be read, by safetensors' names; bfloat16 is read as the uint16 of its bits.
-READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+# The dtypes of values that can be read, by the names that safetensors and GGUF have for them: names here, and NumPy's.
+# bfloat16 is read as the uint16 of its bits.
+DTYPES = {"F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloat16", "<u2")}
+# Blocks of numbers with fewer bits, by GGUF's names.
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 PIECE_BYTES = 2**24
 # Indexes and configurations of large models have some hundred thousand bytes.
 MAX_JSON_BYTES = 2**22
@@ -38,7 +40,7 @@ class StoredTensor:
     """A tensor in a file.
 
     values   its bytes
-    dtype    safetensors' name of its dtype, which need not be one of READABLE
+    dtype    the file's name of its dtype, which need not be one of DTYPES or BLOCKS
     """
 
     values: np.ndarray
@@ -46,8 +48,14 @@ class StoredTensor:
     dtype: str
 
     def read(self) -> np.ndarray:
-        """Return the values as they are in the file: mapped, read-only; bfloat16 as uint16."""
-        return self.values.view(DTYPES[self.dtype]).reshape(self.shape)
+        """Return the values as they are in the file: mapped, read-only; bfloat16 as uint16. Blocks become float32."""
+        if self.dtype in DTYPES:
+            return self.values.view(DTYPES[self.dtype][1]).reshape(self.shape)
+        import gguf
+
+        rows = self.values.reshape(*self.shape[:-1], -1)
+        values: np.ndarray = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[self.dtype])
+        return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,9 +290,9 @@ def open_tensors(
     for name, several in parts.items():
         for part in several:
             entry, shapes = stored[part.name], _shapes_in_file(config, table[name], part)
-            rule = f"{part.name} must be {', '.join(READABLE.values())}"
+            rule = f"{part.name} must be {', '.join((*DTYPES, *BLOCKS))}"
             got = {"path": path, "dtype": short(entry.dtype)}
-            require(entry.dtype in READABLE, where, rule, got, "Convert it to float32 first.")
+            require(entry.dtype in (*DTYPES, *BLOCKS), where, rule, got, "Convert it, or give the original model.")
             rule = f"{part.name} must have shape {' or '.join(map(str, shapes))}"
             require(entry.shape in shapes, where, rule, {"path": path, "shape": entry.shape}, FOREIGN)
 
