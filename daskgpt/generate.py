@@ -25,12 +25,11 @@ from dataclasses import dataclass
 from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command, text
 from daskgpt.config.settings import setting
-from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Message, template_of
+from daskgpt.data.pairs import ASSISTANT, USER, ChatTemplate, Message, template_of
 from daskgpt.data.tokenizer import encode, get_encoding
 from daskgpt.formats.encoding import Encoding
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.sampler import Choice, DecodingConfig, Texts, prompt_ids
-from daskgpt.generation.sanitize import readable, shown
+from daskgpt.generation.sampler import Choice, DecodingConfig, Texts, prompt_ids, readable, shown
 from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
 
@@ -74,7 +73,7 @@ class Writer:
     def asking(self, messages: list[Message]) -> str:
         """Return a conversation as text, up to where the model's answer begins."""
         assert self.template is not None
-        told = [{"role": "system", "content": self.options.system}] if self.options.system else []
+        told = [("system", self.options.system)] if self.options.system else []
         return self.template.text([*told, *messages], reply=True)
 
     def write(self, texts: Texts) -> Iterator[list[int | None]]:
@@ -112,7 +111,7 @@ def main(arguments: list[str]) -> int:
     rule, got = f"a template must have one {PLACE}", {"template": form}
     require(form.count(PLACE) == 1, "generate", rule, got, "It stands for what you write.")
     if template:
-        given = [(f"{text}\n", writer.asking([{"role": USER, "content": text}])) for text in values.prompt or [""]]
+        given = [(f"{text}\n", writer.asking([(USER, text)])) for text in values.prompt or [""]]
     else:
         given = [(form.replace(PLACE, text),) * 2 for text in values.prompt or ["\n" if form == PLACE else ""]]
     prompts = [(shown, writer.ids(text)) for shown, text in given for _ in range(options.samples)]
@@ -162,7 +161,7 @@ def chat(writer: Writer, form: str) -> Texts | None:
             return texts
         if line or texts is None or (writer.template and writer.encoding.eot_token in texts.tokens[0][length:]):
             if writer.template:
-                messages.append({"role": USER, "content": line})
+                messages.append((USER, line))
                 ids = writer.ids(writer.asking(messages))
             elif form != PLACE:
                 ids = writer.ids(form.replace(PLACE, line))
@@ -176,7 +175,7 @@ def chat(writer: Writer, form: str) -> Texts | None:
         print(flush=True)
         if writer.template:
             reply = [token for token in texts.tokens[0][length:] if token != writer.encoding.eot_token]
-            messages.append({"role": ASSISTANT, "content": writer.encoding.decode(reply)})
+            messages.append((ASSISTANT, writer.encoding.decode(reply)))
 
 
 def continued(writer: Writer, texts: Texts | None, ids: list[int]) -> Texts:

@@ -17,8 +17,7 @@ from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, OptimizerCon
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.data.tokenizer import encode, get_encoding
-from daskgpt.generation.sampler import sample
-from daskgpt.generation.sanitize import readable, shown
+from daskgpt.generation.sampler import readable, sample, shown
 from daskgpt.profiling.plan import check_workers, predict
 from daskgpt.profiling.recorder import TimelineCallback, TimelineConfig
 from daskgpt.schedulers.protocol import Scheduler

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import daskgpt
 from daskgpt import convert, evaluate, generate, train
 from daskgpt.data import tokenizer
-from daskgpt.data.chat import template_of
 from daskgpt.data.dataset import BatchLoader, load_dataset
+from daskgpt.data.pairs import template_of
 from daskgpt.data.token_folder import read_manifest
 from daskgpt.data.tokenizer import encode, encoding_named, encoding_of_model, get_encoding, learn_encoding
 from daskgpt.formats import encoding as encodings
