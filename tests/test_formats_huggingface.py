@@ -14,11 +14,11 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.data.tokenizer import get_encoding
 from daskgpt.formats.encoding import merges_of
 from daskgpt.formats.huggingface import open_huggingface, tokenizer_files, write_huggingface
-from daskgpt.formats.models import open_model_file
 from daskgpt.formats.safetensors import open_run_model
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16
 from daskgpt.model.parameters import ReadLater
+from daskgpt.training.checkpoint import open_model_file
 
 CONFIG = ModelConfig(blocks=2, heads=4, channels=16, vocabulary=29, padded_vocabulary=29, positions=12)
 PARAMETERS = random_parameters(CONFIG, np.random.default_rng(2))

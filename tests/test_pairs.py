@@ -16,8 +16,8 @@ from daskgpt.data.dataset import batch, load_dataset, validation_batches
 from daskgpt.data.pairs import ChatTemplate, Part, read_examples, read_pairs
 from daskgpt.data.source import recognize
 from daskgpt.data.tokenizer import encode, get_encoding
-from daskgpt.formats.models import open_model_file
 from daskgpt.generation.sampler import sanitized
+from daskgpt.training.checkpoint import open_model_file
 
 END = 256
 # Of several lengths; the last two are longer than a sequence of 16 tokens and its end, one already by its prompt.

@@ -22,7 +22,6 @@ from daskgpt.data.tokenizer import (
     is_to_be_learned,
     vocabulary_size,
 )
-from daskgpt.formats.models import open_model_file
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.model.parameters import RandomParameters, check_finite, digest, trained_tensors
@@ -34,6 +33,7 @@ from daskgpt.training.checkpoint import (
     checkpoints,
     is_checkpoint,
     newest_good,
+    open_model_file,
     open_with_state,
     read_checkpoint,
 )

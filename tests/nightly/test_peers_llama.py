@@ -19,10 +19,9 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt import convert
 from daskgpt.data.tokenizer import encode, get_encoding, learn_encoding
-from daskgpt.formats.models import model_path
 from daskgpt.formats.stored_model import parts_of
 from daskgpt.model.parameters import tensors
-from daskgpt.training.checkpoint import open_model_of
+from daskgpt.training.checkpoint import model_path, open_model_of
 from daskgpt.training.inference import loss_and_gradients
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
