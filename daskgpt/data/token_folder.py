@@ -118,7 +118,6 @@ def read_manifest(folder: Path) -> Manifest:
     rule, got = f"its version must be {VERSION}", {"path": path, "version": fields.pop("version")}
     require(got["version"] == VERSION, WHERE, rule, got, "A newer daskgpt wrote it: use that version.")
     del fields["kind"]
-    fields.pop("skipped", 0)  # of earlier versions
     return Manifest(**fields | {name: _part(fields[name]) for name in PARTS})
 
 

@@ -44,7 +44,6 @@ from daskgpt.formats.stored_model import (
     held,
     mapped,
     open_tensors,
-    paired,
     parts_of,
     pieces,
     require_file,
@@ -248,8 +247,7 @@ def write_gguf(path: Path, model: StoredModel, encoding: Encoding, dtype: str = 
         for name, tensor in table.items():
             values = held(tensor.shape, model.parameters[name])
             for part in layout(tensor):
-                rows = values[part.rows]
-                append(paired(rows, part.turned) if part.interleaved else rows, kinds[name])
+                append(part.in_file(values), kinds[name])
         file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 

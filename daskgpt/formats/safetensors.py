@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, deserialize, safe_open
+from safetensors import SafetensorError, safe_open
 
 from daskgpt import __version__
 from daskgpt.config.errors import refusing, require, short
@@ -136,8 +136,8 @@ class TensorFiles(dict[str, StoredTensor]):
             rule, got = "the file must be a complete safetensors file", {"path": path, "bytes": path.stat().st_size}
             advice = "It is of another kind, or damaged."
             require(size <= HEADER_LIMIT, self.where, rule, got | {"header": size}, advice)
-            with refusing(SafetensorError, self.where, rule, got, advice):
-                _check(path)
+            with refusing(SafetensorError, self.where, rule, got, advice), safe_open(path, framework="numpy"):
+                pass  # opening checks the header
             header = json.loads(file.read(size))
         values, metadata = mapped(path, offset=8 + size), header.pop("__metadata__", None)
         for name, entry in header.items():
@@ -146,15 +146,6 @@ class TensorFiles(dict[str, StoredTensor]):
             begin, end = entry["data_offsets"]
             self[name] = StoredTensor(values[begin:end], tuple(entry["shape"]), entry["dtype"])
         return metadata or {}
-
-
-def _check(path: Path) -> None:
-    """Check the header of a file. Errors   SafetensorError"""
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except OSError:  # its file system cannot map files
-        deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
 
 
 # This program's own file
@@ -175,12 +166,11 @@ def write_run_model(path: Path, model: StoredModel, family: str = GPT2) -> str:
     """
     config, table = model.config, trained_tensors(model.config)
     places = {part.name: (tensor, part) for tensor in table.values() for part in parts_of(config, tensor, family)}
-    shapes = {name: part.shape[::-1] if part.transposed else part.shape for name, (_, part) in places.items()}
+    shapes = {name: part.shape_in_file for name, (_, part) in places.items()}
 
     def read(name: str) -> np.ndarray:
         tensor, part = places[name]
-        values = held(tensor.shape, model.parameters[tensor.name])[part.rows]
-        return values.T if part.transposed else values
+        return part.in_file(held(tensor.shape, model.parameters[tensor.name]))
 
     entry: dict[str, object] = {"version": VERSION, "daskgpt": __version__, "model": asdict(config)}
     entry |= {"encoding": model.encoding, "sequence_length": model.sequence_length}
@@ -202,7 +192,7 @@ def open_run_model(path: Path) -> StoredModel:
 
     The tensors that adapters adapt are those of BASE, beside the folder of the file.
 
-    Shapes   those of parameter_shapes; rows of padding that the file leaves out, as early ones do, are 0
+    Shapes   those of parameter_shapes
     Dtype    float32
     Cost     of adapters: reads BASE once in a process
     Errors   FileNotFoundError, also for adapters beside another BASE than theirs; ValueError for a file that is no

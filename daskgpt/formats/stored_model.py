@@ -202,6 +202,29 @@ class Part:
         """Its rows in the tensor of the table."""
         return slice(self.start, self.start + self.shape[0])
 
+    @property
+    def shape_in_file(self) -> tuple[int, ...]:
+        """Its shape in the file."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    def in_file(self, values: np.ndarray) -> np.ndarray:
+        """Return its values as the file has them; values: of the tensor of the table."""
+        rows = values[self.rows]
+        rows = _swapped(rows, self.turned, 2, -1) if self.interleaved else rows
+        return rows.T if self.transposed else rows
+
+    def from_file(self, values: np.ndarray) -> np.ndarray:
+        """Return its rows in the tensor of the table; it undoes `in_file`."""
+        rows = values.T if self.transposed else values
+        return _swapped(rows, self.turned, -1, 2) if self.interleaved else rows
+
+
+def _swapped(rows: np.ndarray, heads: int, *sizes: int) -> np.ndarray:
+    """Return rows of heads with two axes of a head, of these sizes, in the other order: halves become pairs, those that
+    are turned together side by side, and pairs halves.
+    """
+    return rows.reshape(heads, *sizes, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
 
 def family_of(config: ModelConfig, where: str, file: str) -> str:
     """Return the family that a model belongs to.
@@ -245,25 +268,6 @@ def parts_of(config: ModelConfig, tensor: Tensor, family: str = GPT2) -> tuple[P
     return tuple(parts)
 
 
-def paired(values: np.ndarray, heads: int) -> np.ndarray:
-    """Return rows of heads in halves as rows in pairs, those that are turned together side by side."""
-    return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-
-
-def halved(values: np.ndarray, heads: int) -> np.ndarray:
-    """Return rows of heads in pairs as rows in halves; it undoes `paired`."""
-    return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-
-
-def _shapes_in_file(config: ModelConfig, tensor: Tensor, part: Part) -> list[tuple[int, ...]]:
-    """Return the shapes that a tensor may have in a file: one, or two for a table with rows of padding."""
-    if part.transposed:
-        return [part.shape[::-1]]
-    if tensor.row.axes[0] == "V" and config.padded_vocabulary > config.vocabulary:
-        return [(config.vocabulary, *part.shape[1:]), part.shape]
-    return [part.shape]
-
-
 def open_tensors(
     path: Path,
     stored: Mapping[str, StoredTensor],
@@ -287,20 +291,17 @@ def open_tensors(
     for kind, wrong in (("missing", names - stored.keys()), ("unknown", stored.keys() - names)):
         got = {"path": path, kind: f"{short(min(wrong, default=''))} ({len(wrong)} in all)"}
         require(not wrong, where, "the tensors must be those of the described model", got, FOREIGN)
-    for name, several in parts.items():
+    for several in parts.values():
         for part in several:
-            entry, shapes = stored[part.name], _shapes_in_file(config, table[name], part)
+            entry = stored[part.name]
             rule = f"{part.name} must be {', '.join((*DTYPES, *BLOCKS))}"
             got = {"path": path, "dtype": short(entry.dtype)}
             require(entry.dtype in (*DTYPES, *BLOCKS), where, rule, got, "Convert it, or give the original model.")
-            rule = f"{part.name} must have shape {' or '.join(map(str, shapes))}"
-            require(entry.shape in shapes, where, rule, {"path": path, "shape": entry.shape}, FOREIGN)
+            rule = f"{part.name} must have shape {part.shape_in_file}"
+            require(entry.shape == part.shape_in_file, where, rule, {"path": path, "shape": entry.shape}, FOREIGN)
 
     def values(part: Part) -> np.ndarray:
-        array = stored[part.name].read()
-        array = array.T if part.transposed else array
-        array = halved(array, part.turned) if part.interleaved else array
-        return held(part.shape, array)
+        return held(part.shape, part.from_file(stored[part.name].read()))
 
     def read(name: str) -> np.ndarray:
         first, *others = parts[name]
@@ -313,13 +314,8 @@ def open_tensors(
 
 
 def mapped(path: Path, dtype: DTypeLike = np.uint8, offset: int = 0) -> np.ndarray:
-    """Return the values of a file behind an offset, read-only: mapped, or read if its file system cannot map files."""
-    try:
-        return np.asarray(np.memmap(path, dtype, "r", offset))
-    except OSError:
-        values = np.fromfile(path, dtype, offset=offset)
-        values.setflags(write=False)
-        return values
+    """Return the values of a file behind an offset, mapped, read-only."""
+    return np.asarray(np.memmap(path, dtype, "r", offset))
 
 
 def require_file(path: Path, where: str) -> None:
