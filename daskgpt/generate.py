@@ -26,11 +26,10 @@ from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command, text
 from daskgpt.config.settings import setting
 from daskgpt.data.pairs import ASSISTANT, USER, ChatTemplate, Message, template_of
-from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.data.tokenizer import encode
 from daskgpt.formats.encoding import Encoding
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, DecodingConfig, Texts, prompt_ids, readable, shown
-from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
 
 PLACE = "{}"  # of what a user writes, in the form of prompts
@@ -98,15 +97,12 @@ def main(arguments: list[str]) -> int:
     got = {"prompt": values.prompt, "samples": options.samples}
     alone = not values.prompt and options.samples == 1
     require(alone or not values.interactive, "generate", rule, got, "Leave out --prompt and --samples.")
-    model = open_model_of(values.model)
-    encoding_name, context = encoding_and_length(model, options.encoding)
-    weights = Weights(model.config, model.loaded().parameters, options.precision)
-    encoding = get_encoding(encoding_name)
+    weights, encoding, context = options.opened(values.model)
     template = None if options.template else template_of(encoding)
     rule, got = "a model without a chat template is told nothing before a text", {"system": options.system}
     require(template is not None or not options.system, "generate", rule, got, "Put it into --prompt.")
     # A chat model knows longer texts than those that it was tuned on.
-    writer = Writer(options, weights, encoding, model.config.positions if template else context, template)
+    writer = Writer(options, weights, encoding, weights.config.positions if template else context, template)
     form = unescaped(options.template) or PLACE
     rule, got = f"a template must have one {PLACE}", {"template": form}
     require(form.count(PLACE) == 1, "generate", rule, got, "It stands for what you write.")
@@ -115,7 +111,7 @@ def main(arguments: list[str]) -> int:
     else:
         given = [(form.replace(PLACE, text),) * 2 for text in values.prompt or ["\n" if form == PLACE else ""]]
     prompts = [(shown, writer.ids(text)) for shown, text in given for _ in range(options.samples)]
-    compile_kernels(uses=model.config.uses | {"decoding"})
+    compile_kernels(uses=weights.config.uses | {"decoding"})
     texts = chat(writer, form) if values.interactive else write_all(writer, prompts)
     if texts is not None and texts.rate.tokens:
         rate, per = texts.rate, f"{options.precision}, {number_of(texts.decoder.threads, 'thread')}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from io import IncrementalNewlineDecoder
 from itertools import chain
 from numbers import Integral
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -19,9 +20,11 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.settings import Checked, setting
+from daskgpt.data.tokenizer import encoding_named, encoding_of_model, get_encoding
 from daskgpt.formats.encoding import Encoding
 from daskgpt.generation.decoder import Weights, decoder_of
 from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
+from daskgpt.training.checkpoint import open_model_of
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -34,6 +37,17 @@ class DecodingConfig(Checked):
     threads: int = setting(
         0, "threads that share the rows of each matrix; 0 = all cores, or fewer for a small model", most=2**12
     )
+
+    def opened(self, path: str | Path) -> tuple[Weights, Encoding, int]:
+        """Open a model; return its weights, its encoding, and the length of the sequences that it was trained on.
+
+        Errors   as of `daskgpt.load`; ValueError if neither the file nor the vocabulary determines the encoding
+        """
+        model = open_model_of(path)
+        name = encoding_named(self.encoding) if self.encoding else model.encoding
+        encoding = get_encoding(name or encoding_of_model(model.config.vocabulary))
+        weights = Weights(model.config, model.loaded().parameters, self.precision)
+        return weights, encoding, model.sequence_length or model.config.positions
 
 
 class Choice(Checked):

@@ -46,7 +46,6 @@ from daskgpt.config.files import (
     write_file,
 )
 from daskgpt.config.model import ModelConfig
-from daskgpt.data.tokenizer import encoding_named, encoding_of_model
 from daskgpt.formats.encoding import KNOWN, NAMED
 from daskgpt.formats.gguf import MAGIC, open_gguf
 from daskgpt.formats.huggingface import CONFIG, open_huggingface
@@ -440,14 +439,3 @@ def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     readable = model.encoding in ("", *NAMED) or model.encoding in KNOWN
     require(readable, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
     return model, state
-
-
-def encoding_and_length(model: StoredModel, encoding: str = "") -> tuple[str, int]:
-    """Return the encoding of a model and the length of the sequences that it was trained on.
-
-    encoding   replaces the model's own
-
-    Errors     ValueError if neither the file nor the vocabulary determines the encoding
-    """
-    name = encoding_named(encoding) if encoding else model.encoding or encoding_of_model(model.config.vocabulary)
-    return name, model.sequence_length or model.config.positions
