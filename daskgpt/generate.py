@@ -26,7 +26,6 @@ from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command, text
 from daskgpt.config.settings import setting
 from daskgpt.data.pairs import ASSISTANT, USER, ChatTemplate, Message, template_of
-from daskgpt.data.tokenizer import encode
 from daskgpt.formats.encoding import Encoding
 from daskgpt.generation.decoder import Weights
 from daskgpt.generation.sampler import Choice, DecodingConfig, Texts, prompt_ids, readable, shown
@@ -64,7 +63,7 @@ class Writer:
 
     def ids(self, text: str) -> list[int]:
         """Return a text as tokens. Errors   ValueError if it is empty, or a token is not in the model's vocabulary"""
-        return prompt_ids(self.weights.config, encode(self.encoding, text, "prompt"))
+        return prompt_ids(self.weights.config, self.encoding.encode(text, "prompt"))
 
     def texts(self, prompts: list[list[int]], longest: int = 0) -> Texts:
         return Texts(self.weights, prompts, self.context, longest, self.options.threads)

@@ -14,7 +14,7 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt import evaluate
 from daskgpt.data.pairs import Examples
-from daskgpt.data.tokenizer import get_encoding
+from daskgpt.formats.encoding import get_encoding
 from daskgpt.generation.decoder import Weights
 
 CONFIG = daskgpt.ModelConfig(blocks=2, heads=2, channels=16, vocabulary=257, positions=40)

@@ -11,8 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import daskgpt
 from daskgpt.config.model import ModelConfig
-from daskgpt.data.tokenizer import get_encoding
-from daskgpt.formats.encoding import merges_of
+from daskgpt.formats.encoding import get_encoding, merges_of
 from daskgpt.formats.huggingface import open_huggingface, tokenizer_files, write_huggingface
 from daskgpt.formats.safetensors import open_run_model
 from daskgpt.formats.stored_model import StoredModel

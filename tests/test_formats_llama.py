@@ -24,7 +24,7 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import convert, generate
-from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.formats.encoding import get_encoding
 from daskgpt.formats.huggingface import write_huggingface
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.training import checkpoint
@@ -181,7 +181,7 @@ def test_the_tokenizer_and_the_chat_template(tmp_path, monkeypatch):
     byte = {value: 258 - value for value in range(256)}
     text, ids = "<|text|>the the1212<tag>é 1a", [0, 260, 261]
     ids += [byte[ord(digit)] for digit in "1212"] + [2, byte[0xC3], byte[0xA9], byte[32], byte[ord("1")], byte[97]]
-    assert encode(encoding, text).tolist() == ids
+    assert encoding.encode(text).tolist() == ids
     assert (encoding.decode(ids), encoding.eot_token, encoding.chat_template) == (text, 1, TEMPLATE)
     assert list(encoding.specials) == ["<|end|>", "<|text|>"]
     forget_vocabularies(monkeypatch)
@@ -189,7 +189,7 @@ def test_the_tokenizer_and_the_chat_template(tmp_path, monkeypatch):
         assert convert.main([str(tmp_path / "m.gguf"), str(tmp_path / target)]) == 0
         forget_vocabularies(monkeypatch)  # as in another process
         read = get_encoding(open_model_file(tmp_path / target).encoding)
-        assert encode(read, text).tolist() == ids
+        assert read.encode(text).tolist() == ids
         assert (read.eot_token, read.chat_template, read.specials) == (1, TEMPLATE, encoding.specials)
         assert read.bos_token == encoding.bos_token == "<|text|>"
     settings = json.loads((tmp_path / "folder" / "config.json").read_text())
@@ -308,5 +308,5 @@ def test_tokenizers_of_llama_and_qwen_are_kept(splitting, pieces, tmp_path):
     assert splitting.encode() in (tmp_path / "again.gguf").read_bytes()
     for name in ("m.gguf", "folder", "again.gguf"):
         encoding = get_encoding(open_model_file(tmp_path / name).encoding)
-        ids = encode(encoding, "12 the's")
+        ids = encoding.encode("12 the's")
         assert [encoding.tokens[i].decode() for i in ids] == [*pieces, " the", "'", "s"]

@@ -15,7 +15,7 @@ from daskgpt.config.run import OptimizerConfig
 from daskgpt.data.dataset import batch, load_dataset, validation_batches
 from daskgpt.data.pairs import ChatTemplate, Part, read_examples, read_pairs
 from daskgpt.data.source import recognize
-from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.formats.encoding import get_encoding
 from daskgpt.generation.sampler import sanitized
 from daskgpt.training.checkpoint import open_model_file
 
@@ -276,7 +276,7 @@ def test_models_with_a_chat_template_answer(path, encoding, called):
 
     def answer(text):
         """What the model says after a text, up to the end of its message: as text, and as it is shown."""
-        ids = encode(encoding, text, "test")
+        ids = encoding.encode(text, "test")
         tokens = daskgpt.sample(config, parameters, ids, 5, temperature=0, end=encoding.eot_token)
         reply = [token for token in tokens if token != encoding.eot_token]
         return encoding.decode(reply), "".join(sanitized(encoding.tokens[token] for token in reply))
@@ -298,7 +298,7 @@ def test_models_with_a_chat_template_answer(path, encoding, called):
 @pytest.mark.parametrize(("answer", "messages"), [("ab", [1]), ("a<|end|>", [1, 3]), ("", [1])])
 def test_an_empty_line_continues_an_answer_that_has_not_ended(answer, messages, path, encoding, monkeypatch, capsys):
     """After a complete one it is a message."""
-    asked, answers = [], [encode(encoding, text, "test").tolist() if text else [] for text in (answer, "c")]
+    asked, answers = [], [encoding.encode(text, "test").tolist() if text else [] for text in (answer, "c")]
 
     def write(writer, texts):
         for token in answers.pop(0):
@@ -325,7 +325,7 @@ def test_pairs_are_learned_in_the_form_of_the_template(encoding, tmp_path):
     tokens, counted = examples.row(3)
     assert encoding.decode(tokens) == "a3<|end|>the 3<|end|>"
     assert encoding.decode(tokens[counted]) == "the 3<|end|>"
-    assert examples.prompt(3) == encode(encoding, "a3<|end|>", "test").tolist()
+    assert examples.prompt(3) == encoding.encode("a3<|end|>", "test").tolist()
     rows, targets, weights = examples.batch(np.array([3, 4]), 12)
     assert encoding.decode(targets[0][weights[0] > 0]) == "the 3<|end|>"
     assert weights.mean() == pytest.approx(1)

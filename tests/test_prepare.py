@@ -19,8 +19,7 @@ from daskgpt.data import preparation, source, text
 from daskgpt.data.dataset import load_dataset
 from daskgpt.data.preparation import Preparation, PrepareConfig
 from daskgpt.data.token_folder import JOURNAL, MANIFEST, VOCABULARY_FILE, read_manifest
-from daskgpt.data.tokenizer import encode, get_encoding
-from daskgpt.formats.encoding import Encoding
+from daskgpt.formats.encoding import Encoding, get_encoding
 
 
 def codec_of(folder: Path) -> Encoding:
@@ -35,7 +34,7 @@ def pieces_of(folder: Path, part: str) -> list[bytes]:
     documents = [tokens[1:] for tokens in np.split(row, np.flatnonzero(row == codec.eot_token))[1:]]
     pieces = [b"".join(codec.tokens[token] for token in tokens) for tokens in documents]
     for tokens, piece in zip(documents[::9], pieces[::9]):
-        np.testing.assert_array_equal(tokens, encode(codec, piece.decode()))
+        np.testing.assert_array_equal(tokens, codec.encode(piece.decode()))
     return pieces
 
 

@@ -8,7 +8,7 @@ from conftest import SMALL, random_parameters
 
 import daskgpt
 from daskgpt import generate, train
-from daskgpt.data.tokenizer import get_encoding
+from daskgpt.formats.encoding import get_encoding
 from daskgpt.generation.sampler import readable, sanitized
 
 SHOWN = {

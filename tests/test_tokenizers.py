@@ -11,14 +11,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import daskgpt
 from daskgpt import convert, evaluate, generate, train
-from daskgpt.data import tokenizer
 from daskgpt.data.dataset import BatchLoader, load_dataset
 from daskgpt.data.pairs import template_of
 from daskgpt.data.token_folder import read_manifest
-from daskgpt.data.tokenizer import encode, encoding_named, encoding_of_model, get_encoding, learn_encoding
 from daskgpt.formats import encoding as encodings
-from daskgpt.formats.encoding import CHARACTERS, Encoding, byte_level_bpe, know
-from daskgpt.formats.huggingface import tokenizer_files
+from daskgpt.formats.encoding import (
+    CHARACTERS,
+    Encoding,
+    byte_level_bpe,
+    encoding_of_model,
+    get_encoding,
+    know,
+    learn_encoding,
+)
+from daskgpt.formats.huggingface import encoding_named, tokenizer_files
 
 SHORT = "--steps 2 --batch-size 2 --sequence-length 16 --validation-batches 1 --sample-tokens 0 --warmup 1"
 TEXT = "the quick brown fox jumps over the lazy dog\n\n  and what's more, it's naïve: 12345 times!\n" * 40
@@ -55,7 +61,7 @@ def test_ids_are_those_of_the_library(specials, tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     name = encoding_named(str(tmp_path))
     encoding = get_encoding(name)
-    assert encode(encoding, TEXT).tolist() == tokenizer.encode(TEXT).ids
+    assert encoding.encode(TEXT).tolist() == tokenizer.encode(TEXT).ids
     assert encoding.decode(tokenizer.encode(TEXT).ids) == TEXT
     end = "<|endoftext|>"
     assert next(iter(encoding.specials.items())) == (end, tokenizer.token_to_id(end))
@@ -188,7 +194,7 @@ def test_added_tokens_are_those_of_transformers(kind, tmp_path, monkeypatch):
     pipeline, expected = FOLDERS[kind]
     name = encoding_named(str(written(tmp_path / "folder", pipeline)))
     codec = get_encoding(name)
-    assert encode(codec, LINE).tolist() == expected
+    assert codec.encode(LINE).tolist() == expected
     assert (codec.n_vocab, codec.eot_token, next(iter(codec.specials))) == (266, 262, "<|end|>")
     assert codec.decode(expected).startswith("<|user|> the word, words")
     assert codec.decode([265]) == "é日"
@@ -205,7 +211,7 @@ def written_with(folder, settings):
 def test_an_ordinary_token_that_ends_a_text_is_recognized(tmp_path):
     folder = written_with(tmp_path / "folder", {"eos_token": "<|endoftext|>"})
     codec = get_encoding(encoding_named(str(folder)))
-    assert encode(codec, "the<|endoftext|>").tolist() == [257, codec.eot_token] == [257, 260]
+    assert codec.encode("the<|endoftext|>").tolist() == [257, codec.eot_token] == [257, 260]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +285,7 @@ def test_wide_ids_are_kept(tmp_path):
     name = encoding_named(str(tmp_path / "wide"))
     codec = get_encoding(name)
     assert (codec.n_vocab, codec.eot_token) == (70_000, 69_999)
-    assert encode(codec, "the").tolist() == [69_301, ord("e")]
+    assert codec.encode("the").tolist() == [69_301, ord("e")]
     (tmp_path / "t.txt").write_text("".join(f"that thing {n}\n" for n in range(600)))
     (tmp_path / "p.jsonl").write_text((json.dumps({"prompt": "th", "response": "th"}) + "\n") * 20)
     out = prepared(tmp_path, tmp_path / "t.txt", "--encoding", tmp_path / "wide")
@@ -310,7 +316,7 @@ def test_a_library_gets_pieces_with_the_ids_of_the_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(encodings, "PIECE", 20)
     for _ in range(200):
         text = "".join(random.choice(parts, random.integers(0, 60)))
-        assert encode(codec, text).tolist() == codec.library.encode(text).ids, repr(text)
+        assert codec.encode(text).tolist() == codec.library.encode(text).ids, repr(text)
     assert sum(1 for _ in codec._pieces("the word\n" * 100)) > 20
 
 
@@ -328,7 +334,7 @@ def learned():
     ids=["spaces", "newlines", "carets", "letters", "only spaces"],
 )
 def test_long_runs_have_the_ids_of_the_whole(text, learned):
-    ids = encode(get_encoding(learned), text)
+    ids = get_encoding(learned).encode(text)
     assert np.array_equal(ids, get_encoding(learned).library.encode(text).ids)
 
 
@@ -337,9 +343,9 @@ def test_a_vocabulary_is_learned_from_long_words_in_pieces():
     name = learn_encoding([f"{word} the fox\n" * 2 for word in words], 400, "test")
     codec = get_encoding(name)
     for word in words:
-        assert encode(codec, word).size < len(word) / 50
-    assert all(len(piece) <= 1001 for piece in tokenizer._pieces("y " + "x" * 5000))
-    assert list(tokenizer._pieces("the fox\n" * 1000)) == ["the fox\n" * 1000]
+        assert codec.encode(word).size < len(word) / 50
+    assert all(len(piece) <= 1001 for piece in encodings._learned_pieces("y " + "x" * 5000))
+    assert list(encodings._learned_pieces("the fox\n" * 1000)) == ["the fox\n" * 1000]
 
 
 class PanicException(BaseException):
@@ -358,7 +364,7 @@ def test_a_failure_in_a_tokenizer_names_the_text(error, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Encoding, "_ids", failing)
     with pytest.raises(ValueError, match=rf"encode: .*text=a.txt, error={type(error).__name__}: {error}"):
-        encode(codec, "good\nbad", "a.txt")
+        codec.encode("good\nbad", "a.txt")
     (tmp_path / "t.txt").write_text("good\n" * 10 + "bad\n")
     with pytest.raises(ValueError, match=r"t.txt, from byte 0 on, error="):
         prepared(tmp_path, tmp_path / "t.txt", "--encoding", tmp_path / "folder", "--scheduler", "sync")
@@ -378,6 +384,6 @@ def test_half_a_character_is_an_error_that_names_the_text(learned):
     assert not get_encoding(learned).pipeline
     for encoding in (get_encoding(learned), get_encoding("bytes")):
         with pytest.raises(ValueError, match="text=prompt, error=.*surrogates"):
-            encode(encoding, "a\nb\ud83d", "prompt")
+            encoding.encode("a\nb\ud83d", "prompt")
     with pytest.raises(ValueError, match="text=prompt, error=.*Max stack size"):
-        encode(get_encoding(learned), "x" + " " * 2_000_000 + "y", "prompt")
+        get_encoding(learned).encode("x" + " " * 2_000_000 + "y", "prompt")

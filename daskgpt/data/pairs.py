@@ -25,7 +25,6 @@ from daskgpt.config.errors import number_of, refusing, require, short
 from daskgpt.config.files import digest_of
 from daskgpt.data.source import CHATS, PAIR_FIELDS, Source
 from daskgpt.data.text import WHERE, records, runs, whole
-from daskgpt.data.tokenizer import encode
 from daskgpt.formats.encoding import Encoding
 
 Message = tuple[str, str]  # role and content
@@ -300,7 +299,7 @@ def _example(
     parts = [Part(text, role == ASSISTANT) for role, text in conversation]
     if template:
         parts = template.parts(conversation, place)
-    encoded = [encode(codec, part.text, place) for part in parts]
+    encoded = [codec.encode(part.text, place) for part in parts]
     if not template:
         encoded[-1] = np.append(encoded[-1], np.array(codec.eot_token, encoded[-1].dtype))
     counted = [np.full(tokens.size, part.written) for tokens, part in zip(encoded, parts)]

@@ -23,11 +23,13 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, digest_of_file, readable, replacing, write_file
 from daskgpt.config.settings import Checked, setting
-from daskgpt.data import text, token_folder, tokenizer
+from daskgpt.data import text, token_folder
 from daskgpt.data.source import TEXT, recognize
 from daskgpt.data.text import FIELD, LAST, PARQUET, File, opened_parquet, split_text
 from daskgpt.data.token_folder import MANIFEST, PARTS, VOCABULARY_FILE, WHERE, Manifest, Part, Shard
-from daskgpt.formats.encoding import KNOWN, is_learned, known_encoding, read_vocabulary
+from daskgpt.formats import encoding as encodings
+from daskgpt.formats.encoding import KNOWN, get_encoding, is_learned, read_vocabulary
+from daskgpt.formats.huggingface import encoding_named
 from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, id_dtype, token_header
 
 PARTITIONS = 1024  # most partitions of plain text; more blocks than that are divided among so many
@@ -134,9 +136,9 @@ class Preparation:
         self.files = [replace(file, path=os.path.abspath(file.path)) for file in files]
         rule, advice = "the inputs must hold text", "Give files, folders or globs that do."
         require(bool(files), WHERE, rule, {"inputs": " ".join(inputs)[:200]}, advice)
-        self.encoding = tokenizer.encoding_named(config.encoding)
-        if not tokenizer.is_to_be_learned(self.encoding):
-            tokenizer.get_encoding(self.encoding)
+        self.encoding = encoding_named(config.encoding)
+        if not encodings.is_to_be_learned(self.encoding):
+            encodings.get_encoding(self.encoding)
         # The settings that, with the inputs, decide the tokens and their files.
         settings = {n: value for n, value in asdict(config).items() if n not in ("out", "scheduler", "threads")}
         sizes = {"block_bytes": text.BLOCK_BYTES, "partitions": PARTITIONS}
@@ -161,10 +163,10 @@ class Preparation:
             if self.existed:
                 return token_folder.read_manifest(folder)
             partitions, encoding = partitions_of(self.files), self.encoding
-            if tokenizer.is_to_be_learned(encoding):
+            if encodings.is_to_be_learned(encoding):
                 encoding = self._learned(folder / VOCABULARY_FILE, partitions)
             if is_learned(encoding):
-                write_file(folder / VOCABULARY_FILE, known_encoding(encoding).content.encode(), WHERE)
+                write_file(folder / VOCABULARY_FILE, get_encoding(encoding).content.encode(), WHERE)
             ended = list[bool]()
             task = partial(tokenize, encoding=encoding, config=self.config, folder=folder.absolute(), ended=ended)
             tokens = bag.from_sequence(enumerate(partitions), partition_size=1).map(task)
@@ -190,7 +192,7 @@ class Preparation:
         sections = (section for partition in partitions for section in partition)
         contents = (content for section in sections for content in documents(section, self.config))
         sample = islice((content for content, held_out, _ in contents if not held_out), 0, None, every)
-        return tokenizer.learn_encoding(sample, tokenizer.vocabulary_size(self.encoding), str(kept))
+        return encodings.learn_encoding(sample, encodings.vocabulary_size(self.encoding), str(kept))
 
     def _manifest(self, folder: Path, encoding: str, partitions: int) -> Manifest:
         """Return the manifest of the partitions in a folder.
@@ -209,7 +211,7 @@ class Preparation:
         for kind, part in (("training", train), ("validation", val)):
             rule, advice = f"the {kind} part must hold text", "Give more text, or another --validation-fraction."
             require(part.tokens > 0, WHERE, rule, got, advice)
-        return Manifest(train, val, encoding, tokenizer.vocabulary_size(encoding), self.settings, inputs)
+        return Manifest(train, val, encoding, encodings.vocabulary_size(encoding), self.settings, inputs)
 
 
 def tokenize(
@@ -231,7 +233,7 @@ def tokenize(
         return parts
     if is_learned(encoding) and encoding not in KNOWN:
         read_vocabulary(folder / VOCABULARY_FILE)
-    codec = tokenizer.get_encoding(encoding)
+    codec = encodings.get_encoding(encoding)
     dtype = id_dtype(codec.n_vocab).newbyteorder("<")
     mark = np.array([codec.eot_token], dtype)
     paths, parts = [folder / f"{name}_{number:06}.bin" for name in PARTS], [Part(), Part()]
@@ -241,7 +243,7 @@ def tokenize(
             file.seek(HEADER_BYTES)
         for section in sections:
             for content, held_out, origin in documents(section, config):
-                tokens = np.concatenate([mark, tokenizer.encode(codec, content, origin)], dtype=dtype)
+                tokens = np.concatenate([mark, codec.encode(content, origin)], dtype=dtype)
                 files[held_out].write(tokens.data)
                 parts[held_out].add(Part(tokens.size, 1, len(content.encode())))
                 if ended:

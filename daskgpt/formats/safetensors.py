@@ -25,7 +25,7 @@ from daskgpt.config.errors import refusing, require, short
 from daskgpt.config.files import digest_of_file, replacing, write_hashed
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.settings import require_allowed
-from daskgpt.formats.encoding import is_learned, know, known_encoding
+from daskgpt.formats.encoding import get_encoding, is_learned, know
 from daskgpt.formats.stored_model import (
     FOREIGN,
     GPT2,
@@ -92,7 +92,8 @@ def write_tensor_file(
 
     def values(name: str) -> np.ndarray:
         tensor = read(name)
-        assert tensor.dtype == np.float32 and tensor.shape == shapes[name], name
+        assert tensor.dtype == np.float32, name
+        assert tensor.shape == shapes[name], name
         return tensor
 
     data = (piece.data for name in shapes for piece in pieces(values(name)))
@@ -174,7 +175,7 @@ def write_run_model(path: Path, model: StoredModel, family: str = GPT2) -> str:
     entry: dict[str, object] = {"version": VERSION, "daskgpt": __version__, "model": asdict(config)}
     entry |= {"encoding": model.encoding, "sequence_length": model.sequence_length}
     if is_learned(model.encoding):  # no other place has it
-        entry[LEARNED] = known_encoding(model.encoding).content
+        entry[LEARNED] = get_encoding(model.encoding).content
     if config.lora:
         entry[ADAPTED] = model.base
     # transformers reads a file only if its metadata names a library; the layout is the same for all.

@@ -20,8 +20,8 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.settings import Checked, setting
-from daskgpt.data.tokenizer import encoding_named, encoding_of_model, get_encoding
-from daskgpt.formats.encoding import Encoding
+from daskgpt.formats.encoding import Encoding, encoding_of_model, get_encoding
+from daskgpt.formats.huggingface import encoding_named
 from daskgpt.generation.decoder import Weights, decoder_of
 from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
 from daskgpt.training.checkpoint import open_model_of
