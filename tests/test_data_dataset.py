@@ -30,7 +30,7 @@ from daskgpt.data.dataset import (
 )
 from daskgpt.data.source import recognize
 from daskgpt.data.text import END, SPAN_CHARACTERS, SPAN_TOKENS, Run, runs, split_text, split_tokens
-from daskgpt.formats.llmc import read_tokens
+from daskgpt.formats.token_files import read_tokens
 
 END_OF_TEXT = 256
 

@@ -18,8 +18,8 @@ from pyarrow import parquet
 from daskgpt.data import preparation, source, text
 from daskgpt.data.dataset import load_dataset
 from daskgpt.data.preparation import Preparation, PrepareConfig
-from daskgpt.data.token_folder import JOURNAL, MANIFEST, VOCABULARY_FILE, read_manifest
 from daskgpt.formats.encoding import Encoding, get_encoding
+from daskgpt.formats.token_files import JOURNAL, MANIFEST, VOCABULARY_FILE, read_manifest
 
 
 def codec_of(folder: Path) -> Encoding:

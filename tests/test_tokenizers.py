@@ -13,7 +13,6 @@ import daskgpt
 from daskgpt import convert, evaluate, generate, train
 from daskgpt.data.dataset import BatchLoader, load_dataset
 from daskgpt.data.pairs import template_of
-from daskgpt.data.token_folder import read_manifest
 from daskgpt.formats import encoding as encodings
 from daskgpt.formats.encoding import (
     CHARACTERS,
@@ -25,6 +24,7 @@ from daskgpt.formats.encoding import (
     learn_encoding,
 )
 from daskgpt.formats.huggingface import encoding_named, tokenizer_files
+from daskgpt.formats.token_files import read_manifest
 
 SHORT = "--steps 2 --batch-size 2 --sequence-length 16 --validation-batches 1 --sample-tokens 0 --warmup 1"
 TEXT = "the quick brown fox jumps over the lazy dog\n\n  and what's more, it's naïve: 12345 times!\n" * 40

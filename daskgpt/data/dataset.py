@@ -18,9 +18,8 @@ from daskgpt.config.files import digest_of_file, expanded
 from daskgpt.data.pairs import Examples, read_examples
 from daskgpt.data.source import PAIRS, PREPARED, STANDARD_LIBRARY, TEXT, TOKENS, Source, recognize
 from daskgpt.data.text import SPANS, split_text, split_tokens, texts
-from daskgpt.data.token_folder import MANIFEST, read_manifest
 from daskgpt.formats import encoding as encodings
-from daskgpt.formats.llmc import id_dtype, read_tokens
+from daskgpt.formats.token_files import MANIFEST, read_manifest, read_tokens
 
 Batch = tuple[Any, ...]  # tokens, targets, and of pairs loss weights of the targets; each (B, T)
 RANDOM, EPOCHS = "random", "epochs"
@@ -99,7 +98,10 @@ class Dataset:
 
         Cost     reads all tokens once, unless the digests of their files are known
         """
-        digest, dtype = hashlib.sha256("".join(self.shards).encode()), id_dtype(self.vocabulary).newbyteorder("<")
+        digest, dtype = (
+            hashlib.sha256("".join(self.shards).encode()),
+            encodings.id_dtype(self.vocabulary).newbyteorder("<"),
+        )
         for tokens in () if self.shards else (self.training, self.validation):
             assert isinstance(tokens, np.ndarray), "the digests of others are known"
             digest.update(np.ascontiguousarray(tokens, dtype).data)
@@ -235,7 +237,7 @@ def read_text(source: Source) -> list[str]:
 
 def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
     """Return the pieces in one row, each after an end-of-text, since no piece continues the previous one."""
-    mark = np.array([end_of_text], id_dtype(end_of_text + 1))
+    mark = np.array([end_of_text], encodings.id_dtype(end_of_text + 1))
     filled = (piece for piece in pieces if piece.size)
     marked = [array for piece in filled for array in ((piece,) if piece[0] == end_of_text else (mark, piece))]
     return np.concatenate(marked) if marked else mark[:0]

@@ -30,7 +30,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from daskgpt.config.errors import nearest, refusing, require
 from daskgpt.config.files import expanded, readable
-from daskgpt.formats.llmc import id_dtype
 
 WHERE = "read_tokenizer"
 OTHERS = "Other tokenizers are not supported: remove its files from the folder, and name an --encoding."
@@ -181,6 +180,11 @@ class Encoding:
 def of_tokens(name: str, tokens: list[bytes], content: str = "") -> Encoding:
     """Return an encoding of tokens in the order of their merges, and end-of-text behind them."""
     return Encoding(name, [*tokens, END_OF_TEXT.encode()], {END_OF_TEXT: len(tokens)}, content)
+
+
+def id_dtype(ids: int) -> np.dtype:
+    """Return the dtype of tokens, uint16 or uint32, for a number of ids."""
+    return np.dtype(np.uint16 if ids <= 2**16 else np.uint32)
 
 
 # Encodings by name: bytes, and those that were read in this process.

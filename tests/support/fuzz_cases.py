@@ -24,8 +24,8 @@ import daskgpt
 from daskgpt.formats.encoding import get_encoding
 from daskgpt.formats.gguf import write_gguf
 from daskgpt.formats.huggingface import write_huggingface
-from daskgpt.formats.llmc import read_tokens
 from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.token_files import read_tokens
 from daskgpt.training.checkpoint import write_checkpoint
 
 STEP = "step-00000003"
