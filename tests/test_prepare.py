@@ -284,9 +284,6 @@ def test_preparation_continues_after_a_full_disk(corpus, expected, tmp_path):
     assert files_of(prepared(tmp_path, corpus, *BYTES)) == files_of(expected)
 
 
-# Learned vocabularies
-
-
 # Refusals
 
 
