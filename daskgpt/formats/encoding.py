@@ -1,4 +1,4 @@
-"""Encodings: tokens with their bytes, and what turns text into their ids.
+"""Encodings: tokens with their bytes, and what turns text into their ids, by name; and vocabularies learned from text.
 
 The 256 bytes and GPT-2's vocabulary are known by name. A tokenizer that was learned here, or is another program's, is
 kept as one text, and is known by its size and a digest of the text: `learned-4096-1f2e3d4c5b6a`. Configurations,
@@ -44,6 +44,8 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$
 
 PIECE = 2**18  # characters that the library gets at once: each takes it some hundred bytes of memory
 AROUND = 512  # characters on both sides of a cut, which are encoded with and without it
+_BETWEEN_WORDS = re.compile(r"(?<=\w)(?:\n(?=\w)|(?= \w))")
+
 PADDING = 128  # greatest number of ids that a model may have beyond those of its encoding
 
 # Where GPT-2's vocabulary is looked for, and the hash that tiktoken requires of it.
@@ -55,7 +57,6 @@ SMALLEST, LARGEST = 258, 2**20  # ids of a vocabulary that is learned
 LEARNED_PIECE = 2**20  # characters that the learner gets at once
 # The learner's time grows with the square of a word's length, so words are cut at multiples of so many characters.
 _WORD, _LONG_WORD = 500, re.compile(r"\S{500}|\s{500}")
-_BETWEEN_WORDS = re.compile(r"(?<=\w)(?:\n(?=\w)|(?= \w))")
 
 
 @dataclass(frozen=True, eq=False)
