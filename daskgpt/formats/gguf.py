@@ -46,7 +46,6 @@ from daskgpt.formats.stored_model import (
     open_tensors,
     parts_of,
     pieces,
-    require_file,
 )
 from daskgpt.model.parameters import Tensor, tensors
 
@@ -82,8 +81,8 @@ def open_gguf(path: Path) -> StoredModel:
     """Open a GPT-2 or a Llama of llama.cpp. No tensor is read.
 
     Dtype    those of DTYPES and BLOCKS in the file
-    Errors   FileNotFoundError; RuntimeError if the library gguf is missing; ValueError for a damaged file, a model that
-             this program cannot express, with the entry, and for tensors that are missing, unknown or of another shape
+    Errors   RuntimeError if the library gguf is missing; ValueError for a damaged file, a model that this program
+             cannot express, with the entry, and for tensors that are missing, unknown or of another shape
     Source   llama.cpp, its reader of both families
     """
     entries, stored = open_gguf_file(path)
@@ -332,10 +331,8 @@ class _Header:
 def open_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Return the entries of a file, and its tensors by name before they are read.
 
-    Errors   FileNotFoundError; RuntimeError if the library gguf is missing; ValueError for a file that is damaged, or
-             of another version
+    Errors   RuntimeError if the library gguf is missing; ValueError for a file that is damaged, or of another version
     """
-    require_file(path, READ)
     require_package("gguf", "gguf", READ)
     rule, got = "the file must be a complete GGUF file", {"path": path, "bytes": path.stat().st_size}
     with refusing((ValueError, KeyError, RecursionError), READ, rule, got, "It is of another kind, or damaged."):

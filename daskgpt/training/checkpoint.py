@@ -58,7 +58,7 @@ from daskgpt.formats.safetensors import (
     write_tensor_file,
 )
 from daskgpt.formats.safetensors import MODEL as MODEL_FILE
-from daskgpt.formats.stored_model import ADVICE, StoredModel, in_memory, read_json, require_file
+from daskgpt.formats.stored_model import ADVICE, StoredModel, in_memory, read_json
 from daskgpt.model.parameters import Tensor, check_dtypes, check_finite, check_parameters, merged
 
 STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"
@@ -341,7 +341,7 @@ def open_model_file(path: Path) -> StoredModel:
 
     path     a file; or a folder with config.json (Hugging Face's), or with a model in this program's own form
 
-    Errors   FileNotFoundError, or ValueError if it is not such a model
+    Errors   FileNotFoundError if a folder holds none; ValueError if it is not such a model
     """
     if (path / CONFIG).is_file():
         return open_huggingface(path)
@@ -350,7 +350,6 @@ def open_model_file(path: Path) -> StoredModel:
         rule = "the folder must hold a checkpoint, or a model in this program's or Hugging Face's form"
         require(tensors.is_file(), "load", rule, {"path": path}, ADVICE, FileNotFoundError)
         return open_run_model(tensors)
-    require_file(path, "load")
     with open(path, "rb") as file:
         start = file.read(9)
     if start[8:] == b"{" or path.suffix == ENDING:
