@@ -4,6 +4,7 @@ import fcntl
 import gzip
 import json
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -257,7 +258,7 @@ def test_an_input_that_changes_is_refused(tmp_path):
 
 
 def test_the_standard_library_is_prepared(tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "STANDARD_LIBRARY_BYTES", 50_000)
+    monkeypatch.setattr(source, "OTHER_MODULES", sys.stdlib_module_names - {"json"})
     assert (prepared(tmp_path, "stdlib", *BYTES) / MANIFEST).is_file()
 
 

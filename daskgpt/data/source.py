@@ -269,27 +269,22 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> tuple[list[Path]
     return sorted(files, key=lambda path: path.parts), others
 
 
-# Whole files up to this size in all. Python 3.11 to 3.13 stay below it; a later, larger library is cut.
-STANDARD_LIBRARY_BYTES = 9_000_000
 # Copies of other programs, an editor, and tables in the form of modules, from which a model would learn little.
-_OTHER_MODULES = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"}
+OTHER_MODULES = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"}
 _OTHER_FOLDERS = {"__pycache__", "dist-packages", "site-packages", "test", "tests"}
 
 
 def standard_library(root: Path) -> tuple[File, ...]:
-    """Return the files of the library at `root`, up to a total size.
+    """Return the files of the library at `root`.
 
     Only names that Python itself lists count: a distribution may add files.
     """
-    files, size = list[File](), 0
-    modules = sys.stdlib_module_names - _OTHER_MODULES
+    files = list[File]()
+    modules = sys.stdlib_module_names - OTHER_MODULES
     for path in files_below(root, _OTHER_FOLDERS)[0]:
         name = path.relative_to(root)
         if path.suffix == ".py" and name.parts[0].removesuffix(".py") in modules:
             status = path.stat()
-            size += status.st_size
-            if size > STANDARD_LIBRARY_BYTES:
-                break
             files.append(File(str(path), name.as_posix(), TEXT, size=status.st_size, modified=status.st_mtime_ns))
     rule, advice = "the source of the standard library must be installed", "Give a text file instead."
     require(bool(files), WHERE, rule, {"folder": root}, advice, FileNotFoundError)
