@@ -177,8 +177,6 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     Errors       ValueError if the encoding is not that model's, or has more ids; as of load_dataset
     """
     source = recognize(data.data)
-    if data.validation_data:
-        recognize(data.validation_data)  # is refused before anything is read
     wanted = start.encoding(data.encoding) if start else _named(data.encoding)
     default = encoding_of(vocabulary)
     encoding = encoding_for(source, None if wanted == "auto" else wanted, default)
