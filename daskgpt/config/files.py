@@ -126,7 +126,7 @@ def written(path: str | os.PathLike[str], where: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # it has this form already
+        if hasattr(error, "is_refusal"):
             raise
         rule, got = "all of the file must be written", f"path={path} ({error.strerror or error})"
         fitting = (advice for numbers, advice in ADVICE.items() if error.errno in numbers)

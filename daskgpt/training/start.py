@@ -15,14 +15,8 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.config.settings import require_allowed
 from daskgpt.data.dataset import Dataset, encoding_for, load_dataset
 from daskgpt.data.source import PREPARED, recognize
-from daskgpt.data.tokenizer import (
-    encoding_named,
-    encoding_of,
-    encoding_of_model,
-    is_to_be_learned,
-    vocabulary_size,
-)
-from daskgpt.formats.models import open_model_file
+from daskgpt.formats.encoding import encoding_of, encoding_of_model, is_to_be_learned, vocabulary_size
+from daskgpt.formats.huggingface import encoding_named
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.model.parameters import RandomParameters, check_finite, digest, trained_tensors
@@ -34,6 +28,7 @@ from daskgpt.training.checkpoint import (
     checkpoints,
     is_checkpoint,
     newest_good,
+    open_model_file,
     open_with_state,
     read_checkpoint,
 )
