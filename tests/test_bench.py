@@ -72,19 +72,6 @@ def test_worker_kernels_are_counted(cluster):
     assert figures["peak"] * 1e9 > machine.resident_memory()  # this process, and the worker
 
 
-def test_overlapping_steps_are_timed_in_windows():
-    with open_scheduler("threads", 2) as scheduler:
-        job = job_of(barrier="none", window=2, grain="block", batch_chunk=2, sequence_chunk=12)
-        steps = TimedEngine(job, scheduler, 0)
-        assert len(steps.run(3)) == 2
-        assert len(steps.losses) == 4
-    with open_scheduler("sync") as scheduler:
-        same = job_of(scheduler="sync", grain="block", batch_chunk=2, sequence_chunk=12)
-        alone = TimedEngine(same, scheduler, 0)
-        assert len(alone.run(4)) == 4
-    assert alone.losses == steps.losses
-
-
 def test_operations_of_gpt2():
     values = 50257 * 768 + 12 * 12 * 768 * 768  # unembedding; qkv and projection, and 8 C² of feed-forward
     assert parameter_count(preset("gpt2"), multiplied=True) == values
