@@ -47,7 +47,7 @@ TURNED = {
 }
 # Tests of each folder of the package, which run after those that mention the changed module.
 NEAR = {
-    "config": "flags settings command_lines start",
+    "config": "flags wrong_arguments command_lines start",
     "data": "data_dataset data_encodings data_source pairs prepare tokenizers",
     "formats": (
         "formats_huggingface formats_run_model formats_gguf formats_llama convert fuzz data_dataset data_encodings "
@@ -58,8 +58,8 @@ NEAR = {
     "kernels": "kernels_layers kernels_optimizers kernels_attention kernels_products kernels_vectors layers",
     "kernels/bfloat16": "kernels_bfloat16",
     "kernels/decoding": "generating sampling model_choices",
-    "model": "model layers model_choices extensions dropout schedules one_number",
-    "profiling": "study timeline dataflow bench records dashboard plot layers",
+    "model": "model layers model_choices dropout schedules one_number",
+    "profiling": "study timeline notebooks bench measurements dashboard plot layers",
     "schedulers": "schedulers cluster distribute bench",
     "training": "checkpoints resume run_folder schedules wrong_arguments cluster stopping logs command_lines start "
     "audit rewind",

@@ -60,11 +60,7 @@ def test_turns_compare_three_programs():
     assert (figures["threads"], figures["cluster_longest"], figures["cluster_peak"]) == (1666.67, 3, 3)
     assert (figures["ratio"], figures["throughput_of_threads"], figures["workers_messages"]) == (0.5, 0.5, 0.2)
     assert (figures["theirs_first_loss"], figures["theirs_peak"]) == (5.5, 1)
-    lines = programs.describe().splitlines()
-    assert lines[1].startswith("1 more turns left out")
-    rows = {line[:18].strip(): line[18:].split() for line in lines[3:8]}
-    assert rows["cluster"][0] == "3,333.3"
-    assert rows["cluster / theirs"][0] == rows["threads / cluster"][0] == "0.500"
+    assert "1 more turns left out" in programs.describe()
     disturbed = Programs(names, "", [Turn(((1,),) * 3, 1.5)], 1, (0, 0, 0), (1, 1, 1), against.THREE, shares)
     assert "WARNING: other programs ran in 1 of" in disturbed.describe()
 
@@ -133,7 +129,6 @@ REFUSED = [
     ("llm.c nowhere", "path=nowhere"),
     ("torch nowhere", "path=nowhere"),
     ("torch", "torch=not installed"),
-    ("torch-ddp", "torch=not installed"),
     ("transformers", "torch=not installed"),
     ("transformers --torch-bf16", "must come with torch"),
     ("torch --apart", "must come with torch-ddp"),

@@ -113,13 +113,6 @@ def test_other_ways_to_train(small_text, tmp_path, called):
     assert " 0 differ" in told
 
 
-def test_audit_on_a_cluster_of_a_run_elsewhere(small_text, whole, tmp_path, called, cluster):
-    cluster.have(2)
-    run, text = shutil.copytree(whole, tmp_path / "run", symlinks=True), shutil.copy(small_text, tmp_path / "text.txt")
-    code, told = called(audit, run, "--scheduler", cluster.address, "--data", text)
-    assert (code, told.count(" agree: ")) == (0, 3), told
-
-
 def test_runs_from_other_parameters(small_text, whole, tmp_path, called):
     fit(small_text, tmp_path / "tuned", init=str(whole), steps=4, save_every=2)
     assert called(audit, tmp_path / "tuned")[0] == 0

@@ -14,10 +14,10 @@ from records import Record
 from steps import step_of
 
 from daskgpt import bench, train
-from daskgpt.config.model import ModelConfig, preset
+from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.nodes import is_leaf
-from daskgpt.model.parameters import parameter_count, step_operations
+from daskgpt.model.parameters import step_operations
 from daskgpt.profiling.measure import TimedEngine, measure_steps
 from daskgpt.profiling.plan import fits, predict
 from daskgpt.schedulers import machine
@@ -70,26 +70,6 @@ def test_worker_kernels_are_counted(cluster):
     assert 0 < figures["overhead"] < 1
     assert min(figures[name] for name in ("forward", "backward", "update")) > 0
     assert figures["peak"] * 1e9 > machine.resident_memory()  # this process, and the worker
-
-
-def test_overlapping_steps_are_timed_in_windows():
-    with open_scheduler("threads", 2) as scheduler:
-        job = job_of(barrier="none", window=2, grain="block", batch_chunk=2, sequence_chunk=12)
-        steps = TimedEngine(job, scheduler, 0)
-        assert len(steps.run(3)) == 2
-        assert len(steps.losses) == 4
-    with open_scheduler("sync") as scheduler:
-        same = job_of(scheduler="sync", grain="block", batch_chunk=2, sequence_chunk=12)
-        alone = TimedEngine(same, scheduler, 0)
-        assert len(alone.run(4)) == 4
-    assert alone.losses == steps.losses
-
-
-def test_operations_of_gpt2():
-    values = 50257 * 768 + 12 * 12 * 768 * 768  # unembedding; qkv and projection, and 8 C² of feed-forward
-    assert parameter_count(preset("gpt2"), multiplied=True) == values
-    products = 2 * values + 12 * 2 * 2 * 768 * (64 + 1) // 2  # a token's, forward
-    assert step_operations(preset("gpt2"), 4, 64) == 3 * 4 * 64 * products
 
 
 def test_process_and_machine_information(tmp_path, monkeypatch):

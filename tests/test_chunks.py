@@ -178,9 +178,9 @@ def test_automatic_chunks_change_no_bit(small_text, tmp_path, cluster, capsys):
     assert "(auto, for 5 threads)" in out
 
 
-def test_auto_is_accepted_for_numbers(small_text, tmp_path):
+def test_auto_is_accepted_for_numbers():
     assert DataflowConfig(batch_chunk="auto", sequence_chunk="auto") == DataflowConfig()
-    _, chunk = run(small_text, tmp_path, "auto", "--batch-chunk", "auto", "--sequence-chunk", 32, "--threads", 2)
-    assert chunk[1] == 32
+    given = train.parsed(["--batch-chunk", "auto", "--sequence-chunk", "32"])
+    assert (given.batch_chunk, given.sequence_chunk) == (0, 32)
     with pytest.raises(SystemExit):
         train.main(["--batch-chunk", "half"])

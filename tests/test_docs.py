@@ -1,11 +1,15 @@
-"""Tests of the documentation: links have targets, and drawings, excerpts, tables and the reference match the code."""
+"""Tests of the documentation: links have targets, and drawings, excerpts, tables, examples and the reference match the
+code.
+"""
 
+import doctest
+import inspect
 import re
 from importlib import import_module
 from textwrap import indent
 
 import pytest
-from documents import PAGES, ROOT, anchors, excerpts, links, tables
+from documents import PAGES, ROOT, anchors, excerpts, failures, links, tables
 from drawings import DRAWINGS, FOLDER
 
 import daskgpt
@@ -72,3 +76,16 @@ def test_the_reference_lists_the_public_names():
     members = [(module, name) for module, names in listed for name in re.findall(r"\w+", names)]
     assert members
     assert [member for member in members if not hasattr(import_module(member[0]), member[1])] == []
+
+
+FUNCTIONS = [name for name in daskgpt.__all__ if inspect.isfunction(getattr(daskgpt, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_example_of_a_public_function(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    function = inspect.unwrap(getattr(daskgpt, name))
+    module = import_module(function.__module__)
+    (example,) = doctest.DocTestFinder(recurse=False).find(function, name, module)
+    assert example.examples, f"{name} has no example"
+    assert failures(example) == ""

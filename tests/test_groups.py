@@ -1,7 +1,5 @@
 """Tests of groups of sequences: their separate sums are added in a binary tree, with any chunks."""
 
-import tomllib
-
 import dask
 import dask.array as da
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 from conftest import SMALL
 
 import daskgpt
-from daskgpt import bench, train
+from daskgpt import bench
 from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import apply
 from daskgpt.graph.sum_order import Groups, groups_of_batch
@@ -20,7 +18,6 @@ from daskgpt.training.inference import loss_and_gradients
 
 B, T, C, V = 12, 6, 5, 7
 CHUNKS = [(12, 6), (12, 3), (4, 2), (2, 6), (3, 1), (1, 3), (1, 1), ((5, 7), (6,)), ((1, 10, 1), (4, 2))]
-SIZE = ["--blocks", "1", "--heads", "1", "--channels", "16", "--sequence-length", "16", "--batch-size", "4"]
 
 
 def tree(terms, groups, start):
@@ -73,16 +70,6 @@ def test_groups_that_do_not_divide_the_batch_are_refused():
     tokens = da.zeros((6, 8), dtype=np.int32, chunks=(2, 8))
     with pytest.raises(ValueError, match=r"groups must divide sequences; got groups=4, sequences=6"):
         loss_and_gradients(SMALL, daskgpt.initial_parameters(SMALL, 0), tokens, tokens, groups=4)
-
-
-def test_run_prints_and_records_its_groups(small_text, tmp_path, capsys):
-    flags = ["--steps", "2", "--sample-tokens", "0", "--validation-batches", "1"]
-    for groups, said in (("auto", "4 x 16 tokens\n"), ("2", "4 x 16 tokens, summed in 2 groups of 2\n")):
-        folder = tmp_path / f"run-{groups}"
-        given = ["--data", str(small_text), "--groups", groups, "--out", str(folder)]
-        assert train.main([*SIZE, *flags, *given]) == 0
-        assert said in capsys.readouterr().out
-        assert tomllib.loads((folder / "config.toml").read_text())["data"]["groups"] == (groups == "2") + 1
 
 
 def test_plan_counts_waiting_totals():

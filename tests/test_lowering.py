@@ -38,8 +38,9 @@ def kinds_in_python(items):
     return Counter(item.kind for item in items if not isinstance(item, NativeRun))
 
 
-@pytest.mark.parametrize("grain", ["kernel", "segment", "block", "chunk"])
-@pytest.mark.parametrize("chunk", [(3, 20), (2, 5)])
+@pytest.mark.parametrize(
+    ("grain", "chunk"), [("kernel", (3, 20)), ("segment", (2, 5)), ("block", (2, 5)), ("chunk", (3, 20))]
+)
 def test_every_call_of_a_step_is_native(grain, chunk):
     items = items_after_steps(chunk=chunk, grain=grain)
     assert not kinds_in_python(items)

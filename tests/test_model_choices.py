@@ -1,25 +1,38 @@
 """Tests of the choices of a model through all stages of a run: rotary positions, SwiGLU, grouped queries, no biases, an
-untied head; and of an optimizer from outside, whose second moment has one number per row of the weight (Adam-mini).
+untied head; and of layers, optimizers and an engine from outside of the package (`custom_layers`, `custom_engine`).
 """
 
 import json
+import sys
 from dataclasses import replace
+from math import prod
+from types import ModuleType
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters, whole_logits
+from custom_engine import LoopEngine
+from custom_layers import SQUARED_RELU
 from one_number import Dials, Model, bits_after_steps
 from small_runs import fit, same, stopping_at
 from tolerances import TOLERANCES
 
 import daskgpt
-from daskgpt import evaluate
+from daskgpt import audit, evaluate
+from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.sampler import Choice, Texts
+from daskgpt.generation.sampler import Texts
 from daskgpt.model import parameters
+from daskgpt.model.parameters import tensors
+from daskgpt.profiling import measure
+from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of, measure_steps
+from daskgpt.profiling.plan import predict
+from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.training.engine import LocalEngine
 from daskgpt.training.inference import loss_and_gradients
+from daskgpt.training.start import resumed_run
 
 CONFIG = replace(
     SMALL, heads=4, kv_heads=2, channels=32, vocabulary=257, padded_vocabulary=0, position="rotary", activation="swiglu"
@@ -41,7 +54,6 @@ CHOICES = {
     "normalized heads, not turned": replace(SMALL, qk_norm="rmsnorm"),
     "from outside": replace(SMALL, position="custom_layers:NO_POSITIONS", attention="custom_layers:SAME_ATTENTION"),
     "activation from outside": EXTENDED,
-    "the same with rmsnorm": replace(EXTENDED, norm="rmsnorm"),
 }
 
 
@@ -62,12 +74,8 @@ def test_gradients_agree_with_a_numeric_derivative(name, random):
     assert exact == pytest.approx(numeric, **TOLERANCES["numeric derivative"])
 
 
-TRAINED = [
-    *((name, "adamw", "float32") for name in ("grouped queries", "untied", "normalized heads", "from outside")),
-    *((name, "adamw", "bfloat16") for name in ("grouped queries", "untied", "normalized heads", "from outside")),
-    ("activation from outside", "custom_layers:SIGN", "float32"),
-    ("the same with rmsnorm", "custom_layers:SIGN", "float32"),
-]
+TRAINED = [("from outside", "adamw", precision) for precision in ("float32", "bfloat16")]
+TRAINED += [("activation from outside", "custom_layers:SIGN", "float32")]
 DIALS = [
     Dials((4, 12)),
     Dials((2, 6), "layer", "kernel"),
@@ -145,7 +153,7 @@ def test_decoding_matches_training(name, random, capsys):
         assert "every layer runs its own forward kernel" in capsys.readouterr().err
 
 
-def test_train_stop_resume_and_generate(small_text, tmp_path, capsys):
+def test_train_stop_resume_and_evaluate(small_text, tmp_path, capsys):
     optimizer = {"optimizer": "custom_layers:MINI", "learning_rate": 3e-3, "schedule": "constant"}
     job = {"config": CONFIG, "optimizer": optimizer, "dataflow": {"batch_chunk": 2, "sequence_chunk": 8}}
     for name, stop in (("whole", None), ("stopped", stopping_at(17))):
@@ -153,16 +161,6 @@ def test_train_stop_resume_and_generate(small_text, tmp_path, capsys):
     result = daskgpt.fit(resume=tmp_path / "stopped", dataflow={"threads": 2, "sequence_chunk": 16}, quiet=True)
     assert same(tmp_path / "stopped", tmp_path / "whole")
     assert result.losses[-1] < result.losses[0] - 1
-    config, values = daskgpt.load(tmp_path / "whole")
-    texts = Texts(Weights(config, values, "float32"), prompts := [list(b"def "), [7], [5] * 9])
-    assert len(list(texts.write(20, Choice(temperature=0)))) == 20  # beyond the positions
-    for prompt, tokens in zip(prompts, texts.tokens):
-        for end in range(len(prompt), CONFIG.positions):
-            assert tokens[end] == whole_logits(config, values, tokens[:end])[-1].argmax()
-    scores = (
-        Texts(Weights(config, values, precision), prompts).scores([0, 1]) for precision in ("float32", "bfloat16")
-    )
-    np.testing.assert_allclose(*scores, **TOLERANCES["kept, bfloat16"])
     assert evaluate.main([str(tmp_path / "whole"), "--data", str(small_text), "--limit", "40", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] < 4
 
@@ -174,3 +172,114 @@ def test_plan_of_a_model_without_a_calibration(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "timing kernels of this model" in said
     assert "--calibrate keeps such times" in said
+
+
+# Layers, optimizers and engines from outside: plans, timelines, workers, and what is refused
+
+
+SIGN, MINI = "custom_layers:SIGN", "custom_layers:MINI"
+
+
+def job(config, optimizer, **dials):
+    made = job_of(config, BenchConfig(batch_size=4, sequence_length=12), DataflowConfig(**dials))
+    return replace(made, optimizer=OptimizerConfig(optimizer=optimizer, schedule="constant"))
+
+
+def of_muon(tensor):
+    """Numbers of the moments of a tensor: the matrices of the blocks have other ones than the rest."""
+    return prod(tensor.shape) * (1 if tensor.block is not None and len(tensor.shape) == 2 else 2)
+
+
+def of_mini(tensor):
+    return prod(tensor.shape) + tensor.shape[0]
+
+
+KERNEL = {"grain": "kernel"}
+MADE = [
+    (EXTENDED, SIGN, KERNEL, lambda tensor: 0, {"squared_relu.forward", "squared_relu.backward", "sign.update"}),
+    (SMALL, "muon", {"grain": "block"}, of_muon, {"muon.update", "adamw.update"}),
+    (CONFIG, MINI, KERNEL | {"precision": "bfloat16"}, of_mini, {"swiglu.forward", "rotary.backward", "mini.update"}),
+]
+
+
+@pytest.mark.parametrize(("config", "optimizer", "dials", "numbers", "kernels"), MADE)
+def test_plan_bench_and_timeline_of_extensions(config, optimizer, dials, numbers, kernels):
+    made = job(config, optimizer, **dials)
+    assert predict(made).made["optimizer"] == 4 * sum(map(numbers, tensors(config).values()))
+    with open_scheduler("threads", 2) as scheduler:
+        steps = TimedEngine(made, scheduler, 0)
+        assert measure_steps(steps, warmup=1, timed=1, recorded=1)["update"][0].median > 0
+        assert kernels <= {".".join(names) for names in steps.timeline(1).summary.kernels}
+
+
+def test_workers_with_another_module_are_refused(cluster, small_text, monkeypatch):
+    cluster.have(2)
+    config = replace(EXTENDED, vocabulary=257, padded_vocabulary=0)
+    monkeypatch.setattr("inspect.getsource", lambda module: "another version")
+    with pytest.raises(ValueError, match=r"must have the client's modules; got client=.*custom_layers.*, worker="):
+        fit(small_text, config=config, dataflow={"scheduler": cluster.address}, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "keyword"),
+    [
+        ({"activation": "gellu"}, ValueError, "Did you mean gelu"),
+        ({"activation": "custom_layers:GELU"}, ValueError, "must name a row of a module.*no attribute 'GELU'"),
+        ({"activation": "nowhere_at_all:GELU"}, ValueError, "No module named.*PYTHONPATH"),
+        ({"activation": "math:sin"}, TypeError, "of the kind Layer"),
+        ({"activation": "custom_layers:NO_ROW"}, TypeError, "of the kind Layer; got .*type=str"),
+        ({"activation": "custom_layers:OTHER_AXES"}, ValueError, "an axis of a result must be.*btC -> btQ"),
+        ({"norm": "custom_layers:NO_GRADIENT"}, ValueError, "must have a gradient.*h.0.ln_1.weight"),
+    ],
+)
+def test_rows_that_cannot_be_had_are_refused(settings, error, keyword, small_text):
+    with pytest.raises(error, match=keyword):
+        fit(small_text, config=daskgpt.preset("tiny", **settings))
+
+
+@pytest.mark.parametrize("dataflow", [{"scheduler": "threads"}, {"scheduler": "sync", "grain": "kernel"}])
+def test_an_error_in_a_row_names_its_place(dataflow, small_text):
+    with pytest.raises(ArithmeticError) as error:
+        fit(small_text, config=daskgpt.preset("tiny", activation="custom_layers:BROKEN"), dataflow=dataflow)
+    assert "(ArithmeticError in broken, " in " ".join(error.value.__notes__)
+
+
+def test_rows_without_a_file_of_source_are_refused(small_text, monkeypatch):
+    module = ModuleType("no_source")
+    module.ROW = SQUARED_RELU
+    monkeypatch.setitem(sys.modules, "no_source", module)
+    with pytest.raises(ValueError, match="must be a file of source; got module=no_source"):
+        fit(small_text, config=daskgpt.preset("tiny", activation="no_source:ROW"))
+
+
+def test_a_run_does_not_decide_what_is_imported(small_text, tmp_path, monkeypatch):
+    fit(small_text, tmp_path, optimizer={"optimizer": SIGN}, steps=1)
+    monkeypatch.delitem(sys.modules, "custom_layers")
+    for again in (lambda: resumed_run(str(tmp_path), {"run": {"steps": 2}}), lambda: audit.main([str(tmp_path)])):
+        with pytest.raises(ValueError, match="module=custom_layers"):
+            again()
+    assert "custom_layers" not in sys.modules
+
+
+def test_a_file_does_not_decide_what_is_imported(tmp_path, monkeypatch):
+    parameters = daskgpt.initial_parameters(EXTENDED, seed=1)
+    daskgpt.save(tmp_path / "model.safetensors", EXTENDED, parameters)
+    assert daskgpt.load(tmp_path / "model.safetensors")[0] == EXTENDED
+    monkeypatch.delitem(sys.modules, "custom_layers")
+    with pytest.raises(ValueError, match="must be allowed.*module=custom_layers.*DASKGPT_MODULES=custom_layers"):
+        daskgpt.load(tmp_path / "model.safetensors")
+    assert "custom_layers" not in sys.modules
+    monkeypatch.setenv("DASKGPT_MODULES", "other,custom_layers")
+    assert daskgpt.load(tmp_path / "model.safetensors")[0] == EXTENDED
+
+
+def test_an_engine_from_outside_gives_the_bits_of_threads():
+    own = job(SMALL, "adamw", batch_chunk=2, sequence_chunk=6)
+    batches, ends = [measure.random_batch(own, 5, number) for number in range(3)], []
+    for engine_class, scheduler, threads in ((LocalEngine, "threads", 2), (LoopEngine, "sync", 1)):
+        with open_scheduler(scheduler, threads) as opened:
+            engine = engine_class(own, opened, str)
+            engine.start(daskgpt.initial_parameters(SMALL, 0))
+            losses = [engine.run([batch], 3)[0].loss for batch in batches]
+            ends.append((losses, daskgpt.digest(engine.weights().parameters(opened))))
+    assert ends[0] == ends[1]

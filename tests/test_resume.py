@@ -14,6 +14,7 @@ from small_runs import (
     fit,
     losses_of,
     metrics_of,
+    same,
     steps_in,
     stopping_at,
     tensors_of,
@@ -52,12 +53,6 @@ def copy(stopped, tmp_path):
     return shutil.copytree(stopped, tmp_path / "run", symlinks=True)
 
 
-def assert_whole(out, whole):
-    """Check that a run equals an uninterrupted one."""
-    assert losses_of(out) == losses_of(whole)
-    assert tensors_of(out) == tensors_of(whole)
-
-
 def resume(*arguments):
     return train.main(["--resume", *map(str, arguments)])
 
@@ -69,7 +64,7 @@ def test_resume_with_other_dials_changes_no_bit(small_text, tmp_path, whole, fir
     out = tmp_path / "run"
     assert fit(small_text, out, dataflow=first, save_every=6, on_step=stopping_at(6)).stopped
     result = daskgpt.fit(resume=out, dataflow=then, quiet=True)
-    assert_whole(out, whole)
+    assert same(out, whole)
     assert losses_of(whole) == result.losses
     assert (result.first, result.stopped, result.checkpoint) == (6, False, out / f"step-{STEPS:08}")
     assert math.isfinite(result.validation_loss)
@@ -88,7 +83,7 @@ def test_on_step_stops_and_run_resumes_repeatedly(small_text, whole, tmp_path):
     assert steps_in(out)[-1] == 7
     result = daskgpt.fit(resume=str(out), on_step=lambda step, metrics: "not True", quiet=True)
     assert (result.stopped, result.first) == (False, 7)
-    assert_whole(out, whole)
+    assert same(out, whole)
 
 
 def test_resume_between_threads_and_a_cluster(small_text, tmp_path, whole, cluster, monkeypatch):
@@ -102,7 +97,7 @@ def test_resume_between_threads_and_a_cluster(small_text, tmp_path, whole, clust
     assert steps_in(out) == [3, 5, 9]
     shutil.rmtree(out / "step-00000009")
     assert daskgpt.fit(resume=out, dataflow=THREADS, quiet=True).first == 5
-    assert_whole(out, whole)
+    assert same(out, whole)
 
 
 @pytest.mark.parametrize(

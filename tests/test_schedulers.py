@@ -140,18 +140,19 @@ def test_a_cluster_that_closes_ends_a_run_in_one_line(small_text):
             fit(small_text, client=client, steps=10**6, on_step=close)
 
 
-@pytest.mark.parametrize(("count", "of"), [(1, 2), (2, 1)])
-def test_cluster_in_one_process_gives_the_bits_of_one_thread(count, of, small_text):
+@pytest.mark.parametrize(
+    ("count", "of", "grain", "barrier"), [(1, 2, "auto", "none"), (1, 2, "block", "none"), (2, 1, "auto", "step")]
+)
+def test_cluster_in_one_process_gives_the_bits_of_one_thread(count, of, grain, barrier, small_text):
     """Each worker chooses grain and chunks by the kernel calls of its own steps."""
     config = daskgpt.preset("tiny", blocks=2, heads=2, channels=64)
     settings = {"data": {"data": str(small_text), "sequence_length": 64}, "run": {"steps": 3, "validation_batches": 1}}
     alone = daskgpt.fit(config, **settings, dataflow={"scheduler": "sync"}, quiet=True)
     with LocalCluster(**OPTIONS | {"n_workers": count, "threads_per_worker": of}) as cluster, Client(cluster) as client:
-        for grain, barrier in (("auto", "step"), ("auto", "none"), ("block", "none")):
-            dials = {"grain": grain, "barrier": barrier}
-            result = daskgpt.fit(config, **settings, dataflow=dials, client=client, quiet=True)
-            assert result.losses == alone.losses
-            assert daskgpt.digest(result.parameters) == daskgpt.digest(alone.parameters)
+        dials = {"grain": grain, "barrier": barrier}
+        result = daskgpt.fit(config, **settings, dataflow=dials, client=client, quiet=True)
+        assert result.losses == alone.losses
+        assert daskgpt.digest(result.parameters) == daskgpt.digest(alone.parameters)
 
 
 def where_it_runs():

@@ -44,7 +44,7 @@ def finished(tmp_path_factory):
     return out
 
 
-def test_a_study_writes_its_results(finished):
+def test_a_study_writes_results_a_table_and_figures(finished):
     rows = rows_of(finished / "results.jsonl")
     assert len({tuple(row["point"][dial] for dial in DIALS) for row in rows}) == len(rows) == 4 * 2
     assert {row["point"]["barrier"] for row in rows} == set(BARRIERS)
@@ -58,20 +58,12 @@ def test_a_study_writes_its_results(finished):
         assert {"python", "daskgpt", "numpy", "dask"} <= row["versions"].keys()
         assert (figures["overlap"] == 0) >= (row["point"]["barrier"] == "layer")
     assert len({row["settings"]["loss"] for row in rows}) == 1, "the same bits from every dial"
-
-
-def test_a_study_has_a_folder_of_its_own(finished):
+    lines = (finished / "table.md").read_text().splitlines()
+    assert len([line for line in lines if line.startswith("| ")]) == 2 + len(rows)
+    assert (finished / "threads.png").read_bytes().startswith(b"\x89PNG")
+    assert (finished / "threads.svg").read_bytes().startswith(b"<?xml")
     with pytest.raises(ValueError, match=f"a folder of its own; got out={finished}"):
         main(["--quick", "--out", str(finished)])
-
-
-def test_a_study_writes_a_table_and_a_figure(finished):
-    out = finished
-    lines = (out / "table.md").read_text().splitlines()
-    assert [line for line in lines if line.startswith("- speedup over scheduler threads, ")]
-    assert len([line for line in lines if line.startswith("| ")]) == 2 + len(rows_of(out / "results.jsonl"))
-    assert (out / "threads.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "threads.svg").read_bytes().startswith(b"<?xml")
 
 
 REFUSED = [("--barrier layers", "barrier=layers"), ("--batch-chunk 5", "batch_chunk=5"), ("--threads two", "2")]
@@ -183,19 +175,6 @@ def test_the_base_is_named_and_one_for_all():
     barrier, cut = "barrier step (tasks)", "grain block, batch chunk 2, sequence chunk 64"
     assert f"speedup over scheduler threads, {barrier}, {cut}, threads 1" in caption(points, ABOUT)
     assert ys(figure_of(points).axes[1]) == [[0.75, 1.5, 3], [1, 1.5, 3], [1, 2, 4]]
-
-
-def test_differences_are_shown():
-    runs = [(replace(BASE, scheduler="sync", threads=1), 40.0, {})] * 2
-    runs += [(replace(BASE, grain=grain), ms, {}) for grain, ms in (("block", 10.0), ("kernel", 30.0))]
-    runs += [(replace(BASE, scheduler="local", engine="tasks"), 80.0, {})]
-    points = runs_of(*runs)
-    assert [line["ms a step"].split()[0] for line in cells(points)] == ["40.00", "10.00", "30.00", "80.00"]
-    assert len(caption(points, ABOUT)) == 3
-    assert len(ys(figure_of(points).axes[0])) == 4 + 1, "every point, as no two differ in threads alone"
-    points = runs_of(*runs, (replace(BASE, grain="block"), 10.0, {"others_cores": 1.25, "loss": 1.25}))
-    assert caption(points, ABOUT)[-1] == "other programs kept up to 1.25 cores busy"
-    assert cells(points)[1]["loss"] == "1.25 or 1.5"
 
 
 def test_numbers_are_rounded_and_there_must_be_one():

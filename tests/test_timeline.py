@@ -4,28 +4,26 @@ import json
 import pickle
 import re
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from html import unescape
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
 from dask.diagnostics import Profiler, ResourceProfiler
 from small_runs import FLAGS, fit
-from steps import run_step, run_window, state_of, step_of
+from steps import run_step, state_of, step_of
 
-import daskgpt
 from daskgpt import train
 from daskgpt.config.model import ModelConfig
-from daskgpt.config.run import OptimizerConfig
+from daskgpt.config.run import DataflowConfig, OptimizerConfig
 from daskgpt.graph.program import RECORDER, bytes_of, calls_of
 from daskgpt.model import layers
 from daskgpt.model.optimizer import OPTIMIZERS
+from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of
 from daskgpt.profiling.pages import bars_of, write_timeline
-from daskgpt.profiling.recorder import Recorder, TimelineCallback, TimelineConfig
+from daskgpt.profiling.recorder import TimelineCallback, TimelineConfig
 from daskgpt.profiling.timeline import Event, Lane, TaskGraph, Timeline, Window, color_of, paths_of, seconds_at_once
 from daskgpt.schedulers.opening import open_scheduler
 
@@ -33,37 +31,27 @@ LARGER = ModelConfig(blocks=2, heads=2, channels=128, vocabulary=257, positions=
 SHAPE = (8, 64)
 
 
-def recorded(barrier, windows, config=SMALL, shape=(4, 12), chunk=(2, 6), scheduler="threads", grain="kernel"):
-    """A timeline of some windows of steps, after one window that is not recorded."""
-    random = np.random.default_rng(5)
-    with open_scheduler(scheduler, 2 if scheduler == "threads" else 0) as runs:
-        dials = {"grain": grain, "barrier": barrier, "in_place": runs.in_place}
-        step = step_of(config, shape, chunk, OptimizerConfig(), **dials)
-        state = state_of(step, random_parameters(config, random))
-        job = SimpleNamespace(batch_shape=shape, dataflow=SimpleNamespace(barrier=barrier))
-        engine = {"step": step, "scheduler": runs, "ranks": False, "job": job, "chunk": chunk, "grain": grain}
-        recorder = Recorder(SimpleNamespace(**engine))
-        for number, window in enumerate([windows[0], *windows]):
-            batches = [random_batch(config, random, shape) for _ in window]
-            with recorder.window(window) if number else nullcontext():
-                if len(batches) > 1:
-                    _, state = run_window(runs, step, state, batches, 100)
-                else:
-                    _, state = run_step(runs, step, state, batches[0], 100)
-        state.parameters(runs)
-        return step, recorder.finish()
+def recorded(barrier, count, config=SMALL, shape=(4, 12), chunk=(2, 6), scheduler="threads", grain="kernel"):
+    """A compiled step, and the timeline of so many steps after some that are not recorded."""
+    dials = {"barrier": barrier, "grain": grain, "batch_chunk": chunk[0], "sequence_chunk": chunk[1], "window": count}
+    dataflow = DataflowConfig(scheduler=scheduler, threads=2, engine="tasks", **dials)
+    job = job_of(config, BenchConfig(batch_size=shape[0], sequence_length=shape[1]), dataflow)
+    with open_scheduler(scheduler, 2) as opened:
+        steps = TimedEngine(job, opened, seed=0)
+        steps.run(1)
+        return steps.engine.step, steps.timeline(count)
 
 
 def test_every_kernel_call_is_an_event():
-    step, timeline = recorded("step", [(7,), (8,)], scheduler="sync")
+    step, timeline = recorded("step", 2, scheduler="sync")
     calls = [call.key for node in step.graph.values() for call in calls_of(node)]
     counts = Counter(event.key for event in timeline.events)
     assert set(counts.values()) == {2}
     missing = set(calls) - counts.keys()
     assert missing
     assert all(re.search(r"attention|crossentropy", key[0]) and key[0][-2] == "." for key in missing), "picks only"
-    assert timeline.steps == [7, 8]
-    assert {event.step for event in timeline.events} == {7, 8}
+    assert timeline.steps == [1, 2]
+    assert {event.step for event in timeline.events} == {1, 2}
     events = {(event.layer, event.phase, event.place, event.block, event.chunk) for event in timeline.events}
     assert ("linear", "forward", "h.1.attn.c_attn", 1, (1, 0)) in events
     assert ("attention", "backward", "h.0.attn.qkv", 0, (1, None)) in events
@@ -98,10 +86,9 @@ def test_recordings_belong_to_a_scheduler_and_nest(random):
 
 @pytest.mark.parametrize(("barrier", "steps", "layers"), [("none", 2, 2), ("step", 1, 2), ("layer", 1, 1)])
 def test_what_runs_at_the_same_time(barrier, steps, layers):
-    windows = [(0, 1, 2, 3)] if barrier == "none" else [(1,), (2,)]
-    grain = "kernel" if barrier == "layer" else "segment"
+    grain, count = "kernel" if barrier == "layer" else "segment", 4 if barrier == "none" else 2
     for _ in range(20):  # on a busy machine two threads may take turns
-        _, timeline = recorded(barrier, windows, LARGER, SHAPE, (2, 64), grain=grain)
+        _, timeline = recorded(barrier, count, LARGER, SHAPE, (2, 64), grain=grain)
         summary = timeline.summary
         if (summary.steps_overlap > 0, summary.overlap > 0) == (steps > 1, layers > 1):
             break
@@ -113,17 +100,17 @@ def test_what_runs_at_the_same_time(barrier, steps, layers):
 
 def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
     cluster.have(2)
-    step, timeline = recorded("step", [(3,), (4,)], scheduler=cluster.address, grain="segment")
+    step, timeline = recorded("step", 2, scheduler=cluster.address, grain="segment")
     counts = Counter((event.step, event.key) for event in timeline.events)
     assert set(counts.values()) == {1}
-    assert {step for step, _ in counts} == {3, 4}
+    assert {step for step, _ in counts} == {1, 2}
     assert {key for _, key in counts} <= {call.key for node in step.graph.values() for call in calls_of(node)}
     assert timeline.lanes == tuple(Lane(f"worker {name}", 1) for name in sorted(cluster.alive()))
     first, last = timeline.windows
     ends = {event.task: event.end for event in timeline.events}
     for event in timeline.events:
         assert first.start - 0.01 <= event.start <= event.end <= last.end + 0.01
-        assert event.step == 3 or event.start >= last.start - 0.01
+        assert event.step == 1 or event.start >= last.start - 0.01
         for need in timeline.tasks.needs[event.task[1]]:
             assert ends.get((event.step, need), 0.0) <= event.start + 0.01, "one clock for both workers"
     summary = timeline.summary
@@ -186,6 +173,9 @@ def test_a_summary_worked_out_by_hand():
     rows = ["b 4000.000 4000.000 1", "a 2000.000 2000.000 1", "c 2000.000 2000.000 1"]
     rows.append("all 8000.000 0.000 0.000 8000.000 3")
     assert [" ".join(line.split()) for line in text.splitlines()[-4:]] == rows
+    lines = repr(hand_made()).splitlines()
+    assert (len(lines) <= 40, max(map(len, lines)) <= 120) == (True, True), "it fits on a screen"
+    assert repr(replace(hand_made(), events=())).endswith("no events")
 
 
 def test_waits_for_other_workers_are_idle():
@@ -271,8 +261,8 @@ def require_valid(trace):
 
 def test_traces_follow_the_rules_of_their_format(cluster, tmp_path):
     cluster.have(2)
-    _, here = recorded("none", [(3, 4)])
-    _, there = recorded("step", [(3,)], scheduler=cluster.address, grain="segment")
+    _, here = recorded("none", 2)
+    _, there = recorded("step", 1, scheduler=cluster.address, grain="segment")
     early = replace(here, events=(replace(here.events[0], start=-1e-5), *here.events[1:]))
     for number, timeline in enumerate((here, there, early, hand_made())):
         path, _ = write_timeline(timeline, tmp_path / str(number))
@@ -299,22 +289,6 @@ def test_a_trace_has_the_calls_and_the_page_loads_nothing(tmp_path):
     assert unescape(re.search(r"<title>(.*?)</title>", text)[1]) == "by <hand>"
     assert "10000.00 ms a step, 1 step" in text
     assert not re.search(r"\b(src|href)\s*=", re.sub(r"(?s)(<script[^>]*>).*?</script>", r"\1", text))
-
-
-def test_a_timeline_has_the_tasks_that_the_run_chose(small_text):
-    watcher = TimelineCallback(TimelineConfig(timeline_steps=2))
-    data = {"data": str(small_text), "batch_size": 8, "sequence_length": 16}
-    run = {"steps": 5, "validate_every": 0, "validation_batches": 1}
-    flow = {"scheduler": "threads", "threads": 2, "batch_chunk": 2}
-    daskgpt.fit(LARGER, data, dataflow=flow, run=run, callbacks=[watcher], quiet=True)
-    engine, summary = watcher.recorder.engine, watcher.timeline.summary
-    assert engine.grain == "chunk", "short tasks become long ones after the first step, whose grain is segment"
-    assert "grain chunk" in watcher.timeline.title
-    lines = repr(watcher.timeline).splitlines()
-    assert (len(lines) <= 40, max(map(len, lines)) <= 120) == (True, True), "it fits on a screen"
-    assert repr(replace(watcher.timeline, events=())).endswith("no events")
-    assert summary.tasks <= 2 * engine.tasks
-    assert summary.kernel_share + summary.inside_share + summary.scheduling_share + summary.waiting_share < 1.05
 
 
 def test_training_writes_the_timeline_of_its_last_steps(small_text, tmp_path, capsys):

@@ -1,15 +1,17 @@
-"""Tests that a thousand steps leave nothing behind: no tasks, no memory."""
+"""Tests of memory: thousands of steps leave nothing behind, and a local worker has one heap."""
 
+import ctypes
 import gc
+import platform
+import tempfile
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pytest
 from conftest import SMALL, random_batch, random_parameters
-from long_run import FLAGS, long_run, table
 from steps import run_window, state_of, step_of
 
+import daskgpt
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.schedulers.opening import open_scheduler
 
@@ -41,15 +43,19 @@ def test_overlapping_steps_leak_no_tasks_or_memory():
     assert sizes[-1][2] - sizes[early][2] < 5_000_000
 
 
-def test_cluster_run_leaks_no_tasks(tmp_path):
-    with (tmp_path / "log").open("w") as log:
-        # Windows of steps end at each recovery point, so that there is something to look at on a fast machine too.
-        entries = long_run(tmp_path, log, steps=3000, every=50, flags=f"{FLAGS} --snapshot-every 25")
-    said = table(entries)
-    assert entries[-1]["step"] > 2000, said
-    tasks = [entry["tasks"] for entry in entries]
-    half = len(tasks) // 2
-    # Medians: one look may fall on a recovery point, or on two steps. Of a task in four steps they would grow by half.
-    assert median(tasks[half:]) < 1.3 * median(tasks[:half]), said
-    assert said.splitlines()[0].startswith(f"{entries[-1]['step']} steps ")
-    assert [line.split()[0] for line in said.splitlines()[1:]] == ["tasks", "scheduler", "w0", "w1", "client"]
+def heaps():
+    """How many heaps this process has, as its C library says."""
+    library = ctypes.CDLL(None)
+    library.fopen.restype = ctypes.c_void_p
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "heaps.xml"
+        file = ctypes.c_void_p(library.fopen(str(path).encode(), b"w"))
+        library.malloc_info(0, file)
+        library.fclose(file)
+        return path.read_text().count("<heap ")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has other heaps")
+def test_local_worker_has_one_heap():
+    with daskgpt.open_scheduler("local", 2) as scheduler:
+        assert scheduler.everywhere(heaps) == [1, 1]

@@ -1,4 +1,4 @@
-"""Tests of instruments that measure real processes: threads by number, what workers send, and the tools for records."""
+"""Tests of tools that measure real processes: shares of time beside the steps, scaling, and sizes of tasks."""
 
 import json
 

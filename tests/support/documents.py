@@ -102,7 +102,7 @@ def excerpts(page: Path) -> list[tuple[Path, str]]:
 def failures(examples: DocTest) -> str:
     """What is said of the examples that fail."""
     said: list[str] = []
-    DocTestRunner(optionflags=ELLIPSIS | NORMALIZE_WHITESPACE).run(examples, out=said.append)
+    DocTestRunner(verbose=False, optionflags=ELLIPSIS | NORMALIZE_WHITESPACE).run(examples, out=said.append)
     return "".join(said)
 
 

@@ -68,6 +68,9 @@ MODELS["llama with adapters"] = replace(MODELS["llama"], config=replace(LLAMA, l
 VARIANTS = {
     "clipped": replace(MODELS["odd in 2 groups"], clip=0.1),
     "clipped muon": replace(MODELS["odd"], clip=0.1, optimizer="muon"),
+    # Its gradient has no part of the embedding's, so that one task adds all chunks of a micro-batch.
+    "untied head": replace(MODELS["odd"], config=replace(ODD, head="untied")),
+    "normalized heads": replace(MODELS["llama"], config=replace(LLAMA, activation="relu2", qk_norm="rmsnorm")),
 }
 
 
