@@ -31,6 +31,7 @@ import numpy as np
 
 from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, RowSum, TaskCall, call_of, is_ours
 from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
+from daskgpt.kernels.bfloat16.gemm import TrainedWeight
 from daskgpt.kernels.optimizers import squares
 
 # Most numbers of a tensor that one task updates on one or two threads: some 20 ms of sums and memory traffic. More
@@ -190,6 +191,8 @@ class RowUpdate(TaskCall):
                 for number, (call, chain) in enumerate(zip(self.sums, chains)):
                     call.add(chain, [total], band[0], started=bool(given) or number > 0)
             self.rule.kernel(weight, gradient, *moments, hyper, **self.options)
+            if isinstance(tensors[0], TrainedWeight):
+                tensors[0].pack(weight, first)
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> None:
         """Hold the rows of the gradient that are used at once, unless the gradient is given."""

@@ -70,7 +70,7 @@ class Optimizer:
     per_row   names of moments that have one number per row of the weight instead
     options   returns the constants of a tensor
     hyper     returns the numbers that change from step to step, float64 (S,), from the step and the number of steps
-    fused     summing kernel -> kernel that computes that sum and this update in one pass
+    fused     summing kernel -> kernel that computes that sum and this update in one pass, on a unit for bfloat16
     whole     whether all rows of a tensor must be updated together
     updates   returns whether this row updates a tensor
     others    row that updates all other tensors, with the same hyper

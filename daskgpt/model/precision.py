@@ -15,7 +15,7 @@ from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16 import update as bf16_update
 from daskgpt.kernels.bfloat16.gemm import TrainedWeight, packed_bytes
-from daskgpt.kernels.bfloat16.isa import unit
+from daskgpt.kernels.bfloat16.isa import Unit, unit
 from daskgpt.kernels.compilation import all_cached, compile_all
 from daskgpt.model.parameters import Tensor
 
@@ -58,10 +58,10 @@ class Precision:
             return OfArrays(kernel)
         return self.replaced.get(kernel, kernel)
 
-    def update(self, kernel: Kernel) -> Kernel:
-        """Return an optimizer's kernel for rows of parameters as this precision holds them."""
-        update = self.kernel(kernel)
-        return bf16_update.PackedUpdate(update) if self.packed else update
+    @property
+    def in_tiles(self) -> bool:
+        """True if products run on a unit for bfloat16."""
+        return self.packed and unit() is not Unit.PORTABLE
 
     def hold(self, tensor: Tensor, value: np.ndarray) -> Any:
         """Return a parameter as a step holds it, without a copy if it has the dtype already."""

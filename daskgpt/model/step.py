@@ -248,7 +248,8 @@ def in_tasks(
 def _rule(tensor: Tensor, optimizer: OptimizerConfig, precision: Precision) -> InPlaceRule:
     """Return the rule by which a parameter is updated in place."""
     row = optimizer_of(optimizer.optimizer).of(tensor)
-    return InPlaceRule(precision.update(clipped_kernel(optimizer, row.kernel)), row.fused, row.whole)
+    kernel = precision.kernel(clipped_kernel(optimizer, row.kernel))
+    return InPlaceRule(kernel, row.fused if precision.in_tiles else {}, row.whole)
 
 
 class Outcome(NamedTuple):

@@ -202,6 +202,26 @@ def touch_patch(unit, patch, step):
 
 
 @helper
+def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target, target_step):
+    """Compute 32 rows of sums, `columns` wide: target = start + a left panel @ the right panels.
+
+    A start_step of 0 starts every patch with the same 32 numbers.
+    """
+    for step in range(0, steps, DEPTH):
+        count = min(DEPTH, steps - step)
+        for column in range(0, columns, 32):
+            begin, begin_step = target + column * 4, target_step
+            if step == 0:
+                begin, begin_step = (start + column * 4, start_step) if start_step else (start, 0)
+                if start_step == 0:
+                    touch_patch(unit, target + column * 4, target_step)
+            multiply_patch(
+                unit, left + step * STEP, right + column // 32 * panel + step * STEP, count,
+                begin, begin_step, target + column * 4, target_step,
+            )  # fmt: skip
+
+
+@helper
 def open_unit(unit):
     """Prepare the unit for the first product of a kernel."""
     if unit == AMX:
