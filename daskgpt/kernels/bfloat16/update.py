@@ -25,22 +25,10 @@ from daskgpt.kernels.bfloat16.gemm import (
 )
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, check_float32, words
-from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.optimizers import next_moment, next_weight, rates_of
-from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
+from daskgpt.kernels.compilation import kernel, wide_vectors
+from daskgpt.kernels.optimizers import adamw_numbers, rates_of
+from daskgpt.kernels.simd.lanes import address_of
 from daskgpt.kernels.totals import additions, level
-
-
-@helper
-def _update_row(weight, gradient, m, v, channels, rates):
-    """Update one row by AdamW; arguments are addresses of float32 numbers."""
-    for i in range(channels):
-        g = read_real(gradient, i)
-        new_m = next_moment(read_real(m, i), g, rates.beta1, rates.keep1)
-        new_v = next_moment(read_real(v, i), g * g, rates.beta2, rates.keep2)
-        write_real(m, i, new_m)
-        write_real(v, i, new_v)
-        write_real(weight, i, next_weight(read_real(weight, i), new_m, new_v, rates))
 
 
 @kernel("l2 H1 H1 H1 h1 H1 H1 d1 d d d d n n4 n7", cost=5)
@@ -60,9 +48,9 @@ def _update(
         sum_parts(unit, parts, outputs, channels, row0, rows, plan, plan.totals, plan.sums_step)
         place = row0 * row_bytes
         for row in range(rows):
-            offset = place + row * row_bytes
-            gradients, m_row, v_row = plan.totals + row * plan.sums_step, address_of(m) + offset, address_of(v) + offset
-            _update_row(address_of(weight) + offset, gradients, m_row, v_row, channels, rates)
+            offset, gradients = place + row * row_bytes, plan.totals + row * plan.sums_step
+            moments = address_of(m) + offset, address_of(v) + offset
+            adamw_numbers(address_of(weight) + offset, gradients, *moments, channels, np.float32(1), rates)
         source = address_of(weight) + place
         tiles.pack_weight_rows(source, row0, rows, outputs, channels, address_of(forward), address_of(backward))
     tiles.close_unit(unit)

@@ -121,7 +121,7 @@ def load_masked(
     builder: ir.IRBuilder, place: ir.Value, offset: ir.Value, mask: ir.Value, kind: ir.Type = REALS
 ) -> ir.Value:
     """Load a vector; where the mask is not set, memory is not read and the number is 0."""
-    name = f"llvm.masked.load.v{kind.count}{NAMES[kind.element]}.p0"
+    name = f"llvm.masked.load.{_suffix(kind)}.p0"
     align, pointer = ir.Constant(I32, _BYTES[kind.element]), at(builder, place, offset, kind)
     return call(builder, name, kind, [pointer, align, mask, ir.Constant(kind, None)])
 
@@ -129,7 +129,7 @@ def load_masked(
 def store_masked(builder: ir.IRBuilder, value: ir.Value, place: ir.Value, offset: ir.Value, mask: ir.Value) -> None:
     """Store the numbers where the mask is set."""
     kind = value.type
-    name = f"llvm.masked.store.v{kind.count}{NAMES[kind.element]}.p0"
+    name = f"llvm.masked.store.{_suffix(kind)}.p0"
     align, pointer = ir.Constant(I32, _BYTES[kind.element]), at(builder, place, offset, kind)
     call(builder, name, VOID, [value, pointer, align, mask])
 
@@ -139,11 +139,14 @@ def prefetch(builder: ir.IRBuilder, place: ir.Value, offset: ir.Value = 0) -> No
     call(builder, "llvm.prefetch.p0", VOID, [at(builder, place, offset, I8), *(ir.Constant(I32, n) for n in (0, 2, 1))])
 
 
+def _suffix(kind: ir.Type) -> str:
+    """Return how LLVM's intrinsics for this type end."""
+    return f"v{kind.count}{NAMES[kind.element]}" if isinstance(kind, ir.VectorType) else NAMES[kind]
+
+
 def fma(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
     """Return left right + total with one rounding."""
-    kind = total.type
-    name = f"v{kind.count}{NAMES[kind.element]}" if isinstance(kind, ir.VectorType) else NAMES[kind]
-    return call(builder, f"llvm.fma.{name}", kind, [left, right, total])
+    return call(builder, f"llvm.fma.{_suffix(total.type)}", total.type, [left, right, total])
 
 
 def _like(kind: ir.Type, element: ir.Type) -> ir.Type:
@@ -152,12 +155,14 @@ def _like(kind: ir.Type, element: ir.Type) -> ir.Type:
 
 
 def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return e**x of a float32 number or of each lane.
+    """Return e**x of a number or of each lane, of float64 by the C library.
 
     x is n ln(2) + r; the polynomial gives exp(r), and n is added to its exponent bits. At most 2 units in the last
     place; x is clamped to -87 ... 88.72, so never 0 and never infinite; NaN stays NaN.
     """
     kind, bits = x.type, _like(x.type, I32)
+    if getattr(kind, "element", kind) is F64:
+        return call(builder, f"llvm.exp.{_suffix(kind)}", kind, [x])
 
     def number(value: float) -> ir.Constant:
         return constant(kind, value)
