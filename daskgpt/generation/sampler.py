@@ -14,7 +14,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.settings import Checked, setting
 from daskgpt.generation.decoder import Weights, decoder_of
-from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
+from daskgpt.model.parameters import check_config, check_parameters
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -121,7 +121,6 @@ def sample(
         require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
     choice, decoding = Choice(temperature, top_k, top_p), DecodingConfig(precision=precision, threads=threads)
     check_parameters(config, parameters)
-    check_dtypes("sample", parameters, np.float32)
     weights = Weights(config, parameters, decoding.precision)
     texts = Texts(weights, [ids], context, longest=len(ids) + count, threads=decoding.threads)
     return (token for (token,) in texts.write(count, choice, seed, end) if token is not None)
