@@ -17,7 +17,7 @@ from daskgpt.kernels.float32.blas import gemm, gemm_address, product
 from daskgpt.kernels.float32.gemm import NOTHING
 from daskgpt.kernels.simd.lanes import address_of, read, write
 from daskgpt.kernels.simd.math import fma
-from daskgpt.kernels.simd.rows import dot
+from daskgpt.kernels.simd.rows import dot, transpose
 
 HYPER_SIZE = 3  # numbers that change from step to step: the learning rate and AdamW's two corrections
 GRAD_INFO = 2  # numbers that `clipped_hyper` appends to those of an optimizer: norm, and factor of gradients
@@ -120,8 +120,7 @@ _ITERATIONS = 5
 A, B, C = 3.4445, -4.7750, 2.0315  # coefficients of the polynomial, whose slope at 0 is as steep as five steps allow
 _LEAST_NORM = 1e-7
 
-# Rows of a symmetric product that are computed at once, and the side of the patches in which a matrix is transposed.
-_BAND, _PATCH = 16, 16
+_BAND = 16  # rows of a symmetric product that are computed at once
 
 # The matrix after one Newton-Schulz step, in memory of its own.
 Iteration = Callable[[np.ndarray], np.ndarray]
@@ -152,13 +151,8 @@ def _add_scaled(x, y, factor):
 
 @kernel("r2 w2", use="muon")
 def _turn(x, y):
-    """Write y = xᵀ in patches, whose cache lines stay in the first cache."""
-    rows, columns = x.shape
-    for i0 in range(0, rows, _PATCH):
-        for j0 in range(0, columns, _PATCH):
-            for i in range(i0, min(i0 + _PATCH, rows)):
-                for j in range(j0, min(j0 + _PATCH, columns)):
-                    y[j, i] = x[i, j]
+    """Write y = xᵀ."""
+    transpose(x.dtype.type(0), address_of(x), x.shape[1] * x.itemsize, len(x), y)
 
 
 @helper

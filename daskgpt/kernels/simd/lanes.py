@@ -242,17 +242,45 @@ def transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     return [vectors[quad] for quad in range(len(quads)) for vectors in by_lane]
 
 
-@instruction("n n n n n n")
-def transpose_square(builder, source, step, rows, columns, target, target_step):
-    """Write the transpose of 16 x 16 float32 numbers, with zeros beyond `rows` of the source, up to row `columns`."""
-    values = []
-    for row in range(LANES):
-        exists = builder.icmp_signed("<", whole(row), rows)
-        mask = builder.select(exists, below(builder, columns), constant(MASK, 0))
-        values.append(load_masked(builder, source, builder.mul(step, whole(row)), mask))
-    for column, value in enumerate(transposed(builder, values)):
-        mask = builder.select(builder.icmp_signed("<", whole(column), columns), constant(MASK, 1), constant(MASK, 0))
-        store_masked(builder, value, target, builder.mul(target_step, whole(column)), mask)
+def row_masks(builder: ir.IRBuilder, rows: ir.Value, columns: ir.Value, lanes: int = LANES) -> list[ir.Value]:
+    """Return a mask for each row of a square: `columns` lanes for each of the first `rows` rows, none for others."""
+    mask = below(builder, columns, lanes=lanes)
+    nothing = constant(mask.type, 0)
+    return [builder.select(builder.icmp_signed("<", whole(row), rows), mask, nothing) for row in range(lanes)]
+
+
+def transpose_masked(
+    builder: ir.IRBuilder,
+    source: ir.Value,
+    step: ir.Value,
+    target: ir.Value,
+    target_step: ir.Value,
+    masks: list[ir.Value],
+    target_masks: list[ir.Value],
+    element: ir.Type = F32,
+) -> None:
+    """Write the transpose of a square of numbers, whose rows lie some bytes apart. What the masks of the source's rows
+    leave out counts as zero; what those of the target's rows leave out is not changed.
+    """
+    kind = ir.VectorType(element, len(masks))
+    rows = [load_masked(builder, source, builder.mul(step, whole(row)), mask, kind) for row, mask in enumerate(masks)]
+    for row, (mask, value) in enumerate(zip(target_masks, transposed(builder, rows), strict=True)):
+        store_masked(builder, value, target, builder.mul(target_step, whole(row)), mask)
+
+
+@intrinsic
+def transpose_square(typing_context, like, source, step, rows, columns, target, target_step, width):
+    """Write the transpose of 16 x 16 numbers of the type of `like`, of which rows x columns exist: zeros beyond `rows`
+    of the source, up to `width` numbers in a row of the target.
+    """
+
+    def generate(context, builder, signature, arguments):
+        _, source, step, rows, columns, target, target_step, width = arguments
+        masks = row_masks(builder, rows, columns), row_masks(builder, columns, width)
+        transpose_masked(builder, source, step, target, target_step, *masks, context.get_value_type(like))
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.int64] * 7), generate
 
 
 @intrinsic

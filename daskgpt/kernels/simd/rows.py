@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from daskgpt.kernels.compilation import helper, instruction
 from daskgpt.kernels.simd import lanes
+from daskgpt.kernels.simd.lanes import address_of, transpose_square
 from daskgpt.kernels.simd.math import fma
 
 _LANES = 32
@@ -173,3 +174,16 @@ def score_gradients(typing_context, row, gradients, limit, last, scale, total):
     """
     real = row.dtype
     return types.int64(row, gradients, types.int64, types.int64, real, real), _of_rows(_score_gradients)
+
+
+@helper
+def transpose(like, source, step, rows, out):
+    """Write `rows` numbers of each column at an address, `step` bytes from row to row, to a row of `out`, which may be
+    longer: 16 x 16 numbers of the type of `like` at a time, and zeros after the last ones.
+    """
+    size, out_step = out.itemsize, out.shape[1] * out.itemsize
+    for first in range(0, rows, lanes.LANES):
+        for column in range(0, out.shape[0], lanes.LANES):
+            place, target = source + first * step + column * size, address_of(out) + column * out_step + first * size
+            exist, width = out.shape[0] - column, out.shape[1] - first
+            transpose_square(like, place, step, rows - first, exist, target, out_step, width)
