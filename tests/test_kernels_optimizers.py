@@ -9,9 +9,9 @@ import pytest
 from product_cases import UNITS, assert_all_same, call, multiplying
 from tolerances import TOLERANCES
 
+from daskgpt.graph.update_in_place import Update
 from daskgpt.kernels.bfloat16 import update as bf16
 from daskgpt.kernels.optimizers import A, adamw_inplace, iteration, muon_inplace, orthogonalised, polynomial
-from daskgpt.model.optimizer import IntoNewArrays
 
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 MUON = {"beta": 0.95, "scale": 0.2, "weight_decay": 0.1, "maps": 1}
@@ -57,7 +57,7 @@ def test_in_place_gives_the_same_bits_in_the_same_arrays(name, shape):
         given = [weight.copy(), gradient, *(array.copy() for array in rest)]
         for array in given:
             array.flags.writeable = False
-        expected = IntoNewArrays(inplace)(*given, hyper(name, step), **options)
+        expected = Update(inplace)(*given, hyper(name, step), **options)
         assert_all_same(given, (weight, gradient, *rest))
         results = inplace(weight, gradient, *rest, hyper(name, step), **options)
         assert all(result is array for result, array in zip(results, (weight, *rest), strict=True))

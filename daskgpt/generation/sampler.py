@@ -23,7 +23,7 @@ from daskgpt.config.settings import Checked, setting
 from daskgpt.formats.encoding import Encoding, encoding_of_model, get_encoding
 from daskgpt.formats.huggingface import encoding_named
 from daskgpt.generation.decoder import Weights, decoder_of
-from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
+from daskgpt.model.parameters import check_config, check_parameters
 from daskgpt.training.checkpoint import open_model_of
 
 PRECISIONS = ("float32", "bfloat16")
@@ -142,7 +142,6 @@ def sample(
         require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
     choice, decoding = Choice(temperature, top_k, top_p), DecodingConfig(precision=precision, threads=threads)
     check_parameters(config, parameters)
-    check_dtypes("sample", parameters, np.float32)
     weights = Weights(config, parameters, decoding.precision)
     texts = Texts(weights, [ids], context, longest=len(ids) + count, threads=decoding.threads)
     return (token for (token,) in texts.write(count, choice, seed, end) if token is not None)

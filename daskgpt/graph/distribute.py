@@ -222,10 +222,11 @@ class Distribution:
         """Return the shards of each update: in each bucket the largest goes to the rank that owns the least so far."""
         every: list[Shard] = []
         for update in self.updates:
-            call, parameter = self.graph[self.last[update]].func, self.graph[update].func.origin.parameter
+            call, update_call = self.graph[self.last[update]].func, self.graph[update].func
+            parameter = update_call.origin.parameter
             # If all readers of the weight except its update multiply by it, rounded rows suffice.
             rounded = all(self.graph[key].func.kernel in self.rounding for key in self.readers[update])
-            for number, bands in enumerate(shares(call, self.rules.rules[parameter], self.rules.elements)):
+            for number, bands in enumerate(shares(call, update_call.kernel, self.rules.elements)):
                 every.append(Shard(update, parameter, number, tuple(bands), 0, prod(call.shape[1:]), rounded))
         held, owner_of = [0] * self.rank.count, dict[Shard, int]()
         for bucket in _buckets(every, self.rank.count):
@@ -386,8 +387,7 @@ class Distribution:
             for shard in owned:
                 weight, _, *moments, hyper = self.graph[shard.update].args
                 totals, call = self.totals[self.last[shard.update], shard.number], self.graph[shard.update].func
-                rule = self.rules.rules[shard.parameter]
-                rows = RowUpdate(call, rule, shard.bands, base=shard.rows.start, tree=totals.tree)
+                rows = RowUpdate(call, shard.bands, base=shard.rows.start, tree=totals.tree)
                 self._add(shard.key, rows, [weight, *moments, hyper, *totals.keys], to)
             if owned:
                 given = [*(self.weight[shard.update] for shard in owned), *(shard.key for shard in owned)]

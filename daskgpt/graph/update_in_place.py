@@ -25,12 +25,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, RowSum, TaskCall, call_of, is_ours
 from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
+from daskgpt.kernels.bfloat16.gemm import TrainedWeight
 from daskgpt.kernels.optimizers import squares
 
 # Most numbers of a tensor that one task updates on one or two threads: some 20 ms of sums and memory traffic. More
@@ -55,9 +56,10 @@ class Rewritten:
     after: dict[Key, list[Key]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class InPlaceRule:
-    """The rule by which a tensor is updated in place.
+@dataclass(frozen=True, eq=False)
+class Update:
+    """The update of a tensor. Called, it leaves weight and moments unchanged: the kernel runs on copies, which are
+    returned, the weight alone if there are no moments. So its results have the bits of an update in place.
 
     kernel   called as kernel(weight rows, gradient rows, *rows of each moment, hyper, **options)
     fused    summing kernel -> kernel that does its sum and the update in one pass
@@ -65,8 +67,17 @@ class InPlaceRule:
     """
 
     kernel: Callable[..., Any]
-    fused: Mapping[Callable[..., Any], Callable[..., Any]]
-    whole: bool
+    fused: Mapping[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
+    whole: bool = False
+
+    def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> Any:
+        *moments, hyper = others
+        packed = isinstance(weight, TrainedWeight)
+        new: list[Any] = [array.copy() for array in (weight.values if packed else weight, *moments)]
+        self.kernel(new[0], gradient, *new[1:], hyper, **options)
+        if packed:
+            new[0] = TrainedWeight.of(new[0])
+        return tuple(new) if moments else new[0]
 
     def at_once(self, bands: Sequence[Band]) -> list[Sequence[Band]]:
         """Return the bands of rows that are summed before each call of the kernel."""
@@ -75,16 +86,14 @@ class InPlaceRule:
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """The rules by which a graph's updates are made in place: of tasks whose origin names a parameter, functions
-    (weight, gradient, *moments, hyper) -> tuple of the new tensors.
+    """The rules by which a graph's updates are made in place: of tasks whose origin names a parameter, and whose kernel
+    is an `Update`.
 
-    rules     parameter -> the rule of its update
     summed    number of rows over which each gradient is summed, in all chunks together
     threads   number of tasks that can run at once
     ranked    whether several ranks share the batch
     """
 
-    rules: Mapping[str, InPlaceRule]
     summed: int
     threads: int
     ranked: bool
@@ -123,7 +132,6 @@ class RowUpdate(TaskCall):
     def __init__(
         self,
         call: KernelCall,
-        rule: InPlaceRule,
         bands: Sequence[Band],
         *,
         base: int,
@@ -135,11 +143,12 @@ class RowUpdate(TaskCall):
         sums   sums that are made here, each continuing from the total of the one before
         tree   adds the totals of all ranks, see `distribute.Rank.add`
         """
-        self.rule, self.bands, self.base, self.sums, self.tree = rule, tuple(bands), base, tuple(sums), tree
+        self.rule = cast(Update, call.kernel)
+        self.bands, self.base, self.sums, self.tree = tuple(bands), base, tuple(sums), tree
         self.options, self.origin = call.options, call.origin
         self.columns, self.dtype = call.shapes(("",))[0][1:], call.dtype
         self.tensors = len(call.outputs) + 1  # with hyper
-        self.fused = rule.fused.get(sums[0].kernel) if len(sums) == 1 else None
+        self.fused = self.rule.fused.get(sums[0].kernel) if len(sums) == 1 else None
 
     @property
     def traceable(self) -> bool:
@@ -190,6 +199,8 @@ class RowUpdate(TaskCall):
                 for number, (call, chain) in enumerate(zip(self.sums, chains)):
                     call.add(chain, [total], band[0], started=bool(given) or number > 0)
             self.rule.kernel(weight, gradient, *moments, hyper, **self.options)
+            if isinstance(tensors[0], TrainedWeight):
+                tensors[0].pack(weight, first)
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> None:
         """Hold the rows of the gradient that are used at once, unless the gradient is given."""
@@ -218,7 +229,6 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
     for update in rules.updates(graph):
         weight, gradient, *moments, hyper = graph[update].args
         last, call = only_key(gradient), graph[update].func
-        rule = rules.rules[call.origin.parameter]
         others = dependents[last] - {update}
         of_rows = squares_in(graph, sorted(others))
         # Other tasks read the whole gradient, or it is summed by parts of the batch: it stays unchanged.
@@ -239,7 +249,7 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
             gone += chain_of(graph, before)
         for key in gone:
             del new[key]
-        for number, bands in enumerate(shares(graph[last].func, rule, rules.elements)):
+        for number, bands in enumerate(shares(graph[last].func, call.kernel, rules.elements)):
             given = []
             if before is not None:
                 given = [before if shared else row_sum(graph, new, before, number, bands, rules)]
@@ -247,7 +257,7 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
                 key = (f"{reader[0]}.rows", number)
                 new[key] = task(key, graph[reader].func.on_rows(), given)
                 parts[reader].append(key)
-            program = RowUpdate(call, rule, bands, base=0 if shared else bands[0][0], sums=calls)
+            program = RowUpdate(call, bands, base=0 if shared else bands[0][0], sums=calls)
             key = (update[0], number)
             new[key] = task(key, program, [weight, *moments, hyper, *summed, *given])
             done.append(key)
@@ -286,7 +296,7 @@ def chain_of(graph: Graph, key: Key, belongs: Callable[[Key], bool] = lambda key
     return [*(chain_of(graph, before, belongs) if before is not None and belongs(before) else ()), key]
 
 
-def shares(call: ChunkSum | RowSum, rule: InPlaceRule, most: int) -> list[list[Band]]:
+def shares(call: ChunkSum | RowSum, rule: Update, most: int) -> list[list[Band]]:
     """Return the bands of rows of a tensor in shares of at most so many numbers, or of 64 rows; in one share if they
     cannot be updated separately.
     """

@@ -8,7 +8,8 @@ returns `total`.
 Each of these modules imports only those below it:
 
     bfloat16/            the layers that `--precision bfloat16` replaces, and their products
-    attention, linear …  the layers, the loss and the optimizers
+    crossentropy         the loss, with the linear layer before it
+    attention, linear …  the layers and the optimizers
     dropout              the layer, and the random numbers that decide which probabilities attention drops
     float32/             products inside kernels, called by their address
     native               many native calls as one; subnormal numbers count as zero

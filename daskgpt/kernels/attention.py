@@ -16,13 +16,13 @@ import numpy as np
 
 from daskgpt.config.errors import refusal, require
 from daskgpt.kernels.arguments import check_shape, checked_indices, contiguous, matrices
-from daskgpt.kernels.compilation import for_float32, helper, kernel, wide_vectors
+from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.dropout import factors_of_row, threshold_of
 from daskgpt.kernels.float32.blas import gemm, gemm_address
 from daskgpt.kernels.float32.gemm import LEFT, RESULT
-from daskgpt.kernels.simd.lanes import LANES, address_of, transpose_square
+from daskgpt.kernels.simd.lanes import address_of
 from daskgpt.kernels.simd.math import log
-from daskgpt.kernels.simd.rows import PADDING, exponentials, maximum, score_gradients
+from daskgpt.kernels.simd.rows import PADDING, exponentials, maximum, score_gradients, transpose
 
 # Numbers at the end of the scratch's rows: vectors may reach beyond the last token, and rows whose length is a power of
 # two would compete for a few cache lines.
@@ -41,22 +41,11 @@ _WHOLE = np.zeros(1, np.int32)  # the number of the only part
 
 
 @helper
-def _transpose_squares(x, sequence, column, out):
-    """Transpose 16 x 16 numbers at a time; rows of `out` have room for the numbers beyond the last token."""
-    step, out_step, size = x.shape[2] * 4, out.shape[1] * 4, out.shape[0]
-    start = address_of(x) + sequence * x.shape[1] * step + column * 4
-    for first in range(0, x.shape[1], LANES):
-        for c in range(0, size, LANES):
-            source, target = start + first * step + c * 4, address_of(out) + c * out_step + first * 4
-            transpose_square(source, step, x.shape[1] - first, size - c, target, out_step)
-
-
-@for_float32(_transpose_squares)
 def _transpose(x, sequence, column, out):
     """Copy the columns of one head to rows: out[c, j] = x[sequence, j, column + c]."""
-    for c in range(out.shape[0]):
-        for j in range(x.shape[1]):
-            out[c, j] = x[sequence, j, column + c]
+    tokens, step = x.shape[1], x.shape[2] * x.itemsize
+    start = address_of(x) + sequence * tokens * step + column * x.itemsize
+    transpose(x.dtype.type(0), start, step, tokens, out)
 
 
 @helper

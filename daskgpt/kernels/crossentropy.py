@@ -6,9 +6,10 @@ The forward kernel overwrites the logits with their gradient and returns it; the
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.arguments import check_output, check_rows, check_shape, checked_indices, contiguous, flat, rows
+from daskgpt.kernels import linear
+from daskgpt.kernels.arguments import check_output, check_shape, checked_indices, contiguous, flat, rows
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
+from daskgpt.kernels.float32.blas import gemm_address, multiply
 from daskgpt.kernels.simd.math import exp, fma, log
 from daskgpt.kernels.simd.rows import maximum, sum_of
 
@@ -129,9 +130,7 @@ def backward_x(dy: np.ndarray, dlogits: np.ndarray, wte: np.ndarray) -> np.ndarr
     Errors   ValueError when the shapes do not fit
     """
     check_shape("crossentropy.backward_x", "dy", dy, dlogits.shape[:-1])
-    check_shape("crossentropy.backward_x", "wte", wte, (dlogits.shape[-1], wte.shape[-1]))
-    dx = np.empty((*dy.shape, wte.shape[1]), dlogits.dtype, like=dlogits)
-    multiply(gemm_address(dx.dtype), 0, rows(dlogits), contiguous(wte), 0, rows(dx))
+    dx = linear.backward_x(dlogits, wte)
     _scale_rows(rows(dx), flat(dy), rows(dx))
     return dx
 
@@ -148,12 +147,8 @@ def backward_wte(
     Cost     2 b t C V operations
     Errors   ValueError when the shapes do not fit
     """
-    where = "crossentropy.backward_wte"
-    check_shape(where, "dy", dy, dlogits.shape[:-1])
-    check_shape(where, "x", x, (*dy.shape, x.shape[-1]))
-    check_rows(where, total, first_row, (dlogits.shape[-1], x.shape[-1]), x.dtype)
-    multiply_rows(gemm_address(x.dtype), rows(dlogits), first_row, rows(scale_rows(x, dy)), accumulate, total)
-    return total
+    scaled = scale_rows(x, dy)
+    return linear.backward_weight(dlogits, scaled, total=total, accumulate=accumulate, first_row=first_row)
 
 
 def mean_forward(losses: np.ndarray, shares: np.ndarray, *, total: np.ndarray, accumulate: bool) -> np.ndarray:

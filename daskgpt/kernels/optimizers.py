@@ -15,9 +15,9 @@ from daskgpt.kernels.arguments import check_output, check_shape, flat
 from daskgpt.kernels.compilation import helper, kernel
 from daskgpt.kernels.float32.blas import gemm, gemm_address, product
 from daskgpt.kernels.float32.gemm import NOTHING
-from daskgpt.kernels.simd.lanes import address_of
+from daskgpt.kernels.simd.lanes import address_of, read, write
 from daskgpt.kernels.simd.math import fma
-from daskgpt.kernels.simd.rows import dot
+from daskgpt.kernels.simd.rows import dot, transpose
 
 HYPER_SIZE = 3  # numbers that change from step to step: the learning rate and AdamW's two corrections
 GRAD_INFO = 2  # numbers that `clipped_hyper` appends to those of an optimizer: norm, and factor of gradients
@@ -31,17 +31,6 @@ def _check(where: str, hyper: np.ndarray, weight: np.ndarray, gradient: np.ndarr
     for name, array in {"weight": weight, **moments}.items():
         check_output(where, name, array, weight.shape, weight.dtype)
     check_shape(where, "hyper", hyper, (HYPER_SIZE + (GRAD_INFO if hyper.size > HYPER_SIZE else 0),))
-
-
-# Shared with the update in one pass with its gradient (`bfloat16.update`), which has the same bits.
-@helper
-def next_moment(moment, value, beta, keep):
-    return beta * moment + keep * value
-
-
-@helper
-def next_weight(weight, m, v, rates):
-    return weight - rates.rate * (m * rates.m_scale / (math.sqrt(v * rates.v_scale) + rates.eps) + rates.decay * weight)
 
 
 class Rates(NamedTuple):
@@ -73,18 +62,27 @@ def _factor_of(hyper):
     return hyper[HYPER_SIZE + 1] if hyper.size > HYPER_SIZE else 1.0
 
 
+# Shared with the update in one pass with its gradient (`bfloat16.update`), which has the same bits.
+@helper
+def adamw_numbers(weight, gradient, m, v, count, factor, rates):
+    """Update `count` numbers at these addresses; the gradient's are multiplied by a factor of their type."""
+    for i in range(count):
+        g = read(gradient, i, factor) * factor
+        new_m = rates.beta1 * read(m, i, factor) + rates.keep1 * g
+        new_v = rates.beta2 * read(v, i, factor) + rates.keep2 * (g * g)
+        write(m, i, new_m)
+        write(v, i, new_v)
+        before = read(weight, i, factor)
+        direction = new_m * rates.m_scale / (math.sqrt(new_v * rates.v_scale) + rates.eps)
+        write(weight, i, before - rates.rate * (direction + rates.decay * before))
+
+
 @kernel("w1 r1 w1 w1 d1 d d d d")
 def _adamw(weight, gradient, m, v, hyper, beta1, beta2, eps, decay):
     real = weight.dtype.type
-    scale = real(_factor_of(hyper))
+    places = address_of(weight), address_of(gradient), address_of(m), address_of(v)
     rates = rates_of(real, hyper, beta1, beta2, eps, decay)
-    for i in range(weight.size):
-        g = gradient[i] * scale
-        new_m = next_moment(m[i], g, rates.beta1, rates.keep1)
-        new_v = next_moment(v[i], g * g, rates.beta2, rates.keep2)
-        m[i] = new_m
-        v[i] = new_v
-        weight[i] = next_weight(weight[i], new_m, new_v, rates)
+    adamw_numbers(*places, weight.size, real(_factor_of(hyper)), rates)
 
 
 def adamw_inplace(
@@ -122,8 +120,7 @@ _ITERATIONS = 5
 A, B, C = 3.4445, -4.7750, 2.0315  # coefficients of the polynomial, whose slope at 0 is as steep as five steps allow
 _LEAST_NORM = 1e-7
 
-# Rows of a symmetric product that are computed at once, and the side of the patches in which a matrix is transposed.
-_BAND, _PATCH = 16, 16
+_BAND = 16  # rows of a symmetric product that are computed at once
 
 # The matrix after one Newton-Schulz step, in memory of its own.
 Iteration = Callable[[np.ndarray], np.ndarray]
@@ -154,13 +151,8 @@ def _add_scaled(x, y, factor):
 
 @kernel("r2 w2", use="muon")
 def _turn(x, y):
-    """Write y = xᵀ in patches, whose cache lines stay in the first cache."""
-    rows, columns = x.shape
-    for i0 in range(0, rows, _PATCH):
-        for j0 in range(0, columns, _PATCH):
-            for i in range(i0, min(i0 + _PATCH, rows)):
-                for j in range(j0, min(j0 + _PATCH, columns)):
-                    y[j, i] = x[i, j]
+    """Write y = xᵀ."""
+    transpose(x.dtype.type(0), address_of(x), x.shape[1] * x.itemsize, len(x), y)
 
 
 @helper

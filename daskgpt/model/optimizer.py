@@ -13,13 +13,12 @@ import numpy as np
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.config.settings import part_of, row_of
 from daskgpt.graph.calls import Origin, apply, is_ours
+from daskgpt.graph.update_in_place import Update
 from daskgpt.kernels import optimizers
 from daskgpt.kernels.bfloat16 import gemm
-from daskgpt.kernels.bfloat16.gemm import TrainedWeight
 from daskgpt.kernels.bfloat16.update import linear_update
 from daskgpt.kernels.optimizers import GRAD_INFO, clipped_hyper, squares
 from daskgpt.model.parameters import Tensor
-from daskgpt.model.precision import values_of
 from daskgpt.model.tape import Tape
 
 Kernel = Callable[..., Any]
@@ -70,7 +69,7 @@ class Optimizer:
     per_row   names of moments that have one number per row of the weight instead
     options   returns the constants of a tensor
     hyper     returns the numbers that change from step to step, float64 (S,), from the step and the number of steps
-    fused     summing kernel -> kernel that computes that sum and this update in one pass
+    fused     summing kernel -> kernel that computes that sum and this update in one pass, on a unit for bfloat16
     whole     whether all rows of a tensor must be updated together
     updates   returns whether this row updates a tensor
     others    row that updates all other tensors, with the same hyper
@@ -169,28 +168,6 @@ class Clipped:
         self.kernel(weight, gradient, *moments, hyper, **options)
 
 
-class IntoNewArrays:
-    """An optimizer's kernel that leaves weight and moments unchanged: it runs on copies, which it returns, the weight
-    alone if there are no moments. So its results have the same bits.
-    """
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-
-    def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> Any:
-        *moments, hyper = others
-        new: list[Any] = [values_of(weight).copy(), *(moment.copy() for moment in moments)]
-        self.kernel(new[0], gradient, *new[1:], hyper, **options)
-        if isinstance(weight, TrainedWeight):
-            new[0] = TrainedWeight.of(new[0])
-        return tuple(new) if moments else new[0]
-
-
-def clipped_kernel(config: OptimizerConfig, kernel: Kernel) -> Kernel:
-    """Return an optimizer's kernel that takes what `clipped` returns in place of hyper, where gradients are clipped."""
-    return Clipped(kernel) if config.clip and not is_ours(kernel) else kernel
-
-
 def clipped(gradients: Mapping[str, da.Array], hyper: da.Array, config: OptimizerConfig, tape: Tape) -> da.Array:
     """Return, from all gradients, the input of updates in place of hyper; see `kernels.optimizers.clipped_hyper`."""
     sums: list[da.Array] = []
@@ -229,10 +206,11 @@ def update(
         kinds = ["weight", *row.moments]
         first, *moments = (state[f"{kind}.{name}"] for kind in kinds)
         origin = Origin(row.name, "update", name, parameter=name)
+        kernel = Clipped(row.kernel) if config.clip and not is_ours(row.kernel) else row.kernel
         outputs = [axes[:1] if kind in row.per_row else axes for kind in kinds]
         results = apply(
             origin.name(tape.token),
-            IntoNewArrays(tape.precision.kernel(clipped_kernel(config, row.kernel))),
+            Update(tape.precision.kernel(kernel), row.fused if tape.precision.in_tiles else {}, row.whole),
             f"{', '.join([axes, axes, *outputs[1:]])}, S -> {', '.join(outputs)}",
             [first, gradients[name], *moments, hyper],
             options=row.options(config, tensor),

@@ -315,14 +315,15 @@ def digest(parameters: Mapping[str, np.ndarray]) -> str:
 
 
 def check_parameters(
-    config: ModelConfig, parameters: Mapping[str, Any], kinds: tuple[type, ...] = (np.ndarray,)
+    config: ModelConfig,
+    parameters: Mapping[str, Any],
+    kinds: tuple[type, ...] = (np.ndarray,),
+    dtypes: tuple[str, ...] = ("float32",),
 ) -> None:
-    """Check that names and shapes are those of the table.
+    """Check that names and shapes are those of the table, and kinds and dtypes of the arrays among those allowed.
 
-    kinds    classes that the arrays may have
-
-    Errors   ValueError naming the first tensor that is missing, unknown or of another shape; TypeError if the arguments
-             are not a configuration and a mapping of arrays
+    Errors   ValueError naming the first tensor that is missing, unknown or of another shape; TypeError for another
+             dtype, or if the arguments are not a configuration and a mapping of arrays
     """
     where, shapes = "check_parameters", parameter_shapes(check_config("check_parameters", config))
     rule, advice = "parameters must be NumPy arrays by name", "Take them from daskgpt.load or a run's result."
@@ -338,6 +339,8 @@ def check_parameters(
         require(isinstance(value, kinds), where, rule, {name: type(value).__name__}, advice, TypeError)
         shaped, shape = f"{name} must have shape {shapes[name]}", tuple(value.shape)
         require(shape == shapes[name], where, shaped, {"shape": shape}, "Compare the config.")
+        rule, advice = f"{name} must be {' or '.join(dtypes)}", f"Convert it with .astype(np.{dtypes[0]})."
+        require(value.dtype.name in dtypes, where, rule, {"dtype": value.dtype}, advice, TypeError)
 
 
 def check_config(where: str, config: Any) -> ModelConfig:
@@ -359,15 +362,3 @@ def check_finite(where: str, arrays: Mapping[str, np.ndarray]) -> None:
         count = int(np.count_nonzero(~np.isfinite(values)))
         rule, advice = f"every number of {name} must be finite", "Training has diverged: take an earlier model."
         require(not count, where, rule, {"not finite": count}, advice)
-
-
-def check_dtypes(where: str, arrays: Mapping[str, np.ndarray], dtype: type[np.generic]) -> None:
-    """Check that every array has this dtype.
-
-    Errors   TypeError naming the first array of another dtype
-    """
-    for name, values in arrays.items():
-        if values.dtype != dtype:
-            needed = np.dtype(dtype).name
-            rule, advice = f"{name} must be {needed}", f"Convert it with .astype(np.{needed})."
-            raise refusal(TypeError, where, rule, {"dtype": values.dtype}, advice)

@@ -1,8 +1,8 @@
-"""Precisions: which kernels replace others, how a parameter is held, and which kernels are compiled."""
+"""Precisions: which kernels replace others, and how a parameter is held."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,7 @@ from daskgpt.kernels.bfloat16 import attention as bf16_attention
 from daskgpt.kernels.bfloat16 import gemm
 from daskgpt.kernels.bfloat16 import update as bf16_update
 from daskgpt.kernels.bfloat16.gemm import TrainedWeight, packed_bytes
-from daskgpt.kernels.bfloat16.isa import unit
-from daskgpt.kernels.compilation import all_cached, compile_all
+from daskgpt.kernels.bfloat16.isa import Unit, unit
 from daskgpt.model.parameters import Tensor
 
 Kernel = Callable[..., Any]
@@ -58,10 +57,10 @@ class Precision:
             return OfArrays(kernel)
         return self.replaced.get(kernel, kernel)
 
-    def update(self, kernel: Kernel) -> Kernel:
-        """Return an optimizer's kernel for rows of parameters as this precision holds them."""
-        update = self.kernel(kernel)
-        return bf16_update.PackedUpdate(update) if self.packed else update
+    @property
+    def in_tiles(self) -> bool:
+        """True if products run on a unit for bfloat16."""
+        return self.packed and unit() is not Unit.PORTABLE
 
     def hold(self, tensor: Tensor, value: np.ndarray) -> Any:
         """Return a parameter as a step holds it, without a copy if it has the dtype already."""
@@ -73,14 +72,6 @@ class Precision:
         """Return the bytes of a parameter as it is held."""
         values = int(np.prod(tensor.shape)) * self.dtype.itemsize
         return values + (packed_bytes(*tensor.shape) if self.packed and tensor.multiplied else 0)
-
-    def compile(self, uses: Container[str] | None = None, **options: Any) -> None:
-        """Compile every kernel of this precision, or load it from the cache on disk; see `compile_all`."""
-        compile_all(self.dtype, self.packed, uses, **options)
-
-    def is_compiled(self, uses: Container[str] | None = None) -> bool:
-        """Return whether the cache on disk has every kernel."""
-        return all_cached(self.dtype, self.packed, uses)
 
 
 def values_of(held: Any) -> np.ndarray:

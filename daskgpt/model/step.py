@@ -23,12 +23,12 @@ from daskgpt.graph.distribute import Distribution, Rank
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import array_of, from_numpy, graph_of, keys_of
 from daskgpt.graph.sum_order import Groups
-from daskgpt.graph.update_in_place import InPlaceRule, Rewritten, UpdateRules, update_in_place
+from daskgpt.graph.update_in_place import Rewritten, UpdateRules, update_in_place
 from daskgpt.kernels.arguments import checked_indices
 from daskgpt.kernels.dropout import streams
 from daskgpt.kernels.optimizers import GRAD_INFO
 from daskgpt.model.layers import CROSSENTROPY
-from daskgpt.model.optimizer import clipped, clipped_kernel, optimizer_of, update
+from daskgpt.model.optimizer import clipped, optimizer_of, update
 from daskgpt.model.parameters import Tensor, tensors, trained_tensors
 from daskgpt.model.precision import FLOAT32, Precision
 from daskgpt.model.tape import Tape
@@ -206,9 +206,8 @@ def compile_step(
         graph = accumulate(graph, micro_batches, tape.token, over=dials.in_place, ranked=rank is not None)
     rewritten, distribution = Rewritten(graph), None
     if dials.in_place:
-        of_tensors = {name: _rule(tensor, optimizer, precision) for name, tensor in table.items()}
         threads = rank.threads if rank else dials.threads
-        rules = UpdateRules(of_tensors, math.prod(shape), threads, ranked=rank is not None)
+        rules = UpdateRules(math.prod(shape), threads, ranked=rank is not None)
         if rank is None:
             rewritten = update_in_place(graph, rules, apart=dials.apart)
         else:
@@ -244,12 +243,6 @@ def in_tasks(
     if dials.apart:
         stages = stages_of(kernels.graph, dials.barrier, micro_batches)
     return compile_graph(kernels, dials.fusion(ranked).groups(kernels.graph), waits, stages)
-
-
-def _rule(tensor: Tensor, optimizer: OptimizerConfig, precision: Precision) -> InPlaceRule:
-    """Return the rule by which a parameter is updated in place."""
-    row = optimizer_of(optimizer.optimizer).of(tensor)
-    return InPlaceRule(precision.update(clipped_kernel(optimizer, row.kernel)), row.fused, row.whole)
 
 
 class Outcome(NamedTuple):

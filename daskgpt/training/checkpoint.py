@@ -59,7 +59,7 @@ from daskgpt.formats.safetensors import (
 )
 from daskgpt.formats.safetensors import MODEL as MODEL_FILE
 from daskgpt.formats.stored_model import ADVICE, StoredModel, in_memory, read_json
-from daskgpt.model.parameters import Tensor, check_dtypes, check_finite, check_parameters, merged
+from daskgpt.model.parameters import Tensor, check_finite, check_parameters, merged
 
 STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"
 VERSION = 1
@@ -393,7 +393,6 @@ def save(
     path = Path(path)
     require(path.suffix == ENDING, "save", f"the ending must be {ENDING}", {"path": path}, advice)
     check_parameters(config, parameters)
-    check_dtypes("save", parameters, np.float32)
     config, parameters = merged(config, parameters)
     check_finite("save", parameters)
     write_run_model(path, StoredModel(config, parameters, encoding, sequence_length))

@@ -67,7 +67,7 @@ def loss_and_gradients(
     >>> bool(abs(loss.compute() - np.log(257)) < 0.1)  # an untrained model prefers no token
     True
     """
-    check_parameters(config, parameters, kinds=(np.ndarray, da.Array))
+    check_parameters(config, parameters, (np.ndarray, da.Array), ("float32", "float64"))
     rule, got = "tokens and targets must be dask arrays", {"tokens": repr(tokens)[:40], "targets": repr(targets)[:40]}
     lazy = isinstance(tokens, da.Array) and isinstance(targets, da.Array)
     require(lazy, "loss_and_gradients", rule, got, "Give dask.array.from_array(ids, chunks=(1, 64)), say.", TypeError)

@@ -19,7 +19,7 @@ from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.graph.sum_order import groups_of_batch
-from daskgpt.kernels.compilation import CACHE
+from daskgpt.kernels.compilation import CACHE, all_cached, compile_all
 from daskgpt.model.layers import CHOICES, chosen
 from daskgpt.model.optimizer import optimizer_of
 from daskgpt.model.parameters import Tensor, parameter_count, trained_tensors, value_count
@@ -193,11 +193,12 @@ def from_root(path: str) -> str:
 def compile_kernels(precision: Precision = FLOAT32, uses: Container[str] | None = None) -> None:
     """Compile the kernels that Numba has not cached yet, on all cores, and print that the first start takes longer."""
     start = time.perf_counter()
-    if not precision.is_compiled(uses):
+    wanted = precision.dtype, precision.packed, uses
+    if not all_cached(*wanted):
         when = "first start on this machine, " if not CACHE.problem else ""
         print(f"compiling kernels ({when}10 to 30 seconds) ...", file=sys.stderr, flush=True)
     with COMPILING, heeding_interrupts() as check:
-        precision.compile(uses, after_each=check, processes=usable_cores())
+        compile_all(*wanted, after_each=check, processes=usable_cores())
     if message := CACHE.told(time.perf_counter() - start):
         print(message, file=sys.stderr, flush=True)
 

@@ -21,7 +21,7 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
-from daskgpt.model.parameters import check_config, check_dtypes, check_finite, check_parameters, merged
+from daskgpt.model.parameters import check_config, check_finite, check_parameters, merged
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.opening import open_scheduler, resolved_address
 from daskgpt.schedulers.protocol import TOPIC, ClusterLost, Scheduler, WorkerLost
@@ -193,7 +193,6 @@ def fit(
             origin.check_size(asdict(replace(size, lora=0)), "fit", rule, "Take them from daskgpt.load.")
         if parameters is not None:
             check_parameters(replace(size, lora=0), parameters)
-            check_dtypes("fit", parameters, np.float32)
         job, start = new_run(size, settings, origin, parameters, connects=client is None)
     return train(job, start, Observers(on_step, callbacks, quiet=quiet), client)
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from daskgpt.kernels import attention
 from daskgpt.kernels.bfloat16 import tiles
-from daskgpt.kernels.bfloat16.gemm import sum_rows
 from daskgpt.kernels.bfloat16.isa import Unit, scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, ceiling, check_float32, rounded, words
 from daskgpt.kernels.bfloat16.tiles import PATCH, ROW, STEP, TILE
@@ -195,7 +194,7 @@ def _forward(qkv, y, logsumexp, unit, sizes, scratch, streams, dropout, kept, fa
             if threshold > 0:
                 _drop_queries(p, patch, streams[sequence], place, head % heads, threshold, kept, factors)
             width = patch_steps * ROW
-            sum_rows(unit, p, values, patches * STEP, patch + 1, patch_steps * 32, nothing, 0, sums, width)
+            tiles.sum_rows(unit, p, values, patches * STEP, patch + 1, patch_steps * 32, nothing, 0, sums, width)
             target = address_of(y) + ((sequence * tokens + first) * channels + column) * 4
             _store_output(sums, totals, rows, size, kept, target, channels * 4)
     tiles.close_unit(unit)
@@ -310,7 +309,7 @@ def _backward(dy, qkv, y, logsumexp, dqkv, unit, sizes, scratch, streams, dropou
                     tiles.multiply_patch(unit, left, work + 2 * PATCH, 1, begin, begin_step, patch, ROW)
             for which in range(2):
                 left, right = (p, pairs + steps * long_panel) if which else (ds, pairs)
-                sum_rows(
+                tiles.sum_rows(
                     unit, left, right + j * STEP, long_panel, patches - j, steps * 32, nothing, 0, sums, steps * ROW
                 )
                 if which and threshold > 0:

@@ -9,12 +9,14 @@ float32. On the portable unit, operands are rounded to bfloat16 and multiplied i
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.arguments import check_rows, check_shape, rows
+from daskgpt.kernels.arguments import check_rows, check_shape, contiguous, rows
 from daskgpt.kernels.bfloat16 import tiles
 from daskgpt.kernels.bfloat16.isa import VARIABLE, Unit, scratch, unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, aligned, ceiling, check_float32, rounded, words
@@ -22,7 +24,7 @@ from daskgpt.kernels.bfloat16.tiles import DEPTH, PATCH, ROW, STEP
 from daskgpt.kernels.compilation import helper, kernel, wide_vectors
 from daskgpt.kernels.crossentropy import scale_rows, softmax_losses
 from daskgpt.kernels.float32.blas import gemm_address, multiply, multiply_rows
-from daskgpt.kernels.simd.lanes import address_of
+from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +71,9 @@ class TrainedWeight:
     def nbytes(self) -> int:
         return self.values.nbytes + packed_bytes(*self.shape)
 
-    def __getitem__(self, rows: slice) -> TrainedRows:
-        first, last, _ = rows.indices(len(self.values))
-        return TrainedRows(self, first, last)
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """Return the values of some rows, to be updated in place and packed again."""
+        return self.values[rows]
 
     def pack(self, values: np.ndarray, first: int = 0) -> None:
         """Round these values of rows from `first` on and lay them out for both products.
@@ -98,15 +100,6 @@ class TrainedWeight:
 def packed_bytes(outputs: int, channels: int) -> int:
     """Return the bytes of what a `TrainedWeight` holds besides its values."""
     return 4 * (outputs * channels if unit() is Unit.PORTABLE else ceiling(outputs, 32) * ceiling(channels, 32))
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedRows:
-    """Rows first ... last - 1 of a trained matrix, to be updated in place."""
-
-    weight: TrainedWeight
-    first: int
-    last: int
 
 
 @kernel("h1 H1 H1 n n n n", cost=2)
@@ -249,27 +242,23 @@ def backward_x(dy: np.ndarray, weight: TrainedWeight) -> np.ndarray:
 
 
 # The panels of dy and x that are multiplied by each other share the second cache with the rows of sums.
-_LEFT_BYTES, _RIGHT_BYTES, _MOST_ROWS = 1 << 19, 1 << 19, 256
+_LEFT_BYTES, _RIGHT_BYTES, _SUMS_BYTES, _MOST_ROWS = 1 << 19, 1 << 19, 3 << 19, 256
+# Columns of the table of parts of a sum over tokens: addresses of dy and x; runs of tokens, and tokens of each, which
+# begins a new step; the total that the part is added to, whether that total begins with it at zero, and how many
+# additions of two totals follow.
+_DY, _X, _RUNS, _TOKENS, _TOTAL, _FRESH, _ADDITIONS = range(7)
 
 
-@helper
-def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target, target_step):
-    """Compute 32 rows of sums, `columns` wide: target = start + a left panel @ the right panels.
+class Plan(NamedTuple):
+    """Memory of a sum over tokens: addresses of panels and totals, bytes per total and per row, the size of a patch."""
 
-    A start_step of 0 starts every patch with the same 32 numbers.
-    """
-    for step in range(0, steps, DEPTH):
-        count = min(DEPTH, steps - step)
-        for column in range(0, columns, 32):
-            begin, begin_step = target + column * 4, target_step
-            if step == 0:
-                begin, begin_step = (start + column * 4, start_step) if start_step else (start, 0)
-                if start_step == 0:
-                    tiles.touch_patch(unit, target + column * 4, target_step)
-            tiles.multiply_patch(
-                unit, left + step * STEP, right + column // 32 * panel + step * STEP, count,
-                begin, begin_step, target + column * 4, target_step,
-            )  # fmt: skip
+    left: int
+    right: int
+    totals: int
+    total_step: int
+    sums_step: int
+    band_rows: int
+    band_columns: int
 
 
 @helper
@@ -282,35 +271,66 @@ def _pack_runs(source, row_bytes, runs, tokens, columns, transposed, target, pan
         )
 
 
-@kernel("h1 h1 H1 n n n6 n5", cost=6)
-def _sum_tokens(dy, x, total, unit, accumulate, sizes, plan):
-    """Sum over the tokens. Loops from outside: bands of rows, bands of columns, 32 rows."""
+@helper
+def pack_x(parts, channels, right):
+    """Pack the right panels of all parts, one part after the other."""
+    for part in range(len(parts)):
+        runs, tokens = parts[part, _RUNS], parts[part, _TOKENS]
+        panel = (tokens + 31) // 32 * runs * STEP
+        _pack_runs(parts[part, _X], channels * 4, runs, tokens, channels, False, right, panel)
+        right += (channels + 31) // 32 * panel
+
+
+@helper
+def _add_rows(source, target, step, rows, columns):
+    for row in range(rows):
+        for i in range(columns):
+            write_real(target + row * step, i, read_real(target + row * step, i) + read_real(source + row * step, i))
+
+
+@helper
+def sum_parts(unit, parts, outputs, channels, row0, rows, plan, totals, step):
+    """Sum dyᵀ x of all parts into the first total, for `rows` rows; further totals hold groups to be added later.
+
+    Loops from outside: parts, bands of columns, 32 rows. Totals lie at `totals`, with `step` bytes from row to row.
+    """
+    right = plan.right
+    for part in range(len(parts)):
+        runs, tokens, sums = parts[part, _RUNS], parts[part, _TOKENS], totals + parts[part, _TOTAL] * plan.total_step
+        steps = (tokens + 31) // 32 * runs
+        panel = steps * STEP
+        _pack_runs(parts[part, _DY] + row0 * 4, outputs * 4, runs, tokens, rows, True, plan.left, panel)
+        for column in range(0, channels, plan.band_columns):
+            columns, panels = min(plan.band_columns, channels - column), right + column // 32 * panel
+            for i in range(0, rows, 32):
+                place = sums + i * step + column * 4
+                start, start_step = (tiles.zero_row(), 0) if parts[part, _FRESH] else (place, step)
+                left = plan.left + i // 32 * panel
+                tiles.sum_rows(unit, left, panels, panel, steps, columns, start, start_step, place, step)
+        right += (channels + 31) // 32 * panel
+        for _ in range(parts[part, _ADDITIONS]):
+            _add_rows(sums, sums - plan.total_step, step, rows, channels)
+            sums -= plan.total_step
+
+
+@kernel("l2 H1 n n4 n7", cost=6)
+def _sum_tokens(parts, total, unit, sizes, places):
+    """Sum one part in bands of rows; aside, where patches would reach beyond the rows or columns of the total."""
     wide_vectors()
     tiles.open_unit(unit)
-    runs, tokens, outputs, channels, first, last = sizes
-    left, right, sums, band_rows, band_columns = plan
-    steps = (tokens + 31) // 32 * runs
-    panel, row_bytes, sums_step = steps * STEP, channels * 4, band_columns * 4 + 64
-    _pack_runs(address_of(x), row_bytes, runs, tokens, channels, False, right, panel)
-    for row0 in range(first, last, band_rows):
-        rows = min(band_rows, last - row0)
-        _pack_runs(address_of(dy) + row0 * 4, outputs * 4, runs, tokens, rows, True, left, panel)
-        for column in range(0, channels, band_columns):
-            columns = min(band_columns, channels - column)
-            for i in range(0, rows, 32):
-                high = min(32, rows - i)
-                place = address_of(total) + (row0 - first + i) * row_bytes + column * 4
-                aside = high < 32 or columns % 32 != 0
-                target, target_step = (sums, sums_step) if aside else (place, row_bytes)
-                if aside and accumulate:
-                    tiles.copy_rows(place, row_bytes, sums, sums_step, high, columns)
-                start, start_step = (target, target_step) if accumulate else (tiles.zero_row(), 0)
-                panels = right + column // 32 * panel
-                sum_rows(
-                    unit, left + i // 32 * panel, panels, panel, steps, columns, start, start_step, target, target_step
-                )
-                if aside:
-                    tiles.copy_rows(sums, sums_step, place, row_bytes, high, columns)
+    (outputs, channels, first, last), plan = sizes, Plan(*places)
+    row_bytes = channels * 4
+    pack_x(parts, channels, plan.right)
+    for row0 in range(first, last, plan.band_rows):
+        rows = min(plan.band_rows, last - row0)
+        place = address_of(total) + (row0 - first) * row_bytes
+        aside = rows % 32 != 0 or channels % 32 != 0
+        sums, step = (plan.totals, plan.sums_step) if aside else (place, row_bytes)
+        if aside and not parts[0, _FRESH]:
+            tiles.copy_rows(place, row_bytes, sums, step, rows, channels)
+        sum_parts(unit, parts, outputs, channels, row0, rows, plan, sums, step)
+        if aside:
+            tiles.copy_rows(sums, step, place, row_bytes, rows, channels)
     tiles.close_unit(unit)
 
 
@@ -325,12 +345,32 @@ def runs_of_tokens(dy: np.ndarray) -> tuple[int, int]:
     return (1, sequences * tokens) if tokens % 32 == 0 else (sequences, tokens)
 
 
+def part_of(dy: np.ndarray, x: np.ndarray, total: int, fresh: bool, additions: int) -> tuple[int, ...]:
+    """Return the row of a part in the table, from contiguous arrays."""
+    return dy.ctypes.data, x.ctypes.data, *runs_of_tokens(dy), total, fresh, additions
+
+
 @functools.lru_cache(1024)
-def _gradient_plan(steps: int, channels: int) -> tuple[int, int]:
-    """Return the rows and columns of a patch, for a number of steps of 32 tokens."""
-    step_bytes = steps * STEP
-    rows = min(_MOST_ROWS, max(64, _LEFT_BYTES // step_bytes * 32))
-    return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // step_bytes * 32))
+def _sizes(longest: int, steps: int, channels: int, totals: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the bytes of the three pieces of memory of a `Plan`, and its other numbers.
+
+    longest, steps   steps of 32 tokens of the longest part, and of all parts
+    totals           number of totals that stay in the cache, 0 if the sums are written to memory
+    """
+    rows = max(64, _LEFT_BYTES // (longest * STEP) * 32)
+    if totals:
+        rows = max(32, _SUMS_BYTES // (channels * 4 * totals) // 32 * 32)
+    rows, width = min(_MOST_ROWS, rows), ceiling(channels, 32)
+    columns, sums_step = min(width, max(128, _RIGHT_BYTES // (longest * STEP) * 32)), width * 4 + 64
+    pieces = rows // 32 * longest * STEP, width // 32 * steps * STEP, max(totals, 1) * rows * sums_step
+    return pieces, (rows * sums_step, sums_step, rows, columns)
+
+
+def plan_of(parts: Sequence[tuple[int, ...]], channels: int, totals: int = 0) -> tuple[int, ...]:
+    """Return the `Plan` of a sum over these parts; totals as of `_sizes`."""
+    steps = [-(-part[_TOKENS] // 32) * part[_RUNS] for part in parts]
+    pieces, others = _sizes(max(steps), sum(steps), channels, totals)
+    return *scratch(*pieces), *others
 
 
 def backward_weight(
@@ -360,15 +400,10 @@ def backward_weight(
         part = rounded(rows(dy)[:, first_row:last])
         multiply_rows(gemm_address(FLOAT32), part, 0, rows(rounded(x)), accumulate, total)
         return total
-    runs, tokens = runs_of_tokens(dy)
-    steps = ceiling(tokens, 32) // 32 * runs
-    band_rows, band_columns = _gradient_plan(steps, channels)
-    places = scratch(
-        band_rows // 32 * steps * STEP, ceiling(channels, 32) // 32 * steps * STEP, 32 * (band_columns * 4 + 64)
-    )
-    sizes = runs, tokens, outputs, channels, first_row, last
-    plan = *places, band_rows, band_columns
-    _sum_tokens(words(dy), words(x), words(total), int(unit()), int(accumulate), sizes, plan)
+    dy, x = contiguous(dy), contiguous(x)
+    parts = [part_of(dy, x, 0, not accumulate, 0)]
+    sizes = outputs, channels, first_row, last
+    _sum_tokens(np.array(parts, np.int64), words(total), int(unit()), sizes, plan_of(parts, channels))
     return total
 
 

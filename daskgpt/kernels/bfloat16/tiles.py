@@ -9,9 +9,7 @@ On a processor without the unit the intrinsics generate no code; `isa` ensures t
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from daskgpt.kernels.bfloat16.isa import Unit, compiles
 from daskgpt.kernels.compilation import helper, instruction
@@ -62,26 +60,13 @@ def release_tiles(builder):
         lanes.call(builder, "llvm.x86.tilerelease", lanes.VOID, [])
 
 
-def _move(name):
-    """Return an intrinsic of a tile's number (a literal), an address, and the bytes from row to row."""
+def _move(builder, name, tiles, place, step):
+    """Load or store four tiles, the quarters of a patch whose rows lie `step` bytes apart."""
+    for number, tile in enumerate(tiles):
+        row = builder.add(place, builder.mul(step, lanes.whole(number // 2 * 16)))
+        quarter = builder.inttoptr(builder.add(row, lanes.whole(number % 2 * 64)), lanes.POINTER)
+        lanes.call(builder, name, lanes.VOID, [ir.Constant(lanes.I8, tile), quarter, step])
 
-    @intrinsic
-    def move(typing_context, tile, address, step):
-        if not isinstance(tile, types.IntegerLiteral):
-            return None
-
-        def generate(context, builder, signature, arguments):
-            if compiles(Unit.AMX):
-                number, place = ir.Constant(lanes.I8, tile.literal_value), builder.inttoptr(arguments[1], lanes.POINTER)
-                lanes.call(builder, name, lanes.VOID, [number, place, arguments[2]])
-            return context.get_dummy_value()
-
-        return types.void(tile, types.int64, types.int64), generate
-
-    return move
-
-
-load_tile, store_tile = _move("llvm.x86.tileloadd64"), _move("llvm.x86.tilestored64")
 
 # Tiles 0 to 3 are the sums, 4 and 5 the left panel, 6 and 7 the right one. In assembly, because LLVM would keep a
 # pointer for every address of the loop and run out of registers.
@@ -103,13 +88,16 @@ jnz 1b
 _OPERANDS = "=r,=r,=r,r,0,1,2,~{memory},~{cc}," + ",".join(f"~{{tmm{tile}}}" for tile in range(8))
 
 
-@instruction("n n n")
-def multiply_tiles(builder, left, right, steps):
-    """Add a left panel @ a right panel to tiles 0 to 3, over `steps` (at least one)."""
-    if compiles(Unit.AMX):
-        llvmlite.binding.initialize_native_asmparser()
-        kind = ir.FunctionType(ir.LiteralStructType([lanes.I64] * 3), [lanes.I64] * 4)
-        builder.asm(kind, _LOOP, _OPERANDS, [lanes.whole(64), left, right, steps], True)
+@instruction("n n n n n n n")
+def _multiply_by_tiles(builder, left, right, steps, start, start_step, total, total_step):
+    """Compute a patch at total = the one at start + a left panel @ a right panel, over `steps` (at least one)."""
+    if not compiles(Unit.AMX):
+        return
+    llvmlite.binding.initialize_native_asmparser()
+    _move(builder, "llvm.x86.tileloadd64", range(4), start, start_step)
+    kind = ir.FunctionType(ir.LiteralStructType([lanes.I64] * 3), [lanes.I64] * 4)
+    builder.asm(kind, _LOOP, _OPERANDS, [lanes.whole(64), left, right, steps], True)
+    _move(builder, "llvm.x86.tilestored64", range(4), total, total_step)
 
 
 def _multiply_pair(builder, sums, left, right):
@@ -147,19 +135,6 @@ def _multiply_rows(builder, left, right, steps, start, start_step, total, total_
 
 
 @helper
-def _multiply_by_tiles(left, right, steps, start, start_step, total, total_step):
-    load_tile(0, start, start_step)
-    load_tile(1, start + 64, start_step)
-    load_tile(2, start + 16 * start_step, start_step)
-    load_tile(3, start + 16 * start_step + 64, start_step)
-    multiply_tiles(left, right, steps)
-    store_tile(0, total, total_step)
-    store_tile(1, total + 64, total_step)
-    store_tile(2, total + 16 * total_step, total_step)
-    store_tile(3, total + 16 * total_step + 64, total_step)
-
-
-@helper
 def _multiply_by_vectors(left, right, steps, start, start_step, total, total_step):
     for row in range(0, 32, 8):
         rows = left + row // 16 * TILE + row % 16 * 64
@@ -187,6 +162,12 @@ def fetch(panel, steps, part, parts):
     fetch_lines(panel + first * 64, 64, last - first)
 
 
+@instruction("n n")
+def _touch(builder, patch, step):
+    if compiles(Unit.AMX):
+        _move(builder, "llvm.x86.tileloadd64", range(4, 8), patch, step)
+
+
 @helper
 def touch_patch(unit, patch, step):
     """Read a patch that is about to be written, rows `step` bytes apart.
@@ -195,10 +176,27 @@ def touch_patch(unit, patch, step):
     third faster.
     """
     if unit == AMX:
-        load_tile(4, patch, step)
-        load_tile(5, patch + 64, step)
-        load_tile(6, patch + 16 * step, step)
-        load_tile(7, patch + 16 * step + 64, step)
+        _touch(patch, step)
+
+
+@helper
+def sum_rows(unit, left, right, panel, steps, columns, start, start_step, target, target_step):
+    """Compute 32 rows of sums, `columns` wide: target = start + a left panel @ the right panels.
+
+    A start_step of 0 starts every patch with the same 32 numbers.
+    """
+    for step in range(0, steps, DEPTH):
+        count = min(DEPTH, steps - step)
+        for column in range(0, columns, 32):
+            begin, begin_step = target + column * 4, target_step
+            if step == 0:
+                begin, begin_step = (start + column * 4, start_step) if start_step else (start, 0)
+                if start_step == 0:
+                    touch_patch(unit, target + column * 4, target_step)
+            multiply_patch(
+                unit, left + step * STEP, right + column // 32 * panel + step * STEP, count,
+                begin, begin_step, target + column * 4, target_step,
+            )  # fmt: skip
 
 
 @helper
@@ -295,17 +293,25 @@ def _pack_tile_of_pairs(place, row_bytes, rows, columns, tile):
 
 
 @helper
+def _pack_square(place, row_bytes, rows, columns, pairs, transposed, tile):
+    """Pack two tiles, 32 x 32 numbers of which rows x columns exist."""
+    for side in range(0, 32, 16):
+        if pairs:
+            _pack_tile_of_pairs(place + side * 4, row_bytes, rows, columns - side, tile)
+        else:
+            _pack_tile_of_rows(place + side * row_bytes, row_bytes, rows - side, columns, tile)
+        if transposed:
+            transpose_tile(tile)
+        tile += TILE
+
+
+@helper
 def pack_rows(source, row_bytes, rows, columns, transposed, target, panel_bytes):
     """Pack panels of 32 rows, to be summed over the columns, 32 per step."""
     for row in range(0, rows, 32):
         for column in range(0, columns, 32):
-            tile = target + row // 32 * panel_bytes + column // 32 * STEP
-            for side in range(0, 32, 16):
-                place = source + (row + side) * row_bytes + column * 4
-                _pack_tile_of_rows(place, row_bytes, rows - row - side, columns - column, tile)
-                if transposed:
-                    transpose_tile(tile)
-                tile += TILE
+            place, tile = source + row * row_bytes + column * 4, target + row // 32 * panel_bytes + column // 32 * STEP
+            _pack_square(place, row_bytes, rows - row, columns - column, False, transposed, tile)
 
 
 @helper
@@ -313,13 +319,8 @@ def pack_pairs(source, row_bytes, rows, columns, transposed, target, panel_bytes
     """Pack panels of 32 columns, to be summed over the rows, 32 per step, with the numbers of two rows side by side."""
     for row in range(0, rows, 32):
         for column in range(0, columns, 32):
-            tile = target + column // 32 * panel_bytes + row // 32 * STEP
-            for side in range(0, 32, 16):
-                place = source + row * row_bytes + (column + side) * 4
-                _pack_tile_of_pairs(place, row_bytes, rows - row, columns - column - side, tile)
-                if transposed:
-                    transpose_tile(tile)
-                tile += TILE
+            place, tile = source + row * row_bytes + column * 4, target + column // 32 * panel_bytes + row // 32 * STEP
+            _pack_square(place, row_bytes, rows - row, columns - column, True, transposed, tile)
 
 
 @helper
@@ -334,9 +335,5 @@ def pack_weight_rows(source, row, rows, outputs, channels, forward, backward):
             across = forward + panel * forward_panel + column // 32 * STEP
             along = backward + column // 32 * backward_panel + panel * STEP
             fetch(along + backward_panel, 1, 0, 1)
-            for side in range(2):
-                start, tile = place + side * 16 * row_bytes, across + side * TILE
-                _pack_tile_of_rows(start, row_bytes, rows - i - side * 16, channels - column, tile)
-                transpose_tile(tile)
-                start, tile = place + side * 64, along + side * TILE
-                _pack_tile_of_pairs(start, row_bytes, rows - i, channels - column - side * 16, tile)
+            _pack_square(place, row_bytes, rows - i, channels - column, False, True, across)
+            _pack_square(place, row_bytes, rows - i, channels - column, True, False, along)

@@ -1,154 +1,67 @@
 """Updates of trained matrices: the gradient of one and its AdamW step in one pass, where the gradient never leaves the
-cache; Muon with products in bfloat16; and other optimizers, after whose updates matrices are packed again.
+cache; and Muon with products in bfloat16.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from daskgpt.config.errors import refusal
 from daskgpt.kernels import optimizers
-from daskgpt.kernels.arguments import check_output, check_shape
+from daskgpt.kernels.arguments import check_output, check_shape, contiguous
 from daskgpt.kernels.bfloat16 import tiles
 from daskgpt.kernels.bfloat16.gemm import (
-    TrainedRows,
+    Plan,
     TrainedWeight,
-    backward_weight,
     backward_x,
     check_layout,
     check_panel_rows,
     forward,
-    runs_of_tokens,
-    sum_rows,
+    pack_x,
+    part_of,
+    plan_of,
+    sum_parts,
 )
-from daskgpt.kernels.bfloat16.isa import scratch, unit
-from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, ceiling, check_float32, words
-from daskgpt.kernels.bfloat16.tiles import STEP
-from daskgpt.kernels.compilation import helper, kernel, wide_vectors
-from daskgpt.kernels.optimizers import next_moment, next_weight, rates_of
-from daskgpt.kernels.simd.lanes import address_of, read_real, write_real
-from daskgpt.kernels.totals import additions, level, tree_add
-
-# The rows of sums share the second cache with the panels of x.
-_SUMS_BYTES, _RIGHT_BYTES, _MOST_ROWS = 3 << 19, 1 << 19, 256
-# Columns of the table of runs of tokens: addresses of dy and x, number of tokens, the total that they are added to,
-# whether that total begins with them at zero, and how many additions of two totals follow.
-_DY, _X, _TOKENS, _TOTAL, _FRESH, _ADDITIONS = range(6)
-
-
-class Plan(NamedTuple):
-    """Memory of an update: addresses of panels and totals, bytes per total and per row, the size of a patch."""
-
-    left: int
-    right: int
-    totals: int
-    total_step: int
-    sums_step: int
-    band_rows: int
-    band_columns: int
-
-
-@helper
-def _pack_x(runs, channels, right):
-    """Pack the right panels of all runs, one after the other."""
-    for run in range(len(runs)):
-        x, tokens = runs[run, _X], runs[run, _TOKENS]
-        panel = (tokens + 31) // 32 * STEP
-        tiles.pack_pairs(x, channels * 4, tokens, channels, False, right, panel)
-        right += (channels + 31) // 32 * panel
-
-
-@helper
-def _add_rows(source, target, step, rows, columns):
-    for row in range(rows):
-        for i in range(columns):
-            write_real(target + row * step, i, read_real(target + row * step, i) + read_real(source + row * step, i))
-
-
-@helper
-def _sum_runs(unit, runs, outputs, channels, row0, rows, plan):
-    """Sum dyᵀ x of all runs into the first total, for `rows` rows; the other totals hold groups to be added later."""
-    right, total_step, sums_step = plan.right, plan.total_step, plan.sums_step
-    for run in range(len(runs)):
-        tokens, sums = runs[run, _TOKENS], plan.totals + runs[run, _TOTAL] * total_step
-        steps = (tokens + 31) // 32
-        panel = steps * STEP
-        tiles.pack_pairs(runs[run, _DY] + row0 * 4, outputs * 4, tokens, rows, True, plan.left, panel)
-        for column in range(0, channels, plan.band_columns):
-            columns = min(plan.band_columns, channels - column)
-            for i in range(0, rows, 32):
-                target = sums + i * sums_step + column * 4
-                start, start_step = (tiles.zero_row(), 0) if runs[run, _FRESH] else (target, sums_step)
-                panels = right + column // 32 * panel
-                sum_rows(
-                    unit,
-                    plan.left + i // 32 * panel,
-                    panels,
-                    panel,
-                    steps,
-                    columns,
-                    start,
-                    start_step,
-                    target,
-                    sums_step,
-                )
-        right += (channels + 31) // 32 * panel
-        for _ in range(runs[run, _ADDITIONS]):
-            _add_rows(sums, sums - total_step, sums_step, rows, channels)
-            sums -= total_step
-
-
-@helper
-def _update_row(weight, gradient, m, v, channels, rates):
-    """Update one row by AdamW; arguments are addresses of float32 numbers."""
-    for i in range(channels):
-        g = read_real(gradient, i)
-        new_m = next_moment(read_real(m, i), g, rates.beta1, rates.keep1)
-        new_v = next_moment(read_real(v, i), g * g, rates.beta2, rates.keep2)
-        write_real(m, i, new_m)
-        write_real(v, i, new_v)
-        write_real(weight, i, next_weight(read_real(weight, i), new_m, new_v, rates))
+from daskgpt.kernels.bfloat16.isa import unit
+from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, check_float32, words
+from daskgpt.kernels.compilation import kernel, wide_vectors
+from daskgpt.kernels.optimizers import adamw_numbers, rates_of
+from daskgpt.kernels.simd.lanes import address_of
+from daskgpt.kernels.totals import additions, level
 
 
 @kernel("l2 H1 H1 H1 h1 H1 H1 d1 d d d d n n4 n7", cost=5)
 def _update(
-    runs, weight, m, v, gradient, forward, backward, hyper, beta1, beta2, eps, decay, unit, sizes, places
+    parts, weight, m, v, gradient, forward, backward, hyper, beta1, beta2, eps, decay, unit, sizes, places
 ):  # fmt: skip
     wide_vectors()
     tiles.open_unit(unit)
     (outputs, channels, first, last), plan = sizes, Plan(*places)
     row_bytes, rates = channels * 4, rates_of(np.float32, hyper, beta1, beta2, eps, decay)
-    _pack_x(runs, channels, plan.right)
+    pack_x(parts, channels, plan.right)
     for row0 in range(first, last, plan.band_rows):
         rows = min(plan.band_rows, last - row0)
         if gradient.size:
             source = address_of(gradient) + (row0 - first) * row_bytes
             tiles.copy_rows(source, row_bytes, plan.totals, plan.sums_step, rows, channels)
-        _sum_runs(unit, runs, outputs, channels, row0, rows, plan)
+        sum_parts(unit, parts, outputs, channels, row0, rows, plan, plan.totals, plan.sums_step)
         place = row0 * row_bytes
         for row in range(rows):
-            offset = place + row * row_bytes
-            gradients, m_row, v_row = plan.totals + row * plan.sums_step, address_of(m) + offset, address_of(v) + offset
-            _update_row(address_of(weight) + offset, gradients, m_row, v_row, channels, rates)
+            offset, gradients = place + row * row_bytes, plan.totals + row * plan.sums_step
+            moments = address_of(m) + offset, address_of(v) + offset
+            adamw_numbers(address_of(weight) + offset, gradients, *moments, channels, np.float32(1), rates)
         source = address_of(weight) + place
         tiles.pack_weight_rows(source, row0, rows, outputs, channels, address_of(forward), address_of(backward))
     tiles.close_unit(unit)
 
 
-@functools.lru_cache(1024)
-def _plan(longest: int, channels: int, totals: int) -> tuple[int, int]:
-    """Return the rows and columns of a patch, for runs of up to `longest` steps of 32 tokens and a number of totals."""
-    rows = min(_MOST_ROWS, max(32, _SUMS_BYTES // (channels * 4 * totals) // 32 * 32))
-    return rows, min(ceiling(channels, 32), max(128, _RIGHT_BYTES // (longest * STEP) * 32))
-
-
 def _check(where, parts, groups, start, state, first, last):
     """Raise unless the arguments of `linear_update` fit."""
     weight, m, v, hyper = state
-    if not parts:
-        raise refusal(ValueError, where, "parts must be one pair or more", {"parts": len(parts)}, "Give dy and x.")
+    if not parts or not all(dy.size for dy, _ in parts):
+        rule, got = "parts must be one pair or more, with tokens", {"parts": [dy.shape for dy, _ in parts]}
+        raise refusal(ValueError, where, rule, got, "Give dy and x.")
     in_order = [*groups] == sorted(groups) and {*groups} == {*range(len({*groups}))}
     if len(groups) != len(parts) or not in_order:
         rule = "groups must be one a part, 0 ... 0 1 ... 1 and so on"
@@ -166,58 +79,6 @@ def _check(where, parts, groups, start, state, first, last):
     if start is not None:
         check_shape(where, "start", start, (last - first, channels))
         check_float32(where, start=start)
-
-
-def _in_two_steps(parts, groups, start, state, first, last, options):
-    weight, m, v, hyper = state
-    totals = [np.empty((last - first, weight.shape[1]), FLOAT32) for _ in range(1 + max(map(level, groups)))]
-    if start is not None:
-        totals[0][:] = start
-    begun = start is not None
-    for (dy, x), group, after in zip(parts, groups, [*groups[1:], None]):
-        backward_weight(dy, x, total=totals[level(group)], accumulate=begun, first_row=first)
-        begun = group == after
-        if not begun:
-            tree_add(totals, level(group), additions(group, parts=1 + groups[-1]))
-    values = weight.values[first:last]
-    optimizers.adamw_inplace(values, totals[0], m[first:last], v[first:last], hyper, **options)
-    weight.pack(values, first)
-
-
-def _runs(dy, x):
-    """Return the address of each run of tokens in dy and in x, and its length."""
-    runs, tokens = runs_of_tokens(dy)
-    down, across = tokens * dy.shape[-1] * dy.itemsize, tokens * x.shape[-1] * x.itemsize
-    return [(dy.ctypes.data + run * down, x.ctypes.data + run * across, tokens) for run in range(runs)]
-
-
-def _table(operands, groups, started):
-    """Return the table of runs; if `started`, the first group continues from a gradient."""
-    runs = [(*place, group) for (dy, x), group in zip(operands, groups) for place in _runs(dy, x)]
-    rows, before, count = [], 0 if started else None, 1 + groups[-1]
-    for (*place, group), after in zip(runs, [*(run[-1] for run in runs[1:]), None]):
-        rows.append((*place, level(group), group != before, additions(group, parts=count) if group != after else 0))
-        before = group
-    return np.array(rows, np.int64)
-
-
-def _in_one_pass(parts, groups, start, state, first, last, options):
-    weight, m, v, hyper = state
-    outputs, channels = weight.shape
-    operands = [(np.ascontiguousarray(dy), np.ascontiguousarray(x)) for dy, x in parts]
-    table = _table(operands, groups, start is not None)
-    steps, totals = [ceiling(count, 32) // 32 for count in table[:, _TOKENS].tolist()], 1 + int(table[:, _TOTAL].max())
-    band_rows, band_columns = _plan(max(steps), channels, totals)
-    sums_step = ceiling(channels, 32) * 4 + 64
-    total_step = band_rows * sums_step
-    places = scratch(
-        band_rows // 32 * max(steps) * STEP, ceiling(channels, 32) // 32 * sum(steps) * STEP, totals * total_step
-    )
-    plan = *places, total_step, sums_step, band_rows, band_columns
-    arrays = [NOTHING if array is None else words(array) for array in (weight.values, m, v, start)]
-    constants = [options[name] for name in ("beta1", "beta2", "eps", "weight_decay")]
-    sizes = outputs, channels, first, last
-    _update(table, *arrays, weight.forward, weight.backward, hyper, *constants, int(unit()), sizes, plan)
 
 
 def linear_update(
@@ -242,27 +103,24 @@ def linear_update(
     Shapes   dy (..., O), x (..., C), start (last - first, C), weight, m, v (O, C), hyper (3,) float64
     Dtype    float32; dy and x are rounded
     Cost     2 O C operations per token, 28 bytes per number; rows of the gradient stay in the second cache
-    Errors   TypeError for other dtypes; ValueError when shapes or groups do not fit, rows do not begin and end at
-             multiples of 32 (or the last row), or an array cannot be written; RuntimeError for another unit's layout
+    Errors   TypeError for other dtypes; ValueError when shapes or groups do not fit, a part has no tokens, rows do not
+             begin and end at multiples of 32 (or the last row), or an array cannot be written; RuntimeError for another
+             unit's layout
     """
     _check("bfloat16.linear_update", parts, groups, start, state, first, last)
-    in_one_pass = state[0].in_tiles and all(dy.size for dy, _ in parts)
-    (_in_one_pass if in_one_pass else _in_two_steps)(parts, groups, start, state, first, last, options)
-
-
-class PackedUpdate:
-    """An optimizer's kernel that also takes `TrainedRows`: it updates their float32 values and packs them again."""
-
-    def __init__(self, kernel: Callable[..., Any]) -> None:
-        self.kernel = kernel
-
-    def __call__(self, weight: Any, *arrays: np.ndarray, **options: float) -> None:
-        if not isinstance(weight, TrainedRows):
-            self.kernel(weight, *arrays, **options)
-            return
-        values = weight.weight.values[weight.first : weight.last]
-        self.kernel(values, *arrays, **options)
-        weight.weight.pack(values, weight.first)
+    weight, m, v, hyper = state
+    outputs, channels = weight.shape
+    operands, table = [(contiguous(dy), contiguous(x)) for dy, x in parts], []
+    before = None if start is None else 0  # the group that has a total
+    for (dy, x), group, after in zip(operands, groups, [*groups[1:], None]):
+        following = additions(group, parts=1 + groups[-1]) if group != after else 0
+        table.append(part_of(dy, x, level(group), group != before, following))
+        before = group
+    plan = plan_of(table, channels, 1 + max(map(level, groups)))
+    arrays = [NOTHING if array is None else words(array) for array in (weight.values, m, v, start)]
+    packed, sizes = (weight.forward, weight.backward), (outputs, channels, first, last)
+    constants = [options[name] for name in ("beta1", "beta2", "eps", "weight_decay")]
+    _update(np.array(table, np.int64), *arrays, *packed, hyper, *constants, int(unit()), sizes, plan)
 
 
 def iteration(x: np.ndarray) -> np.ndarray:

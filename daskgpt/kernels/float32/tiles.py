@@ -19,44 +19,26 @@ from daskgpt.kernels.simd import lanes
 LANES = 16 if lanes.has_avx512() else 8
 VECTOR = 4 * LANES
 REALS, MASK = ir.VectorType(lanes.F32, LANES), ir.VectorType(lanes.I1, LANES)
-Values = list[ir.Value]
 # Rows and vectors of the largest tile.
 ROWS, WIDTH = LANES // 2, 3
 # Numbers in a cache line: the number of steps between two prefetches.
 LINE = 16
 
 
-def _row_masks(builder: ir.IRBuilder, rows: ir.Value, columns: ir.Value) -> Values:
-    """Return a mask for each row of a square: `columns` lanes for each of the first `rows` rows, none for others."""
-    mask, nothing = lanes.below(builder, columns, lanes=LANES), lanes.constant(MASK, 0)
-    return [builder.select(builder.icmp_signed("<", lanes.whole(row), rows), mask, nothing) for row in range(LANES)]
-
-
 def transpose_body(builder: ir.IRBuilder, *arguments: ir.Value) -> None:
     source, step, rows, columns, target, target_step, target_rows, target_columns = arguments
-    source, target = (builder.inttoptr(address, lanes.POINTER) for address in (source, target))
-    sources, targets = (
-        [lanes.at(builder, start, builder.mul(step, lanes.whole(row)), lanes.I8) for row in range(LANES)]
-        for start, step in ((source, step), (target, target_step))
-    )
+    places = source, step, target, target_step
     missing = builder.icmp_signed("<", rows, lanes.whole(LANES))
     for count in (columns, target_rows, target_columns):
         missing = builder.or_(missing, builder.icmp_signed("<", count, lanes.whole(LANES)))
     with builder.if_else(missing) as (edge, inside):
         with edge:
-            masks, target_masks = _row_masks(builder, rows, columns), _row_masks(builder, target_rows, target_columns)
-            _transpose_patch(builder, sources, targets, masks, target_masks)
+            masks = lanes.row_masks(builder, rows, columns, LANES)
+            target_masks = lanes.row_masks(builder, target_rows, target_columns, LANES)
+            lanes.transpose_masked(builder, *places, masks, target_masks)
         with inside:
             masks = [lanes.constant(MASK, 1)] * LANES
-            _transpose_patch(builder, sources, targets, masks, masks)
-
-
-def _transpose_patch(
-    builder: ir.IRBuilder, sources: Values, targets: Values, masks: Values, target_masks: Values
-) -> None:
-    rows = [lanes.load_masked(builder, row, 0, mask, REALS) for row, mask in zip(sources, masks, strict=True)]
-    for place, mask, value in zip(targets, target_masks, lanes.transposed(builder, rows), strict=True):
-        lanes.store_masked(builder, value, place, 0, mask)
+            lanes.transpose_masked(builder, *places, masks, masks)
 
 
 def copy_body(width: int) -> Callable[..., None]:

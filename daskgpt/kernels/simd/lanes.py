@@ -121,7 +121,7 @@ def load_masked(
     builder: ir.IRBuilder, place: ir.Value, offset: ir.Value, mask: ir.Value, kind: ir.Type = REALS
 ) -> ir.Value:
     """Load a vector; where the mask is not set, memory is not read and the number is 0."""
-    name = f"llvm.masked.load.v{kind.count}{NAMES[kind.element]}.p0"
+    name = f"llvm.masked.load.{_suffix(kind)}.p0"
     align, pointer = ir.Constant(I32, _BYTES[kind.element]), at(builder, place, offset, kind)
     return call(builder, name, kind, [pointer, align, mask, ir.Constant(kind, None)])
 
@@ -129,7 +129,7 @@ def load_masked(
 def store_masked(builder: ir.IRBuilder, value: ir.Value, place: ir.Value, offset: ir.Value, mask: ir.Value) -> None:
     """Store the numbers where the mask is set."""
     kind = value.type
-    name = f"llvm.masked.store.v{kind.count}{NAMES[kind.element]}.p0"
+    name = f"llvm.masked.store.{_suffix(kind)}.p0"
     align, pointer = ir.Constant(I32, _BYTES[kind.element]), at(builder, place, offset, kind)
     call(builder, name, VOID, [value, pointer, align, mask])
 
@@ -139,11 +139,14 @@ def prefetch(builder: ir.IRBuilder, place: ir.Value, offset: ir.Value = 0) -> No
     call(builder, "llvm.prefetch.p0", VOID, [at(builder, place, offset, I8), *(ir.Constant(I32, n) for n in (0, 2, 1))])
 
 
+def _suffix(kind: ir.Type) -> str:
+    """Return how LLVM's intrinsics for this type end."""
+    return f"v{kind.count}{NAMES[kind.element]}" if isinstance(kind, ir.VectorType) else NAMES[kind]
+
+
 def fma(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
     """Return left right + total with one rounding."""
-    kind = total.type
-    name = f"v{kind.count}{NAMES[kind.element]}" if isinstance(kind, ir.VectorType) else NAMES[kind]
-    return call(builder, f"llvm.fma.{name}", kind, [left, right, total])
+    return call(builder, f"llvm.fma.{_suffix(total.type)}", total.type, [left, right, total])
 
 
 def _like(kind: ir.Type, element: ir.Type) -> ir.Type:
@@ -152,12 +155,14 @@ def _like(kind: ir.Type, element: ir.Type) -> ir.Type:
 
 
 def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return e**x of a float32 number or of each lane.
+    """Return e**x of a number or of each lane, of float64 by the C library.
 
     x is n ln(2) + r; the polynomial gives exp(r), and n is added to its exponent bits. At most 2 units in the last
     place; x is clamped to -87 ... 88.72, so never 0 and never infinite; NaN stays NaN.
     """
     kind, bits = x.type, _like(x.type, I32)
+    if getattr(kind, "element", kind) is F64:
+        return call(builder, f"llvm.exp.{_suffix(kind)}", kind, [x])
 
     def number(value: float) -> ir.Constant:
         return constant(kind, value)
@@ -237,17 +242,45 @@ def transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     return [vectors[quad] for quad in range(len(quads)) for vectors in by_lane]
 
 
-@instruction("n n n n n n")
-def transpose_square(builder, source, step, rows, columns, target, target_step):
-    """Write the transpose of 16 x 16 float32 numbers, with zeros beyond `rows` of the source, up to row `columns`."""
-    values = []
-    for row in range(LANES):
-        exists = builder.icmp_signed("<", whole(row), rows)
-        mask = builder.select(exists, below(builder, columns), constant(MASK, 0))
-        values.append(load_masked(builder, source, builder.mul(step, whole(row)), mask))
-    for column, value in enumerate(transposed(builder, values)):
-        mask = builder.select(builder.icmp_signed("<", whole(column), columns), constant(MASK, 1), constant(MASK, 0))
-        store_masked(builder, value, target, builder.mul(target_step, whole(column)), mask)
+def row_masks(builder: ir.IRBuilder, rows: ir.Value, columns: ir.Value, lanes: int = LANES) -> list[ir.Value]:
+    """Return a mask for each row of a square: `columns` lanes for each of the first `rows` rows, none for others."""
+    mask = below(builder, columns, lanes=lanes)
+    nothing = constant(mask.type, 0)
+    return [builder.select(builder.icmp_signed("<", whole(row), rows), mask, nothing) for row in range(lanes)]
+
+
+def transpose_masked(
+    builder: ir.IRBuilder,
+    source: ir.Value,
+    step: ir.Value,
+    target: ir.Value,
+    target_step: ir.Value,
+    masks: list[ir.Value],
+    target_masks: list[ir.Value],
+    element: ir.Type = F32,
+) -> None:
+    """Write the transpose of a square of numbers, whose rows lie some bytes apart. What the masks of the source's rows
+    leave out counts as zero; what those of the target's rows leave out is not changed.
+    """
+    kind = ir.VectorType(element, len(masks))
+    rows = [load_masked(builder, source, builder.mul(step, whole(row)), mask, kind) for row, mask in enumerate(masks)]
+    for row, (mask, value) in enumerate(zip(target_masks, transposed(builder, rows), strict=True)):
+        store_masked(builder, value, target, builder.mul(target_step, whole(row)), mask)
+
+
+@intrinsic
+def transpose_square(typing_context, like, source, step, rows, columns, target, target_step, width):
+    """Write the transpose of 16 x 16 numbers of the type of `like`, of which rows x columns exist: zeros beyond `rows`
+    of the source, up to `width` numbers in a row of the target.
+    """
+
+    def generate(context, builder, signature, arguments):
+        _, source, step, rows, columns, target, target_step, width = arguments
+        masks = row_masks(builder, rows, columns), row_masks(builder, columns, width)
+        transpose_masked(builder, source, step, target, target_step, *masks, context.get_value_type(like))
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.int64] * 7), generate
 
 
 @intrinsic

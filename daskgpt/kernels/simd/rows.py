@@ -10,12 +10,14 @@ import math
 from collections.abc import Callable, Iterator
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from daskgpt.kernels.compilation import for_float32, helper, instruction
+from daskgpt.kernels.compilation import helper, instruction
 from daskgpt.kernels.simd import lanes
-from daskgpt.kernels.simd.math import exp, fma
+from daskgpt.kernels.simd.lanes import address_of, transpose_square
+from daskgpt.kernels.simd.math import fma
 
 _LANES = 32
 _ALL = lanes.constant(ir.VectorType(lanes.I1, _LANES), 1)
@@ -70,12 +72,14 @@ def _largest(builder: ir.IRBuilder, places: list[ir.Value], count: ir.Value, ele
 
 
 def _of_rows(write_code: Callable[..., ir.Value]) -> Callable[..., ir.Value]:
-    """Return what generates the code of an intrinsic of contiguous rows of one length."""
+    """Return what generates the code of an intrinsic of contiguous rows of one length, and of numbers after them."""
 
     def generate(context, builder, signature, arguments):
-        rows = [context.make_array(kind)(context, builder, row) for kind, row in zip(signature.args, arguments)]
+        kinds = [kind for kind in signature.args if isinstance(kind, types.Array)]
+        rows = [context.make_array(kind)(context, builder, row) for kind, row in zip(kinds, arguments)]
         places = [builder.ptrtoint(row.data, lanes.I64) for row in rows]
-        return write_code(builder, places, rows[0].nitems, context.get_value_type(signature.return_type))
+        element = context.get_value_type(kinds[0].dtype)
+        return write_code(builder, places, rows[0].nitems, element, *arguments[len(rows) :])
 
     return generate
 
@@ -112,76 +116,74 @@ def dot_at(builder, left, right, count):
     return _sum(builder, [left, right], count, lanes.F32)
 
 
-# Softmax runs in vectors of 32 float32 numbers, which may read and write up to PADDING numbers beyond the row; float64
-# takes a number at a time.
+# Softmax runs in vectors of 32 numbers, which may read and write up to PADDING numbers beyond the row.
 PADDING = _LANES - 1
-_REALS = ir.VectorType(lanes.F32, _LANES)
-_ZERO = lanes.constant(_REALS, 0.0)
 
 
-def _parts(builder, count, limit):
+def _parts(builder, count, limit, kind):
     """Yield the distance in bytes of each vector of `count` numbers, and its lanes below the limit."""
+    size = 4 if kind.element is lanes.F32 else 8
     with cgutils.for_range(builder, builder.lshr(builder.add(count, lanes.whole(PADDING)), lanes.whole(5))) as loop:
         first = builder.shl(loop.index, lanes.whole(5))
-        yield builder.shl(first, lanes.whole(2)), lanes.below(builder, builder.sub(limit, first), lanes=_LANES)
+        yield builder.mul(first, lanes.whole(size)), lanes.below(builder, builder.sub(limit, first), lanes=_LANES)
 
 
-@instruction("n n n s s", "s")
-def _exponentials(builder, row, limit, last, scale, top):
+def _exponentials(builder, places, count, element, limit, last, scale, top):
+    (row,), kind = places, ir.VectorType(element, _LANES)
+    zero = lanes.constant(kind, 0.0)
     scale, top = lanes.splat(builder, scale, _LANES), lanes.splat(builder, top, _LANES)
-    total = cgutils.alloca_once_value(builder, _ZERO)
-    for offset, mask in _parts(builder, last, limit):
-        score = builder.fmul(scale, lanes.load(builder, row, offset, _REALS))
-        value = builder.select(mask, lanes.exp(builder, builder.fsub(score, top)), _ZERO)
+    total = cgutils.alloca_once_value(builder, zero)
+    for offset, mask in _parts(builder, last, limit, kind):
+        score = builder.fmul(scale, lanes.load(builder, row, offset, kind))
+        value = builder.select(mask, lanes.exp(builder, builder.fsub(score, top)), zero)
         lanes.store(builder, value, row, offset)
         builder.store(builder.fadd(builder.load(total), value), total)
     return folded(builder, builder.load(total))
 
 
-@instruction("n n n n s s")
-def _score_gradients(builder, row, gradients, limit, last, scale, total):
-    factor = lanes.splat(builder, builder.fdiv(lanes.constant(lanes.F32, 1.0), total), _LANES)
-    scale, sums = lanes.splat(builder, scale, _LANES), cgutils.alloca_once_value(builder, _ZERO)
-    for offset, mask in _parts(builder, limit, limit):
-        p = builder.fmul(lanes.load(builder, row, offset, _REALS), factor)
+def _score_gradients(builder, places, count, element, limit, last, scale, total):
+    (row, gradients), kind = places, ir.VectorType(element, _LANES)
+    zero, factor = lanes.constant(kind, 0.0), builder.fdiv(lanes.constant(element, 1.0), total)
+    factor = lanes.splat(builder, factor, _LANES)
+    scale, sums = lanes.splat(builder, scale, _LANES), cgutils.alloca_once_value(builder, zero)
+    for offset, mask in _parts(builder, limit, limit, kind):
+        p = builder.fmul(lanes.load(builder, row, offset, kind), factor)
         lanes.store(builder, p, row, offset)
-        gradient = builder.select(mask, lanes.load(builder, gradients, offset, _REALS), _ZERO)
+        gradient = builder.select(mask, lanes.load(builder, gradients, offset, kind), zero)
         builder.store(lanes.fma(builder, p, gradient, builder.load(sums)), sums)
     delta = lanes.splat(builder, folded(builder, builder.load(sums)), _LANES)
-    for offset, mask in _parts(builder, last, limit):
-        p, gradient = (lanes.load(builder, place, offset, _REALS) for place in (row, gradients))
+    for offset, mask in _parts(builder, last, limit, kind):
+        p, gradient = (lanes.load(builder, place, offset, kind) for place in (row, gradients))
         value = builder.fmul(builder.fmul(scale, p), builder.fsub(gradient, delta))
-        lanes.store(builder, builder.select(mask, value, _ZERO), gradients, offset)
+        lanes.store(builder, builder.select(mask, value, zero), gradients, offset)
+    return lanes.whole(0)
 
 
-@helper
-def _exponentials_float32(row, limit, last, scale, top):
-    return _exponentials(lanes.address_of(row), limit, last, scale, top)
-
-
-@for_float32(_exponentials_float32)
-def exponentials(row, limit, last, scale, top):
+@intrinsic
+def exponentials(typing_context, row, limit, last, scale, top):
     """Set numbers of a row to exp(scale x - top) below the limit and to zeros up to `last`; return their sum."""
-    for j in range(limit):
-        row[j] = exp(scale * row[j] - top)
-    row[limit:last] = 0
-    return sum_of(row[:limit])
+    real = row.dtype
+    return real(row, types.int64, types.int64, real, real), _of_rows(_exponentials)
 
 
-@helper
-def _score_gradients_float32(row, gradients, limit, last, scale, total):
-    _score_gradients(lanes.address_of(row), lanes.address_of(gradients), limit, last, scale, total)
-
-
-@for_float32(_score_gradients_float32)
-def score_gradients(row, gradients, limit, last, scale, total):
+@intrinsic
+def score_gradients(typing_context, row, gradients, limit, last, scale, total):
     """Divide the numbers of a row by their total; replace their gradients by those of the scores, zeros from the limit.
 
     p = row / total;  gradients = scale p (gradients - sum(p gradients))
     """
-    for j in range(limit):
-        row[j] *= 1 / total
-    delta = dot(row[:limit], gradients[:limit])
-    for j in range(limit):
-        gradients[j] = scale * row[j] * (gradients[j] - delta)
-    gradients[limit:last] = 0
+    real = row.dtype
+    return types.int64(row, gradients, types.int64, types.int64, real, real), _of_rows(_score_gradients)
+
+
+@helper
+def transpose(like, source, step, rows, out):
+    """Write `rows` numbers of each column at an address, `step` bytes from row to row, to a row of `out`, which may be
+    longer: 16 x 16 numbers of the type of `like` at a time, and zeros after the last ones.
+    """
+    size, out_step = out.itemsize, out.shape[1] * out.itemsize
+    for first in range(0, rows, lanes.LANES):
+        for column in range(0, out.shape[0], lanes.LANES):
+            place, target = source + first * step + column * size, address_of(out) + column * out_step + first * size
+            exist, width = out.shape[0] - column, out.shape[1] - first
+            transpose_square(like, place, step, rows - first, exist, target, out_step, width)
