@@ -252,7 +252,7 @@ def fuse(
     wanted: Sequence[Key],
     *,
     places: Mapping[Key, Place],
-    carried: Mapping[Key, tuple[Key, Key]],
+    results: Sequence[Key],
     after: Mapping[Key, Iterable[Key]],
     token: str,
     drop: bool,
@@ -263,7 +263,7 @@ def fuse(
 
     wanted     keys whose results are read from outside
     places     places of leaves that are values in other data
-    carried    leaves that the next run takes from a result of this run: leaf -> (its data's key, the result)
+    results    what the next run begins with: the results of a task come first in its tuple, in this order
     after      task -> tasks that must have run before it although it does not read them
     token      ends the first parts of the keys
     drop       whether a value is dropped after its last reader although other results of its task are still needed,
@@ -280,25 +280,21 @@ def fuse(
         group: (f"{title([origin_of(graph[key]) for key in keys])}_-{token}", number)
         for number, (group, keys) in enumerate(members.items())
     }
-    results = {result for _, result in carried.values()}
     packs = {home[result] for result in results}  # the next run always takes a tuple
     dependents = dependents_of(graph)
     # The other groups that read each value.
     readers = {key: {home[reader] for reader in dependents[key]} - {group} for key, group in home.items()}
-    from_outside = set(wanted)
-    outputs = {
-        # The results that the next run takes come first.
-        group: sorted((key for key in keys if readers[key] or key in from_outside), key=lambda key: key not in results)
-        for group, keys in members.items()
-    }
+    from_outside, turn = set(wanted), {key: number for number, key in enumerate(results)}
+    outputs = {}
+    for group, keys in members.items():
+        outputs[group] = [key for key in keys if readers[key] or key in from_outside]
+        outputs[group].sort(key=lambda key: turn.get(key, len(turn)))
     all_places = dict(places)
     for group, keys in outputs.items():
         for number, key in enumerate(keys):
             all_places[key] = Place(names[group], number if len(keys) > 1 or group in packs else None)
     # A wanted value has one reader more, and so is never dropped.
     counts = {key: len(readers[key]) + (key in from_outside) for key in home} if drop else None
-    for leaf, (data, result) in carried.items():
-        all_places[leaf] = Place(data, all_places[result].number)
     merged = {key: node for key, node in graph.items() if is_leaf(node) and key not in all_places}
     for group, keys in members.items():
         program, needed = program_of(graph, keys, outputs[group], all_places, counts, group in packs)

@@ -244,11 +244,11 @@ def program_of(
 
 
 def in_run(node: GraphNode, run: int) -> GraphNode:
-    """Return a fused task as part of one of several runs in a graph; other nodes (data, barriers) unchanged."""
+    """Return a fused task as part of a run so many runs later; other nodes (data, barriers) unchanged."""
     if not calls_of(node):
         return node
     program = copy(node.func)
-    program.run = run
+    program.run += run
     return task(node.key, program, node.args)
 
 

@@ -146,12 +146,14 @@ class Engine(ABC):
         """Continue from a state that the scheduler holds."""
         self.current = state
 
-    @abstractmethod
     def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         """Run one step per batch; return their outcomes.
 
         steps    number of steps of the run, on which the learning rate depends
         """
+        outputs, packs = self.scheduler.outputs(self.step, self.inputs(batches, steps), self.current.packs)
+        self.current = State(self.current.layout, packs, self.made + len(outputs))
+        return [Outcome.of(outputs_of_step) for outputs_of_step in outputs]
 
     def inputs(self, batches: Sequence[Batch], steps: int) -> list[Arrays]:
         """Return the inputs of the next steps."""
@@ -248,23 +250,15 @@ class LocalEngine(Engine):
 
     def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         if not self.undecided:
-            outcomes = self._window(batches, steps)
+            outcomes = super().run(batches, steps)
             if self.untidy:  # by now the chosen tasks have made what they keep
                 return_memory()
                 self.untidy = False
             return outcomes
         with self.scheduler.record() as processes:
-            outcomes = self._window(batches[:1], steps)
+            outcomes = super().run(batches[:1], steps)
         self.tune([span for process in processes for span in process.spans], steps - self.made)
         return outcomes
-
-    def _window(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
-        """Run steps as one graph; return their outcomes."""
-        step, packs, inputs = self.step, self.current.packs, self.inputs(batches, steps)
-        results = self.scheduler.fetch(self.scheduler.run(step.submission(inputs, packs)))
-        self.current = replace(self.current, step=self.made + len(inputs))
-        outputs_of_steps, _ = step.split(results, packs, len(inputs))
-        return [Outcome.of(step.output(outputs)) for outputs in outputs_of_steps]
 
 
 class TaskEngine(Engine):
@@ -282,12 +276,3 @@ class TaskEngine(Engine):
     @property
     def described_tasks(self) -> str:
         return f"{self.grain}, {self.tasks:,} tasks a step, each of which costs Dask's scheduler some milliseconds"
-
-    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
-        submitted = []
-        for inputs in self.inputs(batches, steps):
-            results = self.scheduler.run(self.step.submission([inputs], self.current.packs))
-            (handles,), packs = self.step.split(results, self.current.packs)
-            submitted.append(handles)
-            self.current = State(self.current.layout, packs, self.made + 1)
-        return [Outcome.of(self.step.output(self.scheduler.fetch(handles))) for handles in submitted]
