@@ -92,14 +92,20 @@ class Origin:
 class Memory(Protocol):
     """Makes arrays with a size and no data, whose bytes count as long as they are referenced."""
 
-    def arrays(self, kind: str, count: int, shape: tuple[int, ...], dtype: np.dtype) -> list[Any]:
-        """Return arrays of a kind: "gradients" or "activations"."""
+    def array(self, kind: str, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return an array of a kind: "gradients" or "activations"."""
 
     def updated(self, parameter: str) -> list[Any]:
         """Return new arrays for the weight and the moments of a parameter."""
 
-    def message(self) -> Any:
-        """Return a stand-in for a message between ranks, which is not counted; each of its items is the same."""
+
+class Message:
+    """A stand-in for a message between ranks, which is not counted; so is each of its items."""
+
+    nbytes = 0
+
+    def __getitem__(self, place: int) -> Message:
+        return self
 
 
 class TaskCall:
@@ -186,7 +192,7 @@ class KernelCall(TaskCall):
         if self.origin and self.origin.parameter:
             made = memory.updated(self.origin.parameter)
         else:
-            made = [memory.arrays("activations", 1, shape, self.dtype)[0] for shape in self.shapes(key)]
+            made = [memory.array("activations", shape, self.dtype) for shape in self.shapes(key)]
         return made[0] if len(made) == 1 else tuple(made)
 
     def chunk_at(self, chunks: Any, axes: str, index: Mapping[str, int]) -> Any:
@@ -231,15 +237,7 @@ class ChunkSum(KernelCall):
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
         kind = "gradients" if self.origin and self.origin.phase == "backward" else "activations"
-        (total,) = memory.arrays(kind, 1, self.shape, self.dtype)
-        self.hold_totals(memory, self.bands()[:1], range(len(self.order.pieces)), 1)
-        return total
-
-    def hold_totals(self, memory: Memory, bands: Sequence[Band], pieces: range, held: int) -> None:
-        """Hold for a moment the totals of some pieces, a band of rows at a time, except those that are held anyway."""
-        for first, last in bands:
-            shape = (last - first, *self.shape[1:]) if self.shape else ()
-            memory.arrays("gradients", self.order.most_totals(pieces) - held, shape, self.dtype)
+        return memory.array(kind, self.shape, self.dtype)
 
     def in_order(self, pieces: Sequence[Sequence[Sequence[np.ndarray]]], first: int = 0) -> list[Chain]:
         """Return the arguments of the kernel calls that sum the rows in order, as chains.
@@ -338,8 +336,8 @@ class RowSum(TaskCall):
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
         totals = list(several(arguments[1])) if len(arguments) > 1 else []
-        totals += memory.arrays("gradients", self.left - len(totals), self.shape, self.call.dtype)
-        self.call.hold_totals(memory, self.bands, self.pieces, len(totals))
+        for _ in range(len(totals), self.left):
+            totals.append(memory.array("gradients", self.shape, self.call.dtype))
         return totals[0] if self.left == 1 else tuple(totals[: self.left])
 
 
@@ -392,7 +390,7 @@ class Exchange(TaskCall):
             return arguments[0]
         if self.returns == PICK:
             return self(*arguments)
-        return memory.message() if self.returns == MESSAGE else None
+        return Message() if self.returns == MESSAGE else None
 
 
 def wait(*results: object) -> None:

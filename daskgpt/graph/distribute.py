@@ -33,7 +33,7 @@ import numpy as np
 
 from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exchange, Origin, RowSum, several, wait
 from daskgpt.graph.nodes import Graph, Key, dependents_of, key_trees, only_key, read_parts, task
-from daskgpt.graph.sum_order import Groups, SumOrder, share_of_rank
+from daskgpt.graph.sum_order import Groups, SumOrder, sequences_of_rank, share_of_rank
 from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares, squares_in
 from daskgpt.kernels.bfloat16.gemm import TrainedWeight
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
@@ -85,10 +85,9 @@ class Rank:
         numbers = share_of_rank(rank, self.count, self.groups)
         return Groups(len(numbers), numbers.start, self.groups)
 
-    def sequences_of(self, rank: int) -> tuple[int, int]:
-        """Return the first sequence of a rank in the batch, and the one after its last."""
-        groups, size = self.groups_of(rank), self.sequences // self.groups
-        return groups.first * size, (groups.first + groups.count) * size
+    def sequences_of(self, rank: int) -> slice:
+        """Return the sequences of a rank in the batch."""
+        return sequences_of_rank(rank, self.count, self.groups, self.sequences)
 
     @property
     def others(self) -> list[int]:
@@ -218,6 +217,11 @@ class Distribution:
         self._read_by_rows()
         return self._update()
 
+    def owned(self) -> dict[str, list[slice]]:
+        """Return the rows of each tensor that are updated here."""
+        parameters = {self.graph[update].func.origin.parameter: update for update in self.updates}
+        return {name: [shard.rows for shard in self._owned(self.shards[update])] for name, update in parameters.items()}
+
     def _shards(self) -> dict[Key, list[Shard]]:
         """Return the shards of each update: in each bucket the largest goes to the rank that owns the least so far."""
         every: list[Shard] = []
@@ -299,7 +303,7 @@ class Distribution:
         for number, (before, key) in enumerate(pairwise(chain_of(self.graph, self.last[update]))):
             pieces = self._gathered(update, key, len(self.updates) * number + self.updates.index(update))
             # Each rank's sequences are a chunk. The sum does not depend on the cuts between tokens.
-            sequences = [last - first for first, last in map(self.rank.sequences_of, range(self.rank.count))]
+            sequences = [part.stop - part.start for part in map(self.rank.sequences_of, range(self.rank.count))]
             order = SumOrder.of(sequences, (self.rank.tokens,), 1, Groups(self.rank.groups))
             whole = replace(self.graph[key].func, order=order, origin=_origin("gather", "update", 0))
             for shard in self._owned(self.shards[update]):

@@ -6,7 +6,6 @@ A fused task calls the same kernels in the same order on the same arrays, so the
     segment   all calls of a chunk between two gathers
     block     all calls of a chunk in one transformer block, forward or backward
     chunk     all calls of a chunk of whole sequences
-    step      everything
 
 Sums over the batch and updates belong to no chunk. A gradient, its update and similar ones are one task.
 
@@ -47,7 +46,7 @@ Node = TypeVar("Node", bound=Hashable)
 class Fusion:
     """The choice of tasks of a step that become one; tasks of the group None stay separate.
 
-    grain    one of GRAINS, or "step"
+    grain    one of GRAINS
     first    places of the model outside the blocks that belong to the first block
     apart    whether forward, backward and update stay in separate tasks, since there are barriers within the step
     ranked   whether the graph is that of one of several ranks: the sums of a layer, its updates, and the rows from one
@@ -64,8 +63,6 @@ class Fusion:
     def groups(self, graph: Graph) -> Groups:
         """Return the group of each task of a graph, None for one that stays separate."""
         keys = [key for key, node in graph.items() if not is_leaf(node)]
-        if self.grain == "step":
-            return dict.fromkeys(keys, self.grain)
         if self.grain == "kernel":
             return {key: next(iter(graph[key].dependencies)) if is_pick(graph[key]) else key for key in keys}
         chunk_groups = self._chunk_groups(graph, keys)

@@ -194,10 +194,7 @@ class RowUpdate(TaskCall):
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> None:
         """Hold the rows of the gradient that are used at once, unless the gradient is given."""
         for bands in self.rule.at_once(self.bands) if self.sums or self.tree else ():
-            rows = memory.arrays("gradients", 1, (bands[-1][1] - bands[0][0], *self.columns), self.dtype)
-            for call in self.sums[:1]:
-                call.hold_totals(memory, bands, range(len(call.order.pieces)), 1)
-            del rows
+            memory.array("gradients", (bands[-1][1] - bands[0][0], *self.columns), self.dtype)
 
 
 def elements_of_task(threads: int, ranked: bool = False) -> int:

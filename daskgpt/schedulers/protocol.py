@@ -91,16 +91,19 @@ class Scheduler(ABC):
         outputs = [compiled.output(fetched[run * count : (run + 1) * count]) for run in range(len(values))]
         return outputs, [*new, *packs[len(new) :]]
 
+    def submit(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of values or handles where tasks run; return a handle of the result.
+
+        name   begins the key of the task
+        """
+        return function(*arguments)
+
     def held(self, value: Any) -> Any:
         """Return a handle of a value that stays where tasks run."""
         return value
 
     def wait_for(self, handles: list[Any]) -> None:  # noqa: B027
         """Wait until results are made, and leave them where they are."""
-
-    def addresses(self) -> set[str]:
-        """Return the addresses of the processes that take tasks now; "" is this one."""
-        return {""}
 
     def admit(self, packed: bool) -> None:  # noqa: B027
         """Let only processes run tasks that are equal to this one in versions and arithmetic, from here on.

@@ -64,7 +64,7 @@ def owned(ranks: Sequence[Trained]) -> dict[str, np.ndarray]:
     whole = {name: value.copy() for name, value in ranks[0].parameters.items()}
     for rank in ranks:
         for name, value in rank.parameters.items():
-            for rows in rank.step.owned_rows(name):
+            for rows in rank.step.owned.get(name, ()):
                 whole[name][rows] = value[rows]
     return whole
 
