@@ -23,9 +23,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from types import EllipsisType
 from typing import Any, NamedTuple, Protocol
 
@@ -114,7 +114,7 @@ class Rank:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Shard:
     """Rows of a tensor that are summed and updated together.
 
@@ -122,18 +122,18 @@ class Shard:
     parameter  name of the tensor
     number     among the shards of the tensor
     bands      its rows, in bands that are summed at a time
-    owner      the rank that updates it
     columns    numbers in a row
     rounded    whether other ranks only multiply by it, in bfloat16
+    owner      the rank that updates it
     """
 
     update: Key
     parameter: str
     number: int
-    bands: tuple[Band, ...]
-    owner: int
+    bands: Sequence[Band]
     columns: int
-    rounded: bool = False
+    rounded: bool
+    owner: int = 0
 
     @property
     def key(self) -> Key:
@@ -230,16 +230,13 @@ class Distribution:
             # If all readers of the weight except its update multiply by it, rounded rows suffice.
             rounded = all(self.graph[key].func.kernel in self.rounding for key in self.readers[update])
             for number, bands in enumerate(shares(call, self.rules.rules[parameter], self.rules.elements)):
-                every.append(Shard(update, parameter, number, tuple(bands), 0, prod(call.shape[1:]), rounded))
-        held, owner_of = [0] * self.rank.count, dict[Shard, int]()
+                every.append(Shard(update, parameter, number, bands, prod(call.shape[1:]), rounded))
+        held = [0] * self.rank.count
         for bucket in _buckets(every, self.rank.count):
             for shard in sorted(bucket, key=lambda shard: -shard.bytes):
-                owner_of[shard] = held.index(min(held))
-                held[owner_of[shard]] += shard.bytes // 4 + SHARD_COST
-        shards: dict[Key, list[Shard]] = {update: [] for update in self.updates}
-        for shard in every:
-            shards[shard.update].append(replace(shard, owner=owner_of[shard]))
-        return shards
+                shard.owner = held.index(min(held))
+                held[shard.owner] += shard.bytes // 4 + SHARD_COST
+        return {update: list(shards) for update, shards in groupby(every, attrgetter("update"))}
 
     def _owned(self, shards: Iterable[Shard]) -> list[Shard]:
         return [shard for shard in shards if shard.owner == self.rank.number]
@@ -392,7 +389,8 @@ class Distribution:
                 totals, call = self.totals[self.last[shard.update], shard.number], self.graph[shard.update].func
                 rule = self.rules.rules[shard.parameter]
                 rows = RowUpdate(call, rule, shard.bands, base=shard.rows.start, tree=totals.tree)
-                self._add(shard.key, rows, [weight, *moments, hyper, *totals.keys], to)
+                state = [only_key(argument) for argument in (weight, *moments, hyper)]
+                self._add(shard.key, rows, [[], totals.keys, state], to)
             if owned:
                 given = [*(self.weight[shard.update] for shard in owned), *(shard.key for shard in owned)]
                 pick, size = partial(_read_all, owned), sum(shard.sent_bytes for shard in owned)

@@ -321,11 +321,6 @@ def one_by_one(needs: Mapping[Node, Collection[Node]], where: str, rule: str) ->
         raise refusal(RuntimeError, where, rule, circle, "Use a finer grain.") from None
 
 
-def sources_first(graph: Graph) -> Iterable[Key]:
-    """Return the keys in an order in which each follows those it depends on: a tenth of the time of `in_order`."""
-    return TopologicalSorter({key: node.dependencies & graph.keys() for key, node in graph.items()}).static_order()
-
-
 def in_order(graph: Graph) -> list[Key]:
     """Return the keys in the order in which Dask would run them one by one."""
     return sorted(graph, key=order(graph).__getitem__)
@@ -334,7 +329,8 @@ def in_order(graph: Graph) -> list[Key]:
 def _depths(graph: Graph, chunks: Mapping[Key, Chunk | None]) -> dict[Key, int]:
     """Return the greatest number of changes of chunk on a path to each task."""
     depths: dict[Key, int] = {}
-    for key in sources_first(graph):
+    # Each task follows those that it depends on; this takes a tenth of the time of `in_order`.
+    for key in TopologicalSorter({key: node.dependencies & graph.keys() for key, node in graph.items()}).static_order():
         depths[key] = max(
             (depths[d] + (chunks[d] != chunks[key]) for d in graph[key].dependencies if not is_leaf(graph[d])),
             default=0,
