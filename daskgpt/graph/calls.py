@@ -132,6 +132,18 @@ class TaskCall:
         """True if it may be lowered (`graph.lowering`): its kernel is one of the package."""
         return is_ours(self.kernel)
 
+    def __call__(self, *chunks: Any) -> Any:
+        with flush_to_zero():
+            return self.run(*self.arrange(chunks))
+
+    def arrange(self, chunks: Sequence[Any]) -> list[Any]:
+        """Return the arguments of `run` from Dask's nested lists of arrays, keys or slots."""
+        return list(chunks)
+
+    def run(self, *arguments: Any) -> Any:
+        """Make the call."""
+        raise NotImplementedError
+
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
         """Return the stand-in for the result of this call, from the stand-ins for its arguments."""
         raise NotImplementedError
@@ -171,12 +183,7 @@ class KernelCall(TaskCall):
         index = dict(zip(self.axes, key[1:]))
         return [tuple(self.chunks[axis][index.get(axis, 0)] for axis in axes) for axes in self.outputs]
 
-    def __call__(self, *chunks: Any) -> Any:
-        with flush_to_zero():
-            return self.run(*self.arrange(chunks))
-
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        """Return the arguments of `run` from Dask's nested lists of arrays, keys or slots."""
         return [self.chunk_at(c, axes, {}) for c, axes in zip(chunks, self.inputs)]
 
     def run(self, *arguments: Any) -> Any:
@@ -318,9 +325,6 @@ class RowSum(TaskCall):
         """The shape of the rows."""
         return (self.bands[-1][1] - self.bands[0][0], *self.call.shape[1:]) if self.call.shape else ()
 
-    def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        return list(chunks)
-
     def run(self, pieces: Sequence[Any], start: Totals = ()) -> Totals:
         base = self.bands[0][0]
         chains = self.call.in_order(pieces, self.pieces.start)
@@ -382,14 +386,14 @@ class Exchange(TaskCall):
     def traceable(self) -> bool:
         return self.returns == PICK
 
-    def __call__(self, *results: Any) -> Any:
+    def run(self, *results: Any) -> Any:
         return self.function(*results)
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
         if self.returns == FIRST:
             return arguments[0]
         if self.returns == PICK:
-            return self(*arguments)
+            return self.run(*arguments)
         return Message() if self.returns == MESSAGE else None
 
 

@@ -89,7 +89,7 @@ class KernelGraph:
         inputs      may be more than the graph reads
         updated     state name -> its new value; empty if a run leaves the state as it is
         """
-        self.token, self.outputs, self.state = token, outputs, state
+        self.token, self.outputs = token, outputs
         self.graph, self.after, self.in_place = rewritten.graph, rewritten.after, bool(rewritten.updates)
         self.inputs = {name: array for name, array in inputs.items() if keys_of(array)[0] in self.graph}
         self.leaves = {name: keys_of(array)[0] for name, array in state.items()}
@@ -119,7 +119,7 @@ def compile_graph(
     packs: dict[Hashable, list[str]] = defaultdict(list)
     for name, result in kernels.results.items():
         packs[groups[result]].append(name)
-    kept = [name for name in kernels.state if name not in kernels.results]
+    kept = [name for name in kernels.leaves if name not in kernels.results]
     layout = layout or Layout(tuple(tuple(names) for names in (*packs.values(), kept) if names))
     places = {kernels.leaves[name]: place for name, place in layout.places().items() if name in kernels.leaves}
     output_keys = {name: keys_of(array) for name, array in kernels.outputs.items()}

@@ -156,9 +156,6 @@ class RowUpdate(TaskCall):
         """Number of elements of the rows."""
         return math.prod((self.bands[-1][1] - self.bands[0][0], *self.columns))
 
-    def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        return list(chunks)
-
     def run(self, pieces: Sequence[Any], given: Sequence[Any], state: Sequence[Any]) -> None:
         chains = [call.in_order(chunks) for call, chunks in zip(self.sums, pieces)]
         if self.fused is not None:

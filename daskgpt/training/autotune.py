@@ -258,7 +258,7 @@ class Trial(LocalScheduler):
         self.step, self.precision, self.tensors = step, step.dials.precision, tensors(step.config)
         self.alive, self.made, self.at_peak = Counter[str](), Counter[str](), Counter[str]()
         self.results: dict[Key, int] = {}
-        packs = step.layout.pack({name: self._state(name) for name in step.kernels.state})
+        packs = step.layout.pack({name: self._state(name) for name in step.kernels.leaves})
         self.run(empty_submission(step, packs, window))
 
     @property
