@@ -7,13 +7,9 @@ import pytest
 from conftest import SMALL
 
 import daskgpt
-from daskgpt import bench
-from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import apply
 from daskgpt.graph.sum_order import Groups, groups_of_batch
 from daskgpt.kernels import embedding, linear
-from daskgpt.model.parameters import parameter_shapes
-from daskgpt.profiling.plan import predict
 from daskgpt.training.inference import loss_and_gradients
 
 B, T, C, V = 12, 6, 5, 7
@@ -70,14 +66,3 @@ def test_groups_that_do_not_divide_the_batch_are_refused():
     tokens = da.zeros((6, 8), dtype=np.int32, chunks=(2, 8))
     with pytest.raises(ValueError, match=r"groups must divide sequences; got groups=4, sequences=6"):
         loss_and_gradients(SMALL, daskgpt.initial_parameters(SMALL, 0), tokens, tokens, groups=4)
-
-
-def test_plan_counts_waiting_totals():
-    """Each gradient has another total beside it, the tied table's two sums each their own, the loss one number."""
-
-    def made(groups):
-        asked = bench.BenchConfig(batch_size=4, sequence_length=12, groups=groups)
-        return predict(bench.job_of(SMALL, asked, DataflowConfig(grain="kernel", batch_chunk=1))).made["gradients"]
-
-    sizes = {name: int(np.prod(shape)) for name, shape in parameter_shapes(SMALL).items()}
-    assert made(2) - made(1) == 4 * (sum(sizes.values()) + sizes["wte.weight"] + 1)

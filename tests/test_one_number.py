@@ -39,6 +39,7 @@ DIALS = [
     Dials((1, 5), "step", "segment", "threads", 2, accumulate=2),
     Dials((1, 20), "step", "chunk", "threads", 12),
     Dials((1, 5), "step", "chunk", "threads", 12, in_place=False, accumulate=2),
+    Dials((2, 10), "none", "segment", "threads", 2, in_place=False),
 ]
 
 
