@@ -143,7 +143,7 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     Traceback (most recent call last):
     ValueError: ModelConfig: heads must divide channels; got heads=3, channels=128. Try heads=4.
     """
-    require_known(name, PRESETS, "preset", "preset")
+    require_known(name, PRESETS, "preset", "name")
     if "vocabulary" in overrides and "padded_vocabulary" not in overrides:
         overrides["padded_vocabulary"] = 0
     config = replace(PRESETS[name], **overrides)
