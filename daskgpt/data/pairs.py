@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from daskgpt.config.errors import number_of, require
 from daskgpt.config.files import digest_of
 from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
 from daskgpt.data.source import CHATS, PAIR_FIELDS, Source
-from daskgpt.data.text import WHERE, records, runs, whole
+from daskgpt.data.text import WHERE, of_kind, records, runs, whole
 from daskgpt.data.tokenizer import encode
 from daskgpt.formats.encoding import Encoding
 
@@ -47,16 +46,25 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
     return conversations, places, left_out
 
 
-def _conversation(record: Any) -> Conversation:
+def _conversation(record: object) -> Conversation:
+    fields = of_kind(dict, record, "record")
     for asking, answering in PAIR_FIELDS:
-        if asking[0] in record and answering in record:
-            prompt = "\n".join(filter(None, (whole(record.get(name)) for name in asking)))
-            return (USER, prompt), (ASSISTANT, whole(record[answering]))
-    for field, (role, content) in CHATS.items():
-        if field in record:
-            messages = [(whole(message[role]), whole(message[content])) for message in record[field]]
-            return tuple((ROLES.get(name, name), text) for name, text in messages)
-    raise KeyError("no such names")
+        if asking[0] in fields and answering in fields:
+            prompt = "\n".join(filter(None, (whole(fields.get(name), name) for name in asking)))
+            return (USER, prompt), (ASSISTANT, whole(fields[answering], answering))
+    for field, names in CHATS.items():
+        if field in fields:
+            messages = [] if fields[field] is None else of_kind(list, fields[field], field)
+            return tuple(_message(message, *names) for message in messages)
+    raise TypeError(f"a record with the fields {', '.join(fields)}")
+
+
+def _message(record: object, role: str, content: str) -> tuple[str, str]:
+    fields = of_kind(dict, record, "message")
+    if role not in fields or content not in fields:
+        raise TypeError(f"a message with the fields {', '.join(fields)}")
+    name = whole(fields[role], role)
+    return ROLES.get(name, name), whole(fields[content], content)
 
 
 @dataclass(frozen=True, eq=False)

@@ -215,7 +215,8 @@ def know(content: str, origin: str) -> str:
         encoding = _parsed(digest, content, origin)
         if encoding.pipeline and encoding.n_vocab == NAMED["gpt2"]:
             names, pipeline = " ".join(map(named, encoding.ranks)), json.loads(encoding.pipeline.to_str())
-            if _digest(names) == GPT2 and len(pipeline["added_tokens"]) == 1 and splitting_of(pipeline) == "gpt-2":
+            same = _digest(names) == GPT2 and splitting_of(pipeline) == ("gpt-2", "")
+            if same and len(pipeline["added_tokens"]) == 1:
                 encoding = of_tokens("gpt2", list(encoding.ranks))
     KNOWN[encoding.name] = encoding
     return encoding.name
@@ -288,6 +289,7 @@ SPLITTINGS: dict[str, list[dict[str, Any]]] = {
     "qwen2": _split(r"\p{N}"),
 }
 WHOLE_WORDS = ("llama-bpe",)  # of these, a piece that is a token is not merged
+NORMALIZED = ("qwen2",)  # of these, characters are composed before (NFC), which llama.cpp leaves out
 
 
 def decoded(token: str) -> bytes:
@@ -311,13 +313,19 @@ def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[Sequence[str]], spli
     return Tokenizer.from_str(json.dumps({"pre_tokenizer": split, "decoder": _LEVEL, "model": model}))
 
 
-def splitting_of(pipeline: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for the way in which a pipeline splits text; "" if it has none."""
+def splitting_of(pipeline: Mapping[str, Any]) -> tuple[str, str]:
+    """Return llama.cpp's name for the way in which a pipeline splits text, and the part for which it has none."""
     parts = pipeline["pre_tokenizer"].get("pretokenizers", [pipeline["pre_tokenizer"]])
     same = [part | {"trim_offsets": True} if part["type"] == "ByteLevel" else part for part in parts]
     name = next((name for name, form in SPLITTINGS.items() if form == same), "")
+    normalizer = (pipeline["normalizer"] or {"type": ""})["type"]
     whole_words = pipeline["model"].get("ignore_merges", False)
-    return name if not pipeline["normalizer"] and whole_words == (name in WHOLE_WORDS) else ""
+    differing = {
+        f"pre_tokenizer ({', '.join(part['type'] for part in parts)})": not name,
+        f"normalizer ({normalizer})": normalizer not in ("", "NFC" if name in NORMALIZED else ""),
+        f"ignore_merges ({whole_words})": whole_words != (name in WHOLE_WORDS),
+    }
+    return name, next((part for part, differs in differing.items() if differs), "")
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
