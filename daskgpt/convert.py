@@ -43,6 +43,7 @@ from pathlib import Path
 from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command
 from daskgpt.data.tokenizer import encoding_of, get_encoding, vocabulary_size
+from daskgpt.formats.encoding import title_of
 from daskgpt.formats.gguf import DTYPES, write_gguf
 from daskgpt.formats.huggingface import write_huggingface, write_peft
 from daskgpt.formats.safetensors import write_run_model
@@ -145,7 +146,7 @@ def _read(model: StoredModel) -> list[str]:
     where = model.files[0] if len(model.files) == 1 else f"{model.files[0].parent}/"
     sizes = ", ".join(number_of(getattr(config, f"{part}s"), part) for part in ("block", "head", "channel", "position"))
     count = f"{parameter_count(config):,} parameters in {len(tensors(config))} tensors"
-    ids = f"{config.vocabulary:,} token ids ({model.encoding or 'encoding not said'})"
+    ids = f"{config.vocabulary:,} token ids ({title_of(model.encoding) or 'encoding not said'})"
     lines = [f"read   {model.kind}, {model.dtype}: {where}", *_files(model.files)]
     return [*lines, f"       {sizes}", f"       {ids}, {count}"]
 

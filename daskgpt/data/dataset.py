@@ -20,6 +20,7 @@ from daskgpt.data.pairs import Examples, read_examples
 from daskgpt.data.source import PAIRS, PREPARED, STANDARD_LIBRARY, TEXT, TOKENS, Source, recognize
 from daskgpt.data.text import SPANS, split_text, split_tokens, texts
 from daskgpt.data.token_folder import MANIFEST, read_manifest
+from daskgpt.formats.encoding import title_of
 from daskgpt.formats.llmc import id_dtype, read_tokens
 
 Batch = tuple[Any, ...]  # tokens, targets, and of pairs loss weights of the targets; each (B, T)
@@ -77,7 +78,7 @@ class Dataset:
     def description(self) -> str:
         """Origin and sizes as text."""
         sizes = f"{self.training.size:,} training and {self.validation.size:,} validation tokens"
-        return f"{self.origin}: {sizes} ({self.encoding_name})"
+        return f"{self.origin}: {sizes} ({title_of(self.encoding_name)})"
 
     @property
     def order(self) -> str:
@@ -179,8 +180,10 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source.name}
     fine = source.kind == TEXT or not tokenizer.is_to_be_learned(name)
     require(fine, WHERE, rule, got, "Name the encoding of these tokens.")
-    rule, got = "the encoding must be that of the tokens", {"encoding": name, "source": f"{source.name} ({written})"}
-    require(written in ("", name), WHERE, rule, got, "Leave --encoding out.")
+    rule, got = "the encoding must be that of the tokens", {"encoding": title_of(name)}
+    got |= {"source": f"{source.name} ({title_of(written)})"}
+    advice = "Leave another --encoding out, or prepare the text again with --encoding and the folder of the model."
+    require(written in ("", name), WHERE, rule, got, advice)
     return name
 
 

@@ -19,7 +19,7 @@ from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
 from daskgpt.data.source import CHATS, PAIR_FIELDS, Source
 from daskgpt.data.text import WHERE, of_kind, records, runs, whole
 from daskgpt.data.tokenizer import encode
-from daskgpt.formats.encoding import Encoding
+from daskgpt.formats.encoding import Encoding, title_of
 
 Conversation = tuple[tuple[str, str], ...]  # role and content of each message
 Weighted = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, targets, and loss weights of the targets
@@ -156,7 +156,7 @@ def read_examples(
     most, cut, lost = sequence_length + 1, 0, 0
     template, rule = template_of(codec), "the model's tokenizer must have a chat template, for chats of other roles"
     advice = "Start from a chat model (--init), or give pairs of prompt and response."
-    require(template is not None or plain, WHERE, rule, {"data": source.name, "encoding": codec.name}, advice)
+    require(template is not None or plain, WHERE, rule, {"data": source.name, "encoding": title_of(codec.name)}, advice)
     for run in runs(len(conversations), 1, fraction, held_out):
         for number in range(run.start, run.stop):
             tokens, counted = _example(conversations[number], codec, template, places[number])

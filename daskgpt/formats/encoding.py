@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models
 from daskgpt.config.errors import nearest, refusal, require, short, tells_of_content
 from daskgpt.config.files import readable
 
-WHERE = "read_tokenizer"
+WHERE = "tokenizer"
 OTHERS = "Other tokenizers are not supported: remove its files from the folder, and name an --encoding."
 END_OF_TEXT = "<|endoftext|>"
 NAMED = {"bytes": 257, "gpt2": 50257}  # number of ids, of which end-of-text is the last
@@ -170,9 +170,15 @@ def known_encoding(name: str) -> Encoding:
 
     Errors   ValueError for another name
     """
-    advice = "Give its file: --encoding FOLDER/vocabulary.json." if is_learned(name) else nearest(name, [*NAMED])
-    require(name in KNOWN, "get_encoding", "the vocabulary must be available", {"encoding": name[:60]}, advice)
+    advice = nearest(name, [*NAMED, "learn:4096 (to train or prepare)", "a vocabulary's file", "a tokenizer's folder"])
+    advice = "Give its file: --encoding FOLDER/vocabulary.json." if is_learned(name) else advice
+    require(name in KNOWN, "encoding", "the vocabulary must be available", {"encoding": name[:60]}, advice)
     return KNOWN[name]
+
+
+def title_of(name: str) -> str:
+    """Return an encoding's name for people, to whom another program's tokenizer is not a learned vocabulary."""
+    return name.replace(PREFIX, "tokenizer-") if name in KNOWN and KNOWN[name].pipeline else name
 
 
 def read_vocabulary(path: Path) -> str:

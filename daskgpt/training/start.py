@@ -22,6 +22,7 @@ from daskgpt.data.tokenizer import (
     is_to_be_learned,
     vocabulary_size,
 )
+from daskgpt.formats.encoding import title_of
 from daskgpt.formats.models import open_model_file
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
@@ -163,7 +164,7 @@ class WarmStart:
         if not (encoding or is_to_be_learned(wanted)):
             return encoding_of_model(self.config.vocabulary) if wanted == "auto" else wanted
         rule = "the encoding must be that of the model to start from"
-        got = {"encoding": wanted, "init": f"{self.init} ({encoding or 'of its vocabulary'})"}
+        got = {"encoding": title_of(wanted), "init": f"{self.init} ({title_of(encoding) or 'of its vocabulary'})"}
         require(wanted in ("auto", encoding), "train", rule, got, "Leave --encoding out.")
         return encoding
 
@@ -190,7 +191,7 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     if most:
         rule, ids = "the model must know every token id of the encoding", vocabulary_size(encoding)
         advice = "Start from another model." if start else "Leave --vocabulary to the encoding."
-        got = {"encoding": encoding, "ids": ids, "vocabulary": most}
+        got = {"encoding": title_of(encoding), "ids": ids, "vocabulary": most}
         require(ids <= most, "train", rule, got, advice)
     parts = {name: getattr(data, name) for name in PARTS}
     return load_dataset(source, encoding, sequence_length=data.sequence_length, **parts)
