@@ -63,10 +63,14 @@ def main(arguments: list[str]) -> int:
     values = flags.parse_args(arguments)
     target: Path = values.target
     kind = values.to or guessed(target)
-    taken = target.exists() and not (target.is_dir() and kind in ("huggingface", "peft"))
+    is_empty = target.is_dir() and kind in ("huggingface", "peft") and not any(target.iterdir())
     rule, advice = "what is written must be new", "Nothing is written over: name another."
-    require(not taken, "convert", rule, {"path": target}, advice)
+    require(is_empty or not target.exists(), "convert", rule, {"path": target}, advice)
+    rule, folder = "the folder must exist", target.parent
+    require(folder.is_dir(), "convert", rule, {"folder": folder}, "Make it first.", FileNotFoundError)
     model = open_model_of(values.source)
+    rule, advice = "the model must have adapters", "Give a run that was trained with --lora."
+    require(kind != "peft" or bool(model.adapters), "convert", rule, {"model": values.source}, advice)
     print("\n".join(_read(model)), flush=True)
     check_finite("convert", model.parameters)
     notes = WRITERS[kind](target, model)

@@ -92,6 +92,7 @@ def test_no_dial_changes_a_bit(name, optimizer, precision, cluster):
         ({"kv_heads": 3}, "kv_heads must divide heads"),
         ({"position": "rotary", "head_size": 5}, "even head_size"),
         ({"rope_low": 4.0}, "rope_high must be above rope_low"),
+        ({"lora": 17}, "lora must be at most channels; got lora=17, channels=16. Try lora=16"),
         ({"bias": "some"}, "bias must be known"),
         ({"norm": "rmsnrm"}, "rmsnrm"),
         ({"norm_eps": 1e-6}, "layernorm must have norm_eps=1e-05"),
