@@ -157,6 +157,7 @@ class Simulation:
     ends    of the runs of each process
     busy    seconds of kernels on all threads, by phase
     locked  seconds for which each process's lock was held
+    interpreter   seconds between kernels of all threads, with and without the lock
     """
 
     def __init__(self, processes: Sequence[Process], costs: Calibration, cores: int, runs: int = 1) -> None:
@@ -171,6 +172,7 @@ class Simulation:
         self.free, self.locked = [0.0] * len(ranks), [0.0] * len(ranks)
         self.ends: list[list[float]] = [[] for _ in ranks]
         self.busy = dict.fromkeys(PHASES, 0.0)
+        self.interpreter = 0.0
         self.arrived = Counter[tuple[int, int, Hashable]]()  # receiver, sender and channel -> messages
         self.blocked = [list[Key]() for _ in ranks]  # tasks that wait for messages
         self.pairs: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # messages to send
@@ -198,6 +200,7 @@ class Simulation:
         """Call a function after its thread has held the lock for some seconds, and has run for more without it."""
         self.free[rank] = max(self.now, self.free[rank]) + seconds
         self.locked[rank] += seconds
+        self.interpreter += seconds + more
         self.at(self.free[rank] + more, function, *arguments)
 
     def _begin(self, rank: int) -> None:
@@ -337,6 +340,7 @@ class Forecast:
     busy        seconds of kernels in a step, all threads together, by phase; `work` on one thread
     path        seconds of the longest chain of kernels and messages that wait for each other
     locked      seconds for which the busiest process held its interpreter's lock
+    interpreter seconds of the interpreter between kernels in a step, all threads together
     notes       what was assumed
     """
 
@@ -347,6 +351,7 @@ class Forecast:
     work: float
     path: Seconds
     locked: float
+    interpreter: float
     notes: Sequence[str]
 
     def rows(self) -> dict[str, str]:
@@ -359,6 +364,8 @@ class Forecast:
             time += f", {speedup:.2f} times as fast as one thread ({ms * self.one_thread:,.1f} ms): "
             time += f"efficiency {speedup / self.threads:.0%}"
         shares = [f"{phase} {seconds / threads:.0%}" for phase, seconds in self.busy.items()]
+        idle = max(threads - kernels - self.interpreter, 0.0)  # a message needs the interpreter beside the threads
+        shares += [f"interpreter {self.interpreter / threads:.0%}", f"idle {idle / threads:.0%}"]
         slowest = sorted(self.path.items(), key=lambda item: -item[1])[:4]
         on_path = [
             f"{layer if phase == 'update' else f'{layer}.{phase}'} {seconds / length:.0%}"
@@ -369,7 +376,7 @@ class Forecast:
         most, *others = sorted(limits.items(), key=lambda item: -item[1])
         lines = {
             "time": time,
-            "threads' time": f"{', '.join(shares)}, idle {1 - kernels / threads:.0%}",
+            "threads' time": ", ".join(shares),
             "critical path": f"{ms * length:,.1f} of {ms * self.work:,.1f} ms of work: {', '.join(on_path)}",
             "limit": f"{most[0]}: {ms * most[1]:,.1f} ms ({', '.join(f'{a} {ms * b:,.1f}' for a, b in others)})",
         }
@@ -421,6 +428,7 @@ def forecast(
         work=sum(demand.alone for process in processes for demand in process.demands.values()) / steps,
         path=critical_path(processes, costs),
         locked=max(simulation.locked) / runs / steps,
+        interpreter=simulation.interpreter / runs / steps,
         notes=notes,
     )
     return predicted, engines
