@@ -48,8 +48,11 @@ TURNED = {
 # Tests of each folder of the package, which run after those that mention the changed module.
 NEAR = {
     "config": "flags settings command_lines start",
-    "data": "data_dataset data_encodings data_source prepare tokenizers",
-    "formats": "formats_huggingface formats_run_model formats_gguf formats_llama convert fuzz data_dataset",
+    "data": "data_dataset data_encodings data_source pairs prepare tokenizers",
+    "formats": (
+        "formats_huggingface formats_run_model formats_gguf formats_llama convert fuzz data_dataset data_encodings "
+        "tokenizers prepare"
+    ),
     "generation": "generating sampling evaluate readable model_choices",
     "graph": "grain chunks groups clipping one_number distribute timeline",
     "kernels": "kernels_layers kernels_optimizers kernels_attention kernels_products kernels_vectors layers",

@@ -32,14 +32,13 @@ if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_
 _MODULES = {
     "config.model": "ModelConfig preset",
     "config.run": "DataConfig DataflowConfig OptimizerConfig RunConfig",
-    "formats.models": "save",
     "generation.sampler": "sample",
     "model.parameters": "digest initial_parameters",
     "profiling.measure": "measure",
     "profiling.plan": "plan",
     "profiling.recorder": "TimelineConfig TimelineCallback",
     "schedulers.opening": "open_scheduler",
-    "training.checkpoint": "load",
+    "training.checkpoint": "load save",
     "training.inference": "loss_and_gradients",
     "training.trainer": "fit",
 }

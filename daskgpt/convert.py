@@ -42,8 +42,7 @@ from pathlib import Path
 
 from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command
-from daskgpt.data.tokenizer import encoding_of, get_encoding, vocabulary_size
-from daskgpt.formats.encoding import title_of
+from daskgpt.formats.encoding import encoding_of, get_encoding, title_of, vocabulary_size
 from daskgpt.formats.gguf import DTYPES, write_gguf
 from daskgpt.formats.huggingface import write_huggingface, write_peft
 from daskgpt.formats.safetensors import write_run_model
@@ -92,7 +91,7 @@ def guessed(target: Path) -> str:
     return kinds[-1]
 
 
-def _known_encoding(model: StoredModel) -> str:
+def _encoding_of(model: StoredModel) -> str:
     """Return the encoding of a model, which may have fewer ids than the model; "" if it is unknown."""
     encoding = model.encoding or encoding_of(model.config.vocabulary)
     spare = model.config.vocabulary - vocabulary_size(encoding)
@@ -104,7 +103,7 @@ def _known_encoding(model: StoredModel) -> str:
 
 def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
     encoding, reason = None, f"no encoding here has {model.config.vocabulary:,} token ids"
-    if name := _known_encoding(model):
+    if name := _encoding_of(model):
         try:
             encoding = get_encoding(name)
         except FileNotFoundError as error:  # the model is of use without
@@ -114,7 +113,7 @@ def _to_huggingface(target: Path, model: StoredModel) -> list[str]:
 
 
 def _to_gguf(target: Path, model: StoredModel, dtype: str = "float32") -> list[str]:
-    encoding, rule = _known_encoding(model), "a model for llama.cpp must have an encoding, which is written with it"
+    encoding, rule = _encoding_of(model), "a model for llama.cpp must have an encoding, which is written with it"
     got, advice = {"vocabulary": model.config.vocabulary}, "Convert the run folder, or a folder with its tokenizer."
     require(bool(encoding), "convert", rule, got, advice)
     write_gguf(target, model, get_encoding(encoding), dtype)

@@ -27,11 +27,9 @@ from daskgpt.config.settings import setting
 from daskgpt.data.dataset import Tokens, check_tokens, load_validation
 from daskgpt.data.pairs import Examples
 from daskgpt.data.source import PREPARED, recognize
-from daskgpt.data.tokenizer import get_encoding
 from daskgpt.formats.encoding import Encoding
 from daskgpt.generation.decoder import Decoder, EagerDecoder, Weights, decoder_of
 from daskgpt.generation.sampler import DecodingConfig
-from daskgpt.training.checkpoint import encoding_and_length, open_model_of
 from daskgpt.training.job import compile_kernels
 
 Row = tuple[np.ndarray, np.ndarray]  # tokens, and whether the loss of each counts, but of the first one
@@ -53,17 +51,13 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
     flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
     values, options = flags.read(arguments, EvaluateConfig)
-    require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, for example.")
     source = recognize(options.data)
-    model = open_model_of(values.model)
-    encoding_name, length = encoding_and_length(model, options.encoding)
-    encoding = get_encoding(encoding_name)
-    weights = Weights(model.config, model.loaded().parameters, options.precision)
+    weights, encoding, length = options.opened(values.model)
     length = options.sequence_length or length
     rule, got = "a sequence must not be longer than the model's positions", {"sequence_length": length}
-    got |= {"positions": model.config.positions}
-    require(length <= model.config.positions, "evaluate", rule, got, "Shorten the sequence.")
-    dataset = load_validation(source, encoding_name, length)
+    got |= {"positions": weights.config.positions}
+    require(length <= weights.config.positions, "evaluate", rule, got, "Shorten the sequence.")
+    dataset = load_validation(source, encoding.name, length)
     data = f"{dataset.origin}{' (what is held out)' * (source.kind == PREPARED)}"
     figures = measure(weights, options, encoding, dataset.validation, length)
     facts = {"model": str(values.model), "data": options.data, "precision": options.precision}

@@ -26,13 +26,10 @@ from dataclasses import dataclass
 from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command, text
 from daskgpt.config.settings import setting
-from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Message, template_of
-from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.data.pairs import ASSISTANT, USER, ChatTemplate, Message, template_of
 from daskgpt.formats.encoding import Encoding
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.sampler import Choice, DecodingConfig, Texts, prompt_ids
-from daskgpt.generation.sanitize import readable, shown
-from daskgpt.training.checkpoint import encoding_and_length, open_model_of
+from daskgpt.generation.sampler import Choice, DecodingConfig, Texts, prompt_ids, readable, shown
 from daskgpt.training.job import compile_kernels
 
 PLACE = "{}"  # of what a user writes, in the form of prompts
@@ -67,7 +64,7 @@ class Writer:
 
     def ids(self, text: str) -> list[int]:
         """Return a text as tokens. Errors   ValueError if it is empty, or a token is not in the model's vocabulary"""
-        return prompt_ids(self.weights.config, encode(self.encoding, text, "prompt"))
+        return prompt_ids(self.weights.config, self.encoding.encode(text, "prompt"))
 
     def texts(self, prompts: list[list[int]], longest: int = 0) -> Texts:
         return Texts(self.weights, prompts, self.context, longest, self.options.threads)
@@ -75,7 +72,7 @@ class Writer:
     def asking(self, messages: list[Message]) -> str:
         """Return a conversation as text, up to where the model's answer begins."""
         assert self.template is not None
-        told = [{"role": "system", "content": self.options.system}] if self.options.system else []
+        told = [("system", self.options.system)] if self.options.system else []
         return self.template.text([*told, *messages], reply=True)
 
     def write(self, texts: Texts) -> Iterator[list[int | None]]:
@@ -100,24 +97,21 @@ def main(arguments: list[str]) -> int:
     got = {"prompt": values.prompt, "samples": options.samples}
     alone = not values.prompt and options.samples == 1
     require(alone or not values.interactive, "generate", rule, got, "Leave out --prompt and --samples.")
-    model = open_model_of(values.model)
-    encoding_name, context = encoding_and_length(model, options.encoding)
-    weights = Weights(model.config, model.loaded().parameters, options.precision)
-    encoding = get_encoding(encoding_name)
+    weights, encoding, context = options.opened(values.model)
     template = None if options.template else template_of(encoding)
     rule, got = "a model without a chat template is told nothing before a text", {"system": options.system}
     require(template is not None or not options.system, "generate", rule, got, "Put it into --prompt.")
     # A chat model knows longer texts than those that it was tuned on.
-    writer = Writer(options, weights, encoding, model.config.positions if template else context, template)
+    writer = Writer(options, weights, encoding, weights.config.positions if template else context, template)
     form = unescaped(options.template) or PLACE
     rule, got = f"a template must have one {PLACE}", {"template": form}
     require(form.count(PLACE) == 1, "generate", rule, got, "It stands for what you write.")
     if template:
-        given = [(f"{text}\n", writer.asking([{"role": USER, "content": text}])) for text in values.prompt or [""]]
+        given = [(f"{text}\n", writer.asking([(USER, text)])) for text in values.prompt or [""]]
     else:
         given = [(form.replace(PLACE, text),) * 2 for text in values.prompt or ["\n" if form == PLACE else ""]]
     prompts = [(shown, writer.ids(text)) for shown, text in given for _ in range(options.samples)]
-    compile_kernels(uses=model.config.uses | {"decoding"})
+    compile_kernels(uses=weights.config.uses | {"decoding"})
     texts = chat(writer, form) if values.interactive else write_all(writer, prompts)
     if texts is not None and texts.rate.tokens:
         rate, per = texts.rate, f"{options.precision}, {number_of(texts.decoder.threads, 'thread')}"
@@ -164,7 +158,7 @@ def chat(writer: Writer, form: str) -> Texts | None:
             return texts
         if line or texts is None or (writer.template and writer.encoding.eot_token in texts.tokens[0][length:]):
             if writer.template:
-                messages.append({"role": USER, "content": line})
+                messages.append((USER, line))
                 ids = writer.ids(writer.asking(messages))
             elif form != PLACE:
                 ids = writer.ids(form.replace(PLACE, line))
@@ -178,7 +172,7 @@ def chat(writer: Writer, form: str) -> Texts | None:
         print(flush=True)
         if writer.template:
             reply = [token for token in texts.tokens[0][length:] if token != writer.encoding.eot_token]
-            messages.append({"role": ASSISTANT, "content": writer.encoding.decode(reply)})
+            messages.append((ASSISTANT, writer.encoding.decode(reply)))
 
 
 def continued(writer: Writer, texts: Texts | None, ids: list[int]) -> Texts:

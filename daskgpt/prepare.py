@@ -15,8 +15,8 @@ from tqdm import tqdm
 from daskgpt.config.errors import number_of
 from daskgpt.config.flags import Parser, called, run_command
 from daskgpt.data.preparation import Preparation, PrepareConfig
-from daskgpt.data.token_folder import Manifest, Part
 from daskgpt.formats.encoding import title_of
+from daskgpt.formats.token_files import Manifest, Part
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 
 

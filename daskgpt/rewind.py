@@ -27,8 +27,8 @@ from daskgpt.config.errors import require
 from daskgpt.config.files import check_writable, replacing
 from daskgpt.config.flags import Parser, given_flags, run_command
 from daskgpt.config.run import DataflowConfig
-from daskgpt.data.tokenizer import get_encoding
-from daskgpt.generation.sanitize import readable
+from daskgpt.formats.encoding import get_encoding
+from daskgpt.generation.sampler import readable
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.training.job import compile_kernels
 from daskgpt.training.replay import PlacesConfig, Replay, StepTensors

@@ -16,9 +16,8 @@ from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.stopping import STOPPED
 from daskgpt.data.source import STANDARD_LIBRARY
-from daskgpt.data.tokenizer import encode, get_encoding
-from daskgpt.generation.sampler import sample
-from daskgpt.generation.sanitize import readable, shown
+from daskgpt.formats.encoding import get_encoding
+from daskgpt.generation.sampler import readable, sample, shown
 from daskgpt.profiling.plan import check_workers, predict
 from daskgpt.profiling.recorder import TimelineCallback, TimelineConfig
 from daskgpt.schedulers.protocol import Scheduler
@@ -177,7 +176,7 @@ def shown_sample(job: Job, scheduler: Scheduler, state: State) -> str:
     encoding, steps, asked = get_encoding(job.tokens.encoding_name), state.step, job.tokens.prompt
     options: dict[str, Any] = {"temperature": 0.8, "seed": job.run.seed, "context": job.data.sequence_length}
     end = encoding.eot_token if asked else None
-    prompt = asked or encode(encoding, "\n").tolist() or [encoding.eot_token]
+    prompt = asked or encoding.encode("\n").tolist() or [encoding.eot_token]
     parameters = state.parameters(scheduler)
     tokens = list(sample(job.config, parameters, prompt, job.run.sample_tokens, end=end, **options))
     text = "".join(readable(encoding, [*asked, *shown(encoding, tokens, end)]))

@@ -30,7 +30,7 @@ from daskgpt.data.dataset import (
 )
 from daskgpt.data.source import recognize
 from daskgpt.data.text import END, SPAN_CHARACTERS, SPAN_TOKENS, Run, runs, split_text, split_tokens
-from daskgpt.formats.llmc import read_tokens
+from daskgpt.formats.token_files import read_tokens
 
 END_OF_TEXT = 256
 
@@ -362,14 +362,7 @@ def test_epoch_batches_have_every_target_once():
         np.testing.assert_array_equal(y, x + 1)
 
 
-def test_batches_do_not_depend_on_file_ends():
-    shape = {"batch_size": 7, "sequence_length": 10, "seed": 3, "step": 5}
-    for order in ("random", EPOCHS):
-        whole = batch(ROW, **shape, order=order)
-        for cuts in ([3], [500, 501], list(range(0, 1000, 7))):
-            parts = batch(MappedTokens(np.split(ROW, cuts)), **shape, order=order)
-            np.testing.assert_array_equal(parts, whole)
-    # An id beyond the vocabulary ends a batch.
+def test_an_id_beyond_the_vocabulary_ends_a_batch():
     sizes = {"sequence_length": 10, "vocabulary": 900}
     with pytest.raises(ValueError, match="largest=9[0-9][0-9], vocabulary=900"):
         batch(ROW, batch_size=99, seed=0, step=0, order=EPOCHS, **sizes)

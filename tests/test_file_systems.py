@@ -5,16 +5,12 @@ import fcntl
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
-from llmc_samples import write_tokens
 from small_runs import STEPS, fit, losses_of, steps_in, tensors_of
 
 import daskgpt
 from daskgpt.audit import Audit
 from daskgpt.config.files import advice_on, appearing, check_writable, replacing, sync_folder
-from daskgpt.formats import safetensors
-from daskgpt.formats.llmc import read_tokens
 from daskgpt.training.checkpoint import point
 
 SYNC = [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM]
@@ -165,18 +161,3 @@ def test_a_file_that_cannot_be_written_is_refused_with_its_reason(tmp_path, monk
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ValueError, match="permissions"):
         check_writable(tmp_path / "file", "test", "--out")
-
-
-def test_files_that_cannot_be_mapped_are_read(small_text, tmp_path, usual, refusing):
-    """As on some file systems of user programs."""
-    _, parameters = daskgpt.load(usual)
-    write_tokens(tmp_path / "tokens.bin", np.arange(999))
-    refusing("memmap", errno.ENODEV, module=np)
-    refusing("safe_open", errno.ENODEV, module=safetensors)
-    read = daskgpt.load(usual)[1]
-    assert all((read[name] == values).all() for name, values in parameters.items())
-    assert read_tokens(tmp_path / "tokens.bin").tolist() == list(range(999))
-    damaged = (usual / "latest" / "model.safetensors").read_bytes()[:-1]
-    (tmp_path / "damaged.safetensors").write_bytes(damaged)
-    with pytest.raises(ValueError, match="complete safetensors file"):
-        daskgpt.load(tmp_path / "damaged.safetensors")

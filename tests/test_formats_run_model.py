@@ -14,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 import daskgpt
 from daskgpt.formats import stored_model
-from daskgpt.formats.models import open_model_file
 from daskgpt.formats.safetensors import TensorFiles, _checksum, open_run_model, write_run_model, write_tensor_file
 from daskgpt.formats.stored_model import MAX_JSON_BYTES, StoredModel
 from daskgpt.model.parameters import parameter_shapes
+from daskgpt.training.checkpoint import open_model_file
 
 
 def odd_parameters():
@@ -76,14 +76,6 @@ def test_metadata_and_round_trip(path):
     # A setting that came later means its default.
     edit(path, lambda entry: entry["model"].pop("norm"))
     assert open_run_model(path).config == SMALL
-
-
-def test_padding_that_early_files_leave_out_is_0(path):
-    parameters, tensors = odd_parameters(), load_file(path)
-    tensors["wte.weight"] = tensors["wte.weight"][: SMALL.vocabulary]
-    save_file(tensors, path, metadata_of(path))
-    parameters["wte.weight"][SMALL.vocabulary :] = 0
-    assert_same_bits(parameters, daskgpt.load(path)[1])
 
 
 NOT_WRITTEN = [
@@ -156,8 +148,8 @@ WRONG_CONFIGURATIONS = [
     ({"heads": 3}, "heads must divide"),
     ({"norm": "rmsnorm"}, "unknown=h.0.ln_1.bias .5 in all"),
     ({"positions": 2**24}, "wpe.weight must have shape"),
-    ({"padded_vocabulary": 7, "vocabulary": 6}, r"wte.weight must have shape \(6, 4\) or \(7, 4\)"),
-    ({"encoding": "runes"}, "encoding must be one of"),
+    ({"padded_vocabulary": 7, "vocabulary": 6}, r"wte.weight must have shape \(7, 4\)"),
+    ({"encoding": "runes"}, "encoding must be known; .*runes"),
     *[({"blocks": value}, "must describe a model") for value in (2.5, "2", True, None, [2])],
 ]
 
@@ -228,20 +220,6 @@ def test_large_arrays_are_written_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(stored_model.pieces, "__defaults__", (16,))
     write(tmp_path / "a.safetensors")
     assert_holds(TensorFiles(tmp_path / "a.safetensors", "test"), ARRAYS)
-
-
-ARRAYS_NOT_WRITTEN = [
-    (np.zeros((4, 3), "f4"), "a.safetensors", TypeError, "have shape"),
-    (np.zeros((3, 4)), "a.safetensors", TypeError, "must be float32"),
-    (np.zeros((3, 4), "f4"), "no/a.safetensors", FileNotFoundError, "folder must exist"),
-]
-
-
-@pytest.mark.parametrize(("array", "path", "error", "keyword"), ARRAYS_NOT_WRITTEN)
-def test_writes_that_are_refused(tmp_path, array, path, error, keyword):
-    with pytest.raises(error, match=keyword):
-        write_tensor_file(tmp_path / path, {"a": (3, 4)}, lambda _: array, {}, where="test")
-    assert os.listdir(tmp_path) == []
 
 
 # What is refused

@@ -12,13 +12,12 @@ from small_runs import MODEL, config_of, losses_of, metrics_of, same, stopping_a
 import daskgpt
 from daskgpt import generate, train
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.data.chat import ChatTemplate, Part
 from daskgpt.data.dataset import batch, load_dataset, validation_batches
-from daskgpt.data.pairs import read_examples, read_pairs
+from daskgpt.data.pairs import ChatTemplate, Part, read_examples, read_pairs
 from daskgpt.data.source import recognize
-from daskgpt.data.tokenizer import encode, get_encoding
-from daskgpt.formats.models import open_model_file
-from daskgpt.generation.sanitize import sanitized
+from daskgpt.formats.encoding import get_encoding
+from daskgpt.generation.sampler import sanitized
+from daskgpt.training.checkpoint import open_model_file
 
 END = 256
 # Of several lengths; the last two are longer than a sequence of 16 tokens and its end, one already by its prompt.
@@ -204,11 +203,11 @@ CHATML = """{% for message in messages %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 NAMES = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 TALK = [
-    {"role": "user", "content": "Who?"},
-    {"role": "assistant", "content": "I."},
-    {"role": "user", "content": "é <b> 'quoted'"},
-    {"role": "assistant", "content": "Yes\nindeed"},
-    {"role": "user", "content": "Bye"},
+    ("user", "Who?"),
+    ("assistant", "I."),
+    ("user", "é <b> 'quoted'"),
+    ("assistant", "Yes\nindeed"),
+    ("user", "Bye"),
 ]
 
 
@@ -217,7 +216,7 @@ def test_a_conversation_as_text():
     begin = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
     assert template.text(TALK[:1]) == begin
     assert template.text(TALK[:1], reply=True) == begin + "<|im_start|>assistant\n"
-    system = [{"role": "system", "content": "Short."}]
+    system = [("system", "Short.")]
     assert template.text(system + TALK[:1]).startswith("<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\n")
 
 
@@ -234,7 +233,7 @@ def test_what_templates_may_use():
     source = """{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif -%}
     {% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}{% endgeneration %}{% else -%}
     {{ {'a': m.content} | tojson }}{% endif %}{% endfor %}{{ strftime_now is defined }}"""
-    talk = [{"role": "tool", "content": ""}, TALK[2], {"role": "assistant", "content": " x "}]
+    talk = [("tool", ""), TALK[2], ("assistant", " x ")]
     assert ChatTemplate(source, NAMES).text(talk) == """{"a": "é <b> 'quoted'"}xFalse"""
 
 
@@ -281,7 +280,7 @@ def test_models_with_a_chat_template_answer(path, encoding, called):
 
     def answer(text):
         """What the model says after a text, up to the end of its message: as text, and as it is shown."""
-        ids = encode(encoding, text, "test")
+        ids = encoding.encode(text, "test")
         tokens = daskgpt.sample(config, parameters, ids, 5, temperature=0, end=encoding.eot_token)
         reply = [token for token in tokens if token != encoding.eot_token]
         return encoding.decode(reply), "".join(sanitized(encoding.tokens[token] for token in reply))
@@ -303,7 +302,7 @@ def test_models_with_a_chat_template_answer(path, encoding, called):
 @pytest.mark.parametrize(("answer", "messages"), [("ab", [1]), ("a<|end|>", [1, 3]), ("", [1])])
 def test_an_empty_line_continues_an_answer_that_has_not_ended(answer, messages, path, encoding, monkeypatch, capsys):
     """After a complete one it is a message."""
-    asked, answers = [], [encode(encoding, text, "test").tolist() if text else [] for text in (answer, "c")]
+    asked, answers = [], [encoding.encode(text, "test").tolist() if text else [] for text in (answer, "c")]
 
     def write(writer, texts):
         for token in answers.pop(0):
@@ -330,7 +329,7 @@ def test_pairs_are_learned_in_the_form_of_the_template(encoding, tmp_path):
     tokens, counted = examples.row(3)
     assert encoding.decode(tokens) == "a3<|end|>the 3<|end|>"
     assert encoding.decode(tokens[counted]) == "the 3<|end|>"
-    assert examples.prompt(3) == encode(encoding, "a3<|end|>", "test").tolist()
+    assert examples.prompt(3) == encoding.encode("a3<|end|>", "test").tolist()
     rows, targets, weights = examples.batch(np.array([3, 4]), 12)
     assert encoding.decode(targets[0][weights[0] > 0]) == "the 3<|end|>"
     assert weights.mean() == pytest.approx(1)
@@ -338,7 +337,7 @@ def test_pairs_are_learned_in_the_form_of_the_template(encoding, tmp_path):
 
 
 CHATS = [
-    {"messages": [{"role": "system", "content": "s"}, *TALK]},
+    {"messages": [{"role": role, "content": text} for role, text in [("system", "s"), *TALK]]},
     {"messages": [{"role": "user", "content": "nobody answers"}]},
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": []}]},
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "source": "x"},
@@ -353,7 +352,7 @@ def write(path, records):
 
 def test_chats_are_conversations(tmp_path):
     (talk, short), _, left_out = read_pairs(write(tmp_path / "chats.json", CHATS))
-    assert talk == (("system", "s"), *((message["role"], message["content"]) for message in TALK))
+    assert talk == (("system", "s"), *TALK)
     assert left_out == ["chats.json line 2", "chats.json line 3"]
     assert read_pairs(write(tmp_path / "shared.json", SHARED)) == ([short], ["shared.json line 1"], [])
     with pytest.raises(

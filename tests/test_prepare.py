@@ -4,6 +4,7 @@ import fcntl
 import gzip
 import json
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,9 +19,8 @@ from pyarrow import parquet
 from daskgpt.data import preparation, source, text
 from daskgpt.data.dataset import load_dataset
 from daskgpt.data.preparation import Preparation, PrepareConfig
-from daskgpt.data.token_folder import JOURNAL, MANIFEST, VOCABULARY_FILE, read_manifest
-from daskgpt.data.tokenizer import encode, get_encoding
-from daskgpt.formats.encoding import Encoding
+from daskgpt.formats.encoding import Encoding, get_encoding
+from daskgpt.formats.token_files import JOURNAL, MANIFEST, VOCABULARY_FILE, read_manifest
 
 
 def codec_of(folder: Path) -> Encoding:
@@ -35,7 +35,7 @@ def pieces_of(folder: Path, part: str) -> list[bytes]:
     documents = [tokens[1:] for tokens in np.split(row, np.flatnonzero(row == codec.eot_token))[1:]]
     pieces = [b"".join(codec.tokens[token] for token in tokens) for tokens in documents]
     for tokens, piece in zip(documents[::9], pieces[::9]):
-        np.testing.assert_array_equal(tokens, encode(codec, piece.decode()))
+        np.testing.assert_array_equal(tokens, codec.encode(piece.decode()))
     return pieces
 
 
@@ -258,7 +258,7 @@ def test_an_input_that_changes_is_refused(tmp_path):
 
 
 def test_the_standard_library_is_prepared(tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "STANDARD_LIBRARY_BYTES", 50_000)
+    monkeypatch.setattr(source, "OTHER_MODULES", sys.stdlib_module_names - {"json"})
     assert (prepared(tmp_path, "stdlib", *BYTES) / MANIFEST).is_file()
 
 
@@ -283,9 +283,6 @@ def test_preparation_continues_after_a_full_disk(corpus, expected, tmp_path):
         prepared(tmp_path, corpus, *BYTES)
     assert not (tmp_path / "out" / MANIFEST).exists()
     assert files_of(prepared(tmp_path, corpus, *BYTES)) == files_of(expected)
-
-
-# Learned vocabularies
 
 
 # Refusals

@@ -8,20 +8,18 @@ from conftest import SMALL, random_parameters
 
 import daskgpt
 from daskgpt import generate, train
-from daskgpt.data.tokenizer import get_encoding
-from daskgpt.generation.sanitize import readable, sanitized
+from daskgpt.formats.encoding import get_encoding
+from daskgpt.generation.sampler import readable, sanitized
 
 SHOWN = {
-    "text": (b"a\tb\n\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80 \\x41\r\n", "a\tb\né € 😀 \\x41\r\n"),
+    "text": (b"a\tb\n\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80 \\x41\r\n", "a\tb\né € 😀 \\x41\n"),
     "colour": (b"\x1b[31mred\x1b[0m", "\\x1b[31mred\\x1b[0m"),
     "bell, backspace, delete": (b"a\x07b\x08c\x7f", "a\\x07b\\x08c\\x7f"),
-    "return": (b"hidden\rshown", "hidden\\x0dshown"),
-    "returns at an end": (b"\r\r\n\r", "\\x0d\r\n\\x0d"),
-    "C1": ("\x9b31m".encode(), "\\u009b31m"),
+    "return": (b"hidden\rshown", "hidden\nshown"),
+    "returns at an end": (b"\r\r\n\r", "\n\n\n"),
+    "C1": ("\x9b31m".encode(), "\\x9b31m"),
     "direction": ("\u202eabc\u2066".encode(), "\\u202eabc\\u2066"),
     "no text": (b"a\xff\xfeb\xc3", "a\\xff\\xfeb\\xc3"),
-    "a run": (b"a" + b"\xff\x00" * 100 + b"b\xff", "a\\xff\\x00\\xff\\x00…b\\xff"),
-    "two runs": (b"\x00" * 9 + b"\n" + b"\x80" * 9, "\\x00\\x00\\x00\\x00…\n\\x80\\x80\\x80\\x80…"),
     "broken character": (b"\xe2\x82x", "\\xe2\\x82x"),
 }
 
@@ -39,7 +37,7 @@ def test_random_text_and_bytes_are_sanitized(random):
         text = "".join(character for character in map(chr, codes) if character.isprintable())
         assert "".join(readable(get_encoding("bytes"), text.encode())) == text
     shown = "".join(readable(get_encoding("bytes"), random.integers(0, 257, 20000)))
-    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)", shown)
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\r]", shown)
     # An id that only the model knows is no text.
     assert "".join(readable(get_encoding("bytes"), [97, 300, 98, 256])) == "ab<|endoftext|>"
 
@@ -58,4 +56,4 @@ def test_generate_and_the_sample_of_a_training_show_no_control_character(tmp_pat
         assert command.main([str(argument) for argument in arguments]) == 0
         shown = capsys.readouterr().out
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffd]", shown)
-        assert {"\\", "…"} <= set(shown)
+        assert "\\x" in shown

@@ -22,7 +22,7 @@ from small_runs import (
 import daskgpt
 from daskgpt import audit, train
 from daskgpt.data.dataset import load_dataset
-from daskgpt.data.tokenizer import get_encoding
+from daskgpt.formats.encoding import get_encoding
 from daskgpt.formats.huggingface import tokenizer_files
 from daskgpt.training.run_folder import RunFolder
 

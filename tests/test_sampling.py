@@ -9,11 +9,10 @@ from conftest import SMALL, random_parameters
 
 import daskgpt
 from daskgpt import generate
-from daskgpt.data.tokenizer import get_encoding
+from daskgpt.formats.encoding import get_encoding
 from daskgpt.generation import decoder
 from daskgpt.generation.decoder import Weights
-from daskgpt.generation.sampler import Choice, Texts, window
-from daskgpt.generation.sanitize import shown
+from daskgpt.generation.sampler import Choice, Texts, shown, window
 
 
 @pytest.fixture(scope="module")

@@ -23,15 +23,17 @@ def refusal(kind: type[E], where: str, rule: str, got: Mapping[str, object] | st
     got    values by name, or a description of the value
     """
     description = got if isinstance(got, str) else ", ".join(f"{name}={value}" for name, value in got.items())
-    return kind(f"{where}: {rule}; got {description}. {advice}")
+    error = kind(f"{where}: {rule}; got {description}. {advice}")
+    error.is_refusal = True  # type: ignore[attr-defined]
+    return error
 
 
 def tells_of_content(error: BaseException) -> bool:
     """Return whether an error of a library that reads foreign content is one of that content, and not of memory, of
-    the system or an interruption. A panic of Rust's is no Exception and has no public name.
+    the system, an interruption or a `refusal`. A panic of Rust's is no Exception and has no public name.
     """
     ordinary = isinstance(error, Exception) and not isinstance(error, (MemoryError, OSError))
-    return ordinary or type(error).__name__ == "PanicException"
+    return (ordinary and not hasattr(error, "is_refusal")) or type(error).__name__ == "PanicException"
 
 
 @contextmanager

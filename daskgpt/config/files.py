@@ -134,7 +134,7 @@ def written(path: str | os.PathLike[str], where: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # it has this form already
+        if hasattr(error, "is_refusal"):
             raise
         got = f"path={path} ({error.strerror or error})"
         raise refusal(type(error), where, "all of the file must be written", got, advice_on(error)) from error

@@ -15,13 +15,11 @@ import numpy as np
 
 from daskgpt.config.errors import number_of, require
 from daskgpt.config.files import digest_of_file, expanded
-from daskgpt.data import tokenizer
 from daskgpt.data.pairs import Examples, read_examples
 from daskgpt.data.source import PAIRS, PREPARED, STANDARD_LIBRARY, TEXT, TOKENS, Source, recognize
 from daskgpt.data.text import SPANS, split_text, split_tokens, texts
-from daskgpt.data.token_folder import MANIFEST, read_manifest
-from daskgpt.formats.encoding import title_of
-from daskgpt.formats.llmc import id_dtype, read_tokens
+from daskgpt.formats import encoding as encodings
+from daskgpt.formats.token_files import MANIFEST, read_manifest, read_tokens
 
 Batch = tuple[Any, ...]  # tokens, targets, and of pairs loss weights of the targets; each (B, T)
 RANDOM, EPOCHS = "random", "epochs"
@@ -78,7 +76,7 @@ class Dataset:
     def description(self) -> str:
         """Origin and sizes as text."""
         sizes = f"{self.training.size:,} training and {self.validation.size:,} validation tokens"
-        return f"{self.origin}: {sizes} ({title_of(self.encoding_name)})"
+        return f"{self.origin}: {sizes} ({encodings.title_of(self.encoding_name)})"
 
     @property
     def order(self) -> str:
@@ -100,7 +98,10 @@ class Dataset:
 
         Cost     reads all tokens once, unless the digests of their files are known
         """
-        digest, dtype = hashlib.sha256("".join(self.shards).encode()), id_dtype(self.vocabulary).newbyteorder("<")
+        digest, dtype = (
+            hashlib.sha256("".join(self.shards).encode()),
+            encodings.id_dtype(self.vocabulary).newbyteorder("<"),
+        )
         for tokens in () if self.shards else (self.training, self.validation):
             assert isinstance(tokens, np.ndarray), "the digests of others are known"
             digest.update(np.ascontiguousarray(tokens, dtype).data)
@@ -176,12 +177,12 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
     """
     written = source.encoding
     name = wanted or written or ("gpt2" if source.kind == TOKENS else default)
-    tokenizer.vocabulary_size(name)  # known without reading anything
+    encodings.vocabulary_size(name)  # known without reading anything
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source.name}
-    fine = source.kind == TEXT or not tokenizer.is_to_be_learned(name)
+    fine = source.kind == TEXT or not encodings.is_to_be_learned(name)
     require(fine, WHERE, rule, got, "Name the encoding of these tokens.")
-    rule, got = "the encoding must be that of the tokens", {"encoding": title_of(name)}
-    got |= {"source": f"{source.name} ({title_of(written)})"}
+    rule, got = "the encoding must be that of the tokens", {"encoding": encodings.title_of(name)}
+    got |= {"source": f"{source.name} ({encodings.title_of(written)})"}
     advice = "Leave another --encoding out, or prepare the text again with --encoding and the folder of the model."
     require(written in ("", name), WHERE, rule, got, advice)
     return name
@@ -194,28 +195,28 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
     if source.kind == PREPARED:
         return _prepared(expanded(source.name))
     if source.kind == PAIRS:
-        codec = tokenizer.get_encoding(name)
+        codec = encodings.get_encoding(name)
         parts, origin, digest = read_examples(source, codec, fraction, held_out, sequence_length)
         return Dataset(parts[0], parts[-1], codec.n_vocab, name, origin, (digest,))
     if source.kind == TOKENS:
-        vocabulary = tokenizer.vocabulary_size(name)
+        vocabulary = encodings.vocabulary_size(name)
         rows = [read_tokens(file.path) for file in source.files]
         for file, row in zip(source.files, rows):
             check_tokens(row, vocabulary, file.path)
         tokens = rows[0] if len(rows) == 1 else np.concatenate(rows)
         training, validation = (tokens[:0], tokens) if fraction == 1 else (tokens, tokens[:0])
         if 0 < fraction < 1:
-            end_of_text = tokenizer.end_of_text_id(name)
+            end_of_text = encodings.end_of_text_id(name)
             training, validation = (_join(pieces, end_of_text) for pieces in split_tokens(tokens, fraction, held_out))
         return Dataset(training, validation, vocabulary, name, f"{source.name} ({source.described})")
     documents = read_text(source)
     library = f"standard library of Python {platform.python_version()}"
     origin = f"{library if source.name == STANDARD_LIBRARY else source.name} ({source.described})"
     parts_of_text = split_text(documents, fraction, held_out)
-    if tokenizer.is_to_be_learned(name):
-        name = tokenizer.learn_encoding(parts_of_text[0], tokenizer.vocabulary_size(name), name)
-    codec = tokenizer.get_encoding(name)
-    encoded = ([tokenizer.encode(codec, text, source.name) for text in part] for part in parts_of_text)
+    if encodings.is_to_be_learned(name):
+        name = encodings.learn_encoding(parts_of_text[0], encodings.vocabulary_size(name), name)
+    codec = encodings.get_encoding(name)
+    encoded = ([codec.encode(text, source.name) for text in part] for part in parts_of_text)
     training, validation = (_join(part, codec.eot_token) for part in encoded)
     return Dataset(training, validation, codec.n_vocab, name, origin)
 
@@ -238,7 +239,7 @@ def read_text(source: Source) -> list[str]:
 
 def _join(pieces: list[np.ndarray], end_of_text: int) -> np.ndarray:
     """Return the pieces in one row, each after an end-of-text, since no piece continues the previous one."""
-    mark = np.array([end_of_text], id_dtype(end_of_text + 1))
+    mark = np.array([end_of_text], encodings.id_dtype(end_of_text + 1))
     filled = (piece for piece in pieces if piece.size)
     marked = [array for piece in filled for array in ((piece,) if piece[0] == end_of_text else (mark, piece))]
     return np.concatenate(marked) if marked else mark[:0]

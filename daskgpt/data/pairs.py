@@ -1,4 +1,5 @@
-"""Pairs of a prompt and its response, and the examples that they become.
+"""Conversations: pairs of a prompt and its response, chats, the chat template of a model (Jinja), which its tokenizer's
+files hold, and the examples that they become.
 
 An example is the tokens of prompt, response and end-of-text, or of a conversation in the form of the model's chat
 template. A sequence holds one example, from its first token on, and is filled up with end-of-text; only what the model
@@ -8,24 +9,130 @@ attention never reads another example.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from daskgpt.config.errors import number_of, require
+from daskgpt.config.errors import number_of, refusing, require, short
 from daskgpt.config.files import digest_of
-from daskgpt.data.chat import ASSISTANT, USER, ChatTemplate, Part, template_of
 from daskgpt.data.source import CHATS, PAIR_FIELDS, Source
 from daskgpt.data.text import WHERE, of_kind, records, runs, whole
-from daskgpt.data.tokenizer import encode
 from daskgpt.formats.encoding import Encoding, title_of
 
-Conversation = tuple[tuple[str, str], ...]  # role and content of each message
+Message = tuple[str, str]  # role and content
+Conversation = tuple[Message, ...]
 Weighted = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, targets, and loss weights of the targets
+USER, ASSISTANT = "user", "assistant"  # roles
 PAIR = (USER, ASSISTANT)
 # Roles by ShareGPT's names.
 ROLES = {"human": USER, "gpt": ASSISTANT}
+
+# Rules, with advice; the last one where nothing stands before the assistant's message.
+TAKES = "the chat template must take these messages", "Correct their roles and contents."
+LEAVES = (
+    "the chat template must leave the text of earlier messages as it is",
+    "Train on pairs of prompt and response instead.",
+)
+BEGINS = "a conversation must begin with what the assistant answers", "Begin with a user's message."
+
+
+# Chat templates
+
+
+class Part(NamedTuple):
+    """A part of a conversation's text, and whether the assistant wrote it."""
+
+    text: str
+    written: bool
+
+
+class _Generation(Extension):
+    """The tag by which templates mark what the assistant writes; what stands inside of it is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  # as Jinja has it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """The form of conversations.
+
+    source   of the template, in Jinja
+    names    what it may use besides the messages: bos_token, eos_token
+
+    It is rendered as transformers does, in a sandbox, but for `strftime_now`: with the date in it, a text would have
+    other tokens every day.
+
+    Errors   ValueError if it is no template
+    """
+
+    def __init__(self, source: str, names: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals["raise_exception"] = _refuse
+        self.names = names
+        advice = "Correct the tokenizer's files, or give another --template."
+        with refusing(None, "chat", "the chat template must be valid", {"template": short(source)}, advice):
+            self.template = environment.from_string(source)
+
+    def text(self, messages: Sequence[Message], reply: bool = False, where: str = "chat") -> str:
+        """Return a conversation as text; with `reply`, up to where the assistant's next message begins.
+
+        where    opens errors
+
+        Errors   ValueError if the template refuses the messages
+        """
+        (rule, advice), got = TAKES if messages else BEGINS, {"roles": [role for role, _ in messages]}
+        objects = [{"role": role, "content": content} for role, content in messages]
+        with refusing(None, where, rule, got, advice):
+            text = self.template.render(messages=objects, add_generation_prompt=reply, **self.names)
+        return text
+
+    def parts(self, messages: Sequence[Message], where: str = "chat") -> list[Part]:
+        """Return a conversation's text up to the assistant's last message, divided where its messages begin and end.
+
+        Each part that the assistant wrote comes after what it would read in a conversation: the text with `reply`.
+
+        Errors   ValueError if the template refuses the messages, or changes the text of earlier ones
+        """
+        parts, done = list[Part](), ""
+        for number, (role, _) in enumerate(messages):
+            if role != ASSISTANT:
+                continue
+            before, after = self.text(messages[:number], True, where), self.text(messages[: number + 1], False, where)
+            rule, advice = LEAVES if number else BEGINS
+            fits = before.startswith(done) and after.startswith(before)
+            require(fits, where, rule, {"message": number + 1}, advice)
+            parts += [Part(before[len(done) :], False), Part(after[len(before) :], True)]
+            done = after
+        return parts
+
+
+def template_of(encoding: Encoding) -> ChatTemplate | None:
+    """Return the chat template that an encoding's files have; None if there is none."""
+    if not encoding.chat_template:
+        return None
+    names = {"bos_token": encoding.bos_token, "eos_token": next(iter(encoding.specials))}
+    return ChatTemplate(encoding.chat_template, {name: token for name, token in names.items() if token})
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+# Examples
 
 
 def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]]:
@@ -59,7 +166,7 @@ def _conversation(record: object) -> Conversation:
     raise TypeError(f"a record with the fields {', '.join(fields)}")
 
 
-def _message(record: object, role: str, content: str) -> tuple[str, str]:
+def _message(record: object, role: str, content: str) -> Message:
     fields = of_kind(dict, record, "message")
     if role not in fields or content not in fields:
         raise TypeError(f"a message with the fields {', '.join(fields)}")
@@ -200,8 +307,8 @@ def _example(
     """
     parts = [Part(text, role == ASSISTANT) for role, text in conversation]
     if template:
-        parts = template.parts([{"role": role, "content": text} for role, text in conversation], place)
-    encoded = [encode(codec, part.text, place) for part in parts]
+        parts = template.parts(conversation, place)
+    encoded = [codec.encode(part.text, place) for part in parts]
     if not template:
         encoded[-1] = np.append(encoded[-1], np.array(codec.eot_token, encoded[-1].dtype))
     counted = [np.full(tokens.size, part.written) for tokens, part in zip(encoded, parts)]

@@ -23,12 +23,13 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, digest_of_file, readable, replacing, write_file
 from daskgpt.config.settings import Checked, setting
-from daskgpt.data import text, token_folder, tokenizer
+from daskgpt.data import text
 from daskgpt.data.source import TEXT, recognize
 from daskgpt.data.text import FIELD, LAST, PARQUET, File, opened_parquet, split_text
-from daskgpt.data.token_folder import MANIFEST, PARTS, VOCABULARY_FILE, WHERE, Manifest, Part, Shard
-from daskgpt.formats.encoding import KNOWN, is_learned, known_encoding, read_vocabulary
-from daskgpt.formats.llmc import HEADER_BYTES, LARGEST_COUNT, id_dtype, token_header
+from daskgpt.formats import encoding as encodings
+from daskgpt.formats import token_files
+from daskgpt.formats.huggingface import encoding_named
+from daskgpt.formats.token_files import LARGEST_COUNT, MANIFEST, PARTS, VOCABULARY_FILE, WHERE, Manifest, Part, Shard
 
 PARTITIONS = 1024  # most partitions of plain text; more blocks than that are divided among so many
 LEARNED_BYTES = 100_000_000  # bytes of text from which a vocabulary is learned, spread over the corpus
@@ -134,9 +135,9 @@ class Preparation:
         self.files = [replace(file, path=os.path.abspath(file.path)) for file in files]
         rule, advice = "the inputs must hold text", "Give files, folders or globs that do."
         require(bool(files), WHERE, rule, {"inputs": " ".join(inputs)[:200]}, advice)
-        self.encoding = tokenizer.encoding_named(config.encoding)
-        if not tokenizer.is_to_be_learned(self.encoding):
-            tokenizer.get_encoding(self.encoding)
+        self.encoding = encoding_named(config.encoding)
+        if not encodings.is_to_be_learned(self.encoding):
+            encodings.get_encoding(self.encoding)
         # The settings that, with the inputs, decide the tokens and their files.
         settings = {n: value for n, value in asdict(config).items() if n not in ("out", "scheduler", "threads")}
         sizes = {"block_bytes": text.BLOCK_BYTES, "partitions": PARTITIONS}
@@ -156,15 +157,15 @@ class Preparation:
         from dask import bag  # it takes a fifth of a second to import
 
         decides = {"settings": self.settings, "files": [[file.name, file.size, file.modified] for file in self.files]}
-        with token_folder.begun_folder(Path(self.config.out), decides) as folder:
+        with token_files.begun_folder(Path(self.config.out), decides) as folder:
             self.existed = (folder / MANIFEST).is_file()
             if self.existed:
-                return token_folder.read_manifest(folder)
+                return token_files.read_manifest(folder)
             partitions, encoding = partitions_of(self.files), self.encoding
-            if tokenizer.is_to_be_learned(encoding):
+            if encodings.is_to_be_learned(encoding):
                 encoding = self._learned(folder / VOCABULARY_FILE, partitions)
-            if is_learned(encoding):
-                write_file(folder / VOCABULARY_FILE, known_encoding(encoding).content.encode(), WHERE)
+            if encodings.is_learned(encoding):
+                write_file(folder / VOCABULARY_FILE, encodings.get_encoding(encoding).content.encode(), WHERE)
             ended = list[bool]()
             task = partial(tokenize, encoding=encoding, config=self.config, folder=folder.absolute(), ended=ended)
             tokens = bag.from_sequence(enumerate(partitions), partition_size=1).map(task)
@@ -179,18 +180,18 @@ class Preparation:
                 rule = "an input must not change while it is read"
                 require(same, WHERE, rule, {"file": file.path}, "Prepare into a new folder.")
             manifest = self._manifest(folder, encoding, len(partitions))
-            token_folder.complete(folder, manifest)
+            token_files.complete(folder, manifest)
             return manifest
 
     def _learned(self, kept: Path, partitions: list[list[Section]]) -> str:
         """Return the name of the corpus's own vocabulary, learned now or by an earlier process."""
         if kept.is_file():
-            return read_vocabulary(kept)
+            return encodings.read_vocabulary(kept)
         every = max(1, -(-sum(file.size for file in self.files) // LEARNED_BYTES))
         sections = (section for partition in partitions for section in partition)
         contents = (content for section in sections for content in documents(section, self.config))
         sample = islice((content for content, held_out, _ in contents if not held_out), 0, None, every)
-        return tokenizer.learn_encoding(sample, tokenizer.vocabulary_size(self.encoding), str(kept))
+        return encodings.learn_encoding(sample, encodings.vocabulary_size(self.encoding), str(kept))
 
     def _manifest(self, folder: Path, encoding: str, partitions: int) -> Manifest:
         """Return the manifest of the partitions in a folder.
@@ -201,7 +202,7 @@ class Preparation:
         inputs = {"files": len(sizes), "bytes": sum(file.size for file in self.files), "digest": digest_of(sizes)}
         train, val = Part(), Part()
         for number in range(partitions):
-            parts = token_folder.read_contents(folder, number)
+            parts = token_files.read_contents(folder, number)
             assert parts is not None, f"partition {number} was written"
             train.add(parts[0])
             val.add(parts[1])
@@ -209,7 +210,7 @@ class Preparation:
         for kind, part in (("training", train), ("validation", val)):
             rule, advice = f"the {kind} part must hold text", "Give more text, or another --validation-fraction."
             require(part.tokens > 0, WHERE, rule, got, advice)
-        return Manifest(train, val, encoding, tokenizer.vocabulary_size(encoding), self.settings, inputs)
+        return Manifest(train, val, encoding, encodings.vocabulary_size(encoding), self.settings, inputs)
 
 
 def tokenize(
@@ -227,21 +228,21 @@ def tokenize(
     rule, advice = "a worker must find the folder that the client has made", "Name one on a file system that both have."
     require(folder.is_dir(), WHERE, rule, {"out": config.out}, advice, FileNotFoundError)
     number, sections = partition
-    if (parts := token_folder.read_contents(folder, number)) is not None:
+    if (parts := token_files.read_contents(folder, number)) is not None:
         return parts
-    if is_learned(encoding) and encoding not in KNOWN:
-        read_vocabulary(folder / VOCABULARY_FILE)
-    codec = tokenizer.get_encoding(encoding)
-    dtype = id_dtype(codec.n_vocab).newbyteorder("<")
+    if encodings.is_learned(encoding) and encoding not in encodings.KNOWN:
+        encodings.read_vocabulary(folder / VOCABULARY_FILE)
+    codec = encodings.get_encoding(encoding)
+    dtype = encodings.id_dtype(codec.n_vocab).newbyteorder("<")
     mark = np.array([codec.eot_token], dtype)
     paths, parts = [folder / f"{name}_{number:06}.bin" for name in PARTS], [Part(), Part()]
     with ExitStack() as stack:
         files = [stack.enter_context(replacing(path, WHERE)) for path in paths]
         for file in files:
-            file.seek(HEADER_BYTES)
+            file.seek(token_files.HEADER_BYTES)
         for section in sections:
             for content, held_out, origin in documents(section, config):
-                tokens = np.concatenate([mark, tokenizer.encode(codec, content, origin)], dtype=dtype)
+                tokens = np.concatenate([mark, codec.encode(content, origin)], dtype=dtype)
                 files[held_out].write(tokens.data)
                 parts[held_out].add(Part(tokens.size, 1, len(content.encode())))
                 if ended:
@@ -250,11 +251,11 @@ def tokenize(
             rule, got = f"a token file must have at most {LARGEST_COUNT} tokens", {"path": path, "tokens": part.tokens}
             require(part.tokens <= LARGEST_COUNT, WHERE, rule, got, "Divide the compressed file.")
             file.seek(0)
-            file.write(token_header(dtype, part.tokens))
+            file.write(token_files.token_header(dtype, part.tokens))
     for path, part in zip(paths, parts):
         if part.tokens:
             part.shards.append(Shard(path.name, part.tokens, digest_of_file(path)))
         else:
             path.unlink()
-    token_folder.write_contents(folder, number, parts)
+    token_files.write_contents(folder, number, parts)
     return parts

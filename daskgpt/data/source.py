@@ -24,9 +24,9 @@ import numpy as np
 from daskgpt.config.errors import number_of, refusal, require
 from daskgpt.config.files import expanded, matching_files, printable, readable
 from daskgpt.data.text import FIELD, LINES, PARQUET, WHERE, File, opened, opened_parquet
-from daskgpt.data.token_folder import encoding_of, is_prepared
-from daskgpt.formats import llmc
+from daskgpt.formats import token_files
 from daskgpt.formats.stored_model import is_pickled
+from daskgpt.formats.token_files import encoding_of, is_prepared
 
 STANDARD_LIBRARY = "stdlib"
 # Kinds of sources. Of the files in a folder, the first kind is taken.
@@ -160,8 +160,8 @@ def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
     if start.startswith(b"version https://git-lfs"):
         return replace(file, reason="is a pointer of Git LFS in place of the file", advice="Run git lfs pull.")
     magic = int.from_bytes(start[:4], "little")
-    if not file.compressed and (path.suffix == ".bin" or magic in llmc.KINDS):
-        reason = "" if magic in llmc.TOKEN_DTYPES else _no_ids(path, start)
+    if not file.compressed and (path.suffix == ".bin" or magic in token_files.KINDS):
+        reason = "" if magic in token_files.TOKEN_DTYPES else _no_ids(path, start)
         return replace(file, reason=reason, advice=_GIVE_TEXT) if reason else replace(file, kind=TOKENS)
     if (wrong := _wrong_byte(start)) >= 0:
         return replace(file, reason=f"is not UTF-8 text (byte {wrong:,})", advice=_EXPORT)
@@ -200,12 +200,12 @@ def _beginning(file: File) -> bytes:
 def _no_ids(path: Path, start: bytes) -> str:
     """Return what a file is that could be taken for token ids without a header; "" for ids."""
     magic, words = int.from_bytes(start[:4], "little"), np.frombuffer(start[: len(start) // 4 * 4], "<u2")
-    if magic in llmc.KINDS:
-        return f"is an llm.c {llmc.KINDS[magic]}"
+    if magic in token_files.KINDS:
+        return f"is an llm.c {token_files.KINDS[magic]}"
     if is_pickled(start):
         return "holds pickled Python objects, which are not opened"
-    if path.with_name(llmc.META).exists():
-        return f"holds ids of the characters in {llmc.META}, pickled Python objects, which are not opened"
+    if path.with_name(token_files.META).exists():
+        return f"holds ids of the characters in {token_files.META}, pickled Python objects, which are not opened"
     wide = words.size >= 32 and words.any() and not words[1::2].any()
     return "holds ids of 4 bytes or more, which need llm.c's header" if wide else ""
 
@@ -271,27 +271,22 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> tuple[list[Path]
     return sorted(files, key=lambda path: path.parts), others
 
 
-# Whole files up to this size in all. Python 3.11 to 3.13 stay below it; a later, larger library is cut.
-STANDARD_LIBRARY_BYTES = 9_000_000
 # Copies of other programs, an editor, and tables in the form of modules, from which a model would learn little.
-_OTHER_MODULES = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"}
+OTHER_MODULES = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"}
 _OTHER_FOLDERS = {"__pycache__", "dist-packages", "site-packages", "test", "tests"}
 
 
 def standard_library(root: Path) -> tuple[File, ...]:
-    """Return the files of the library at `root`, up to a total size.
+    """Return the files of the library at `root`.
 
     Only names that Python itself lists count: a distribution may add files.
     """
-    files, size = list[File](), 0
-    modules = sys.stdlib_module_names - _OTHER_MODULES
+    files = list[File]()
+    modules = sys.stdlib_module_names - OTHER_MODULES
     for path in files_below(root, _OTHER_FOLDERS)[0]:
         name = path.relative_to(root)
         if path.suffix == ".py" and name.parts[0].removesuffix(".py") in modules:
             status = path.stat()
-            size += status.st_size
-            if size > STANDARD_LIBRARY_BYTES:
-                break
             files.append(File(str(path), name.as_posix(), TEXT, size=status.st_size, modified=status.st_mtime_ns))
     rule, advice = "the source of the standard library must be installed", "Give a text file instead."
     require(bool(files), WHERE, rule, {"folder": root}, advice, FileNotFoundError)

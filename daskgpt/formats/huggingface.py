@@ -14,14 +14,18 @@ from tokenizers import Tokenizer
 
 from daskgpt import __version__
 from daskgpt.config.errors import require, short
-from daskgpt.config.files import appearing, write_file
+from daskgpt.config.files import appearing, expanded, write_file
 from daskgpt.config.model import ModelConfig
 from daskgpt.formats.encoding import (
     END_OF_TEXT,
+    KNOWN,
+    NAMED,
     OTHERS,
     SIZE_LIMIT,
     Encoding,
     know_library,
+    read_vocabulary,
+    vocabulary_size,
     whole_files,
 )
 from daskgpt.formats.encoding import WHERE as READ_TOKENIZER
@@ -38,10 +42,10 @@ from daskgpt.formats.safetensors import (
 )
 from daskgpt.formats.stored_model import (
     ADVICE,
+    DTYPES,
     FAMILIES,
     GPT2,
     LLAMA,
-    READABLE,
     StoredModel,
     config_from,
     explicit,
@@ -154,7 +158,7 @@ def open_huggingface(folder: Path) -> StoredModel:
     if config.head == "tied":
         stored.pop(HEAD, None)  # as transformers does, whatever it holds
     parameters = open_tensors(file, stored, config, READ, lambda tensor: parts_of(config, tensor, family))
-    dtypes = ", ".join(sorted({READABLE[tensor.dtype] for tensor in stored.values()}))
+    dtypes = ", ".join(sorted({DTYPES[tensor.dtype][0] for tensor in stored.values()}))
     listed = dict.fromkeys((folder / CONFIG, file, *files.files))
     encoding = encoding or encoding_in(folder)
     return StoredModel(config, parameters, encoding, length, "Hugging Face", dtypes, tuple(listed))
@@ -312,6 +316,20 @@ def encoding_in(folder: Path) -> str:
     library.no_truncation()
     library.no_padding()
     return know_library(library, end, str(folder), chat_template=template, bos_token=bos)
+
+
+def encoding_named(name: str) -> str:
+    """Return the name of an encoding that is given by name, by the file of a vocabulary, or by the folder of a Hugging
+    Face tokenizer, which is read. One that is to be learned keeps its name.
+
+    Errors   ValueError for anything else, or a file without a vocabulary; as of `formats.encoding.vocabulary_size`
+    """
+    path = expanded(name)
+    if name not in NAMED and name not in KNOWN and path.exists():
+        folder = path.parent if path.name == TOKENIZER else path
+        return (encoding_in(folder) if folder.is_dir() else "") or read_vocabulary(path)
+    vocabulary_size(name)
+    return name
 
 
 def _read(path: Path) -> dict[str, Any]:

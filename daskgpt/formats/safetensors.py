@@ -18,14 +18,14 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, deserialize, safe_open
+from safetensors import SafetensorError, safe_open
 
 from daskgpt import __version__
 from daskgpt.config.errors import refusing, require, short
 from daskgpt.config.files import digest_of_file, replacing, write_hashed
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.settings import require_allowed
-from daskgpt.formats.encoding import is_learned, know, known_encoding
+from daskgpt.formats.encoding import get_encoding, is_learned, know
 from daskgpt.formats.stored_model import (
     FOREIGN,
     GPT2,
@@ -75,8 +75,8 @@ def write_tensor_file(
 
     Cost     memory of one tensor at a time, and 16 MiB if it is not contiguous
     Returns  the SHA-256 of the file, in hexadecimal
-    Errors   TypeError for values of another shape or dtype; ValueError for a header that is too large to be read;
-             FileNotFoundError if the folder is missing; OSError if the system refuses
+    Errors   ValueError for a header that is too large to be read; FileNotFoundError if the folder is missing; OSError
+             if the system refuses
     Source   safetensors, README: Format
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -91,9 +91,9 @@ def write_tensor_file(
     header = memoryview(len(text).to_bytes(8, "little") + text)
 
     def values(name: str) -> np.ndarray:
-        tensor, rule = read(name), f"{name} must be float32 and have shape {shapes[name]}"
-        right, got = tensor.dtype == np.float32 and tensor.shape == shapes[name], f"{tensor.dtype} {tensor.shape}"
-        require(right, where, rule, {"array": got}, "Give an array as declared.", TypeError)
+        tensor = read(name)
+        assert tensor.dtype == np.float32, name
+        assert tensor.shape == shapes[name], name
         return tensor
 
     data = (piece.data for name in shapes for piece in pieces(values(name)))
@@ -136,8 +136,8 @@ class TensorFiles(dict[str, StoredTensor]):
             rule, got = "the file must be a complete safetensors file", {"path": path, "bytes": path.stat().st_size}
             advice = "It is of another kind, or damaged."
             require(size <= HEADER_LIMIT, self.where, rule, got | {"header": size}, advice)
-            with refusing(SafetensorError, self.where, rule, got, advice):
-                _check(path)
+            with refusing(SafetensorError, self.where, rule, got, advice), safe_open(path, framework="numpy"):
+                pass  # opening checks the header
             header = json.loads(file.read(size))
         values, metadata = mapped(path, offset=8 + size), header.pop("__metadata__", None)
         for name, entry in header.items():
@@ -146,15 +146,6 @@ class TensorFiles(dict[str, StoredTensor]):
             begin, end = entry["data_offsets"]
             self[name] = StoredTensor(values[begin:end], tuple(entry["shape"]), entry["dtype"])
         return metadata or {}
-
-
-def _check(path: Path) -> None:
-    """Check the header of a file. Errors   SafetensorError"""
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except OSError:  # its file system cannot map files
-        deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
 
 
 # This program's own file
@@ -171,21 +162,20 @@ def write_run_model(path: Path, model: StoredModel, family: str = GPT2) -> str:
     Dtype    float32
     Cost     16 MiB, and a tensor if tensors are read later
     Returns  the SHA-256 of the file
-    Errors   TypeError for a tensor of another shape or dtype; FileNotFoundError if the folder is missing
+    Errors   FileNotFoundError if the folder is missing
     """
     config, table = model.config, trained_tensors(model.config)
     places = {part.name: (tensor, part) for tensor in table.values() for part in parts_of(config, tensor, family)}
-    shapes = {name: part.shape[::-1] if part.transposed else part.shape for name, (_, part) in places.items()}
+    shapes = {name: part.shape_in_file for name, (_, part) in places.items()}
 
     def read(name: str) -> np.ndarray:
         tensor, part = places[name]
-        values = held(tensor.shape, model.parameters[tensor.name])[part.rows]
-        return values.T if part.transposed else values
+        return part.in_file(held(tensor.shape, model.parameters[tensor.name]))
 
     entry: dict[str, object] = {"version": VERSION, "daskgpt": __version__, "model": asdict(config)}
     entry |= {"encoding": model.encoding, "sequence_length": model.sequence_length}
     if is_learned(model.encoding):  # no other place has it
-        entry[LEARNED] = known_encoding(model.encoding).content
+        entry[LEARNED] = get_encoding(model.encoding).content
     if config.lora:
         entry[ADAPTED] = model.base
     # transformers reads a file only if its metadata names a library; the layout is the same for all.
@@ -202,7 +192,7 @@ def open_run_model(path: Path) -> StoredModel:
 
     The tensors that adapters adapt are those of BASE, beside the folder of the file.
 
-    Shapes   those of parameter_shapes; rows of padding that the file leaves out, as early ones do, are 0
+    Shapes   those of parameter_shapes
     Dtype    float32
     Cost     of adapters: reads BASE once in a process
     Errors   FileNotFoundError, also for adapters beside another BASE than theirs; ValueError for a file that is no

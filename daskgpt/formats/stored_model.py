@@ -21,9 +21,11 @@ from daskgpt.config.errors import refusing, require, short
 from daskgpt.config.model import ModelConfig
 from daskgpt.model.parameters import ReadLater, Tensor, merged, trained_tensors
 
-# The dtypes of values that can be read, by safetensors' names; bfloat16 is read as the uint16 of its bits.
-READABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+# The dtypes of values that can be read, by the names that safetensors and GGUF have for them: names here, and NumPy's.
+# bfloat16 is read as the uint16 of its bits.
+DTYPES = {"F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloat16", "<u2")}
+# Blocks of numbers with fewer bits, by GGUF's names.
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 PIECE_BYTES = 2**24
 # Indexes and configurations of large models have some hundred thousand bytes.
 MAX_JSON_BYTES = 2**22
@@ -38,7 +40,7 @@ class StoredTensor:
     """A tensor in a file.
 
     values   its bytes
-    dtype    safetensors' name of its dtype, which need not be one of READABLE
+    dtype    the file's name of its dtype, which need not be one of DTYPES or BLOCKS
     """
 
     values: np.ndarray
@@ -46,8 +48,14 @@ class StoredTensor:
     dtype: str
 
     def read(self) -> np.ndarray:
-        """Return the values as they are in the file: mapped, read-only; bfloat16 as uint16."""
-        return self.values.view(DTYPES[self.dtype]).reshape(self.shape)
+        """Return the values as they are in the file: mapped, read-only; bfloat16 as uint16. Blocks become float32."""
+        if self.dtype in DTYPES:
+            return self.values.view(DTYPES[self.dtype][1]).reshape(self.shape)
+        import gguf
+
+        rows = self.values.reshape(*self.shape[:-1], -1)
+        values: np.ndarray = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[self.dtype])
+        return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +202,29 @@ class Part:
         """Its rows in the tensor of the table."""
         return slice(self.start, self.start + self.shape[0])
 
+    @property
+    def shape_in_file(self) -> tuple[int, ...]:
+        """Its shape in the file."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    def in_file(self, values: np.ndarray) -> np.ndarray:
+        """Return its values as the file has them; values: of the tensor of the table."""
+        rows = values[self.rows]
+        rows = _swapped(rows, self.turned, 2, -1) if self.interleaved else rows
+        return rows.T if self.transposed else rows
+
+    def from_file(self, values: np.ndarray) -> np.ndarray:
+        """Return its rows in the tensor of the table; it undoes `in_file`."""
+        rows = values.T if self.transposed else values
+        return _swapped(rows, self.turned, -1, 2) if self.interleaved else rows
+
+
+def _swapped(rows: np.ndarray, heads: int, *sizes: int) -> np.ndarray:
+    """Return rows of heads with two axes of a head, of these sizes, in the other order: halves become pairs, those that
+    are turned together side by side, and pairs halves.
+    """
+    return rows.reshape(heads, *sizes, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
 
 def family_of(config: ModelConfig, where: str, file: str) -> str:
     """Return the family that a model belongs to.
@@ -237,25 +268,6 @@ def parts_of(config: ModelConfig, tensor: Tensor, family: str = GPT2) -> tuple[P
     return tuple(parts)
 
 
-def paired(values: np.ndarray, heads: int) -> np.ndarray:
-    """Return rows of heads in halves as rows in pairs, those that are turned together side by side."""
-    return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-
-
-def halved(values: np.ndarray, heads: int) -> np.ndarray:
-    """Return rows of heads in pairs as rows in halves; it undoes `paired`."""
-    return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-
-
-def _shapes_in_file(config: ModelConfig, tensor: Tensor, part: Part) -> list[tuple[int, ...]]:
-    """Return the shapes that a tensor may have in a file: one, or two for a table with rows of padding."""
-    if part.transposed:
-        return [part.shape[::-1]]
-    if tensor.row.axes[0] == "V" and config.padded_vocabulary > config.vocabulary:
-        return [(config.vocabulary, *part.shape[1:]), part.shape]
-    return [part.shape]
-
-
 def open_tensors(
     path: Path,
     stored: Mapping[str, StoredTensor],
@@ -279,20 +291,17 @@ def open_tensors(
     for kind, wrong in (("missing", names - stored.keys()), ("unknown", stored.keys() - names)):
         got = {"path": path, kind: f"{short(min(wrong, default=''))} ({len(wrong)} in all)"}
         require(not wrong, where, "the tensors must be those of the described model", got, FOREIGN)
-    for name, several in parts.items():
+    for several in parts.values():
         for part in several:
-            entry, shapes = stored[part.name], _shapes_in_file(config, table[name], part)
-            rule = f"{part.name} must be {', '.join(READABLE.values())}"
+            entry = stored[part.name]
+            rule = f"{part.name} must be {', '.join((*DTYPES, *BLOCKS))}"
             got = {"path": path, "dtype": short(entry.dtype)}
-            require(entry.dtype in READABLE, where, rule, got, "Convert it to float32 first.")
-            rule = f"{part.name} must have shape {' or '.join(map(str, shapes))}"
-            require(entry.shape in shapes, where, rule, {"path": path, "shape": entry.shape}, FOREIGN)
+            require(entry.dtype in (*DTYPES, *BLOCKS), where, rule, got, "Convert it, or give the original model.")
+            rule = f"{part.name} must have shape {part.shape_in_file}"
+            require(entry.shape == part.shape_in_file, where, rule, {"path": path, "shape": entry.shape}, FOREIGN)
 
     def values(part: Part) -> np.ndarray:
-        array = stored[part.name].read()
-        array = array.T if part.transposed else array
-        array = halved(array, part.turned) if part.interleaved else array
-        return held(part.shape, array)
+        return held(part.shape, part.from_file(stored[part.name].read()))
 
     def read(name: str) -> np.ndarray:
         first, *others = parts[name]
@@ -305,13 +314,8 @@ def open_tensors(
 
 
 def mapped(path: Path, dtype: DTypeLike = np.uint8, offset: int = 0) -> np.ndarray:
-    """Return the values of a file behind an offset, read-only: mapped, or read if its file system cannot map files."""
-    try:
-        return np.asarray(np.memmap(path, dtype, "r", offset))
-    except OSError:
-        values = np.fromfile(path, dtype, offset=offset)
-        values.setflags(write=False)
-        return values
+    """Return the values of a file behind an offset, mapped, read-only."""
+    return np.asarray(np.memmap(path, dtype, "r", offset))
 
 
 def require_file(path: Path, where: str) -> None:

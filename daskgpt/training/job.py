@@ -24,7 +24,6 @@ from daskgpt.config.settings import digests_of_modules
 from daskgpt.config.stopping import heeding_interrupts
 from daskgpt.data.dataset import Dataset
 from daskgpt.data.source import STANDARD_LIBRARY
-from daskgpt.formats.models import PACKAGED
 from daskgpt.graph.sum_order import groups_of_batch
 from daskgpt.kernels.compilation import CACHE
 from daskgpt.model.layers import CHOICES, chosen
@@ -35,6 +34,7 @@ from daskgpt.model.step import as_weights
 from daskgpt.schedulers.machine import memory_limit, usable_cores
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address
 from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.checkpoint import PACKAGED
 
 Say = Callable[[str], None]  # prints a line
 LENGTHS = ("steps", "epochs", "tokens")  # settings that decide the number of steps

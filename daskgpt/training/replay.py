@@ -27,7 +27,6 @@ from daskgpt.config.files import digest_of
 from daskgpt.config.run import DataflowConfig, RunConfig
 from daskgpt.config.settings import Checked, setting
 from daskgpt.data.dataset import BatchLoader
-from daskgpt.formats.models import open_model_file
 from daskgpt.formats.safetensors import BASE
 from daskgpt.formats.stored_model import read_json
 from daskgpt.graph.calls import Origin
@@ -41,7 +40,14 @@ from daskgpt.model.tape import Tape
 from daskgpt.model.transformer import mean_loss
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.autotune import ChunkChoice
-from daskgpt.training.checkpoint import STATE, DamagedCheckpoint, checked_state, checkpoints, read_checkpoint
+from daskgpt.training.checkpoint import (
+    STATE,
+    DamagedCheckpoint,
+    checked_state,
+    checkpoints,
+    open_model_file,
+    read_checkpoint,
+)
 from daskgpt.training.engine import State
 from daskgpt.training.inference import compile_outputs
 from daskgpt.training.job import Job, require_memory

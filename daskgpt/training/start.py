@@ -15,15 +15,8 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.config.settings import require_allowed
 from daskgpt.data.dataset import Dataset, encoding_for, load_dataset
 from daskgpt.data.source import PREPARED, recognize
-from daskgpt.data.tokenizer import (
-    encoding_named,
-    encoding_of,
-    encoding_of_model,
-    is_to_be_learned,
-    vocabulary_size,
-)
-from daskgpt.formats.encoding import title_of
-from daskgpt.formats.models import open_model_file
+from daskgpt.formats.encoding import encoding_of, encoding_of_model, is_to_be_learned, title_of, vocabulary_size
+from daskgpt.formats.huggingface import encoding_named
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.model.parameters import RandomParameters, check_finite, digest, trained_tensors
@@ -35,6 +28,7 @@ from daskgpt.training.checkpoint import (
     checkpoints,
     is_checkpoint,
     newest_good,
+    open_model_file,
     open_with_state,
     read_checkpoint,
 )
@@ -183,8 +177,6 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     Errors       ValueError if the encoding is not that model's, or has more ids; as of load_dataset
     """
     source = recognize(data.data)
-    if data.validation_data:
-        recognize(data.validation_data)  # is refused before anything is read
     wanted = start.encoding(data.encoding) if start else _named(data.encoding)
     default = encoding_of(vocabulary)
     encoding = encoding_for(source, None if wanted == "auto" else wanted, default)

@@ -14,7 +14,7 @@ from small_runs import FLAGS
 
 import daskgpt
 from daskgpt import convert, train
-from daskgpt.data.tokenizer import encode, get_encoding
+from daskgpt.formats.encoding import get_encoding
 from daskgpt.training.checkpoint import open_model_of
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -38,7 +38,7 @@ def test_llama_cpp_scores_and_writes_the_same(encoding, choices, tmp_path):
     assert convert.main([run, file]) == 0
     config, parameters = daskgpt.load(run)
     theirs = llama_cpp.Llama(file, n_ctx=256, type_k=0, type_v=0, logits_all=True, n_threads=1, verbose=False)
-    ids = encode(get_encoding(open_model_of(run).encoding), TEXT + " naïve 日本語 \x00\t'll").tolist()
+    ids = get_encoding(open_model_of(run).encoding).encode(TEXT + " naïve 日本語 \x00\t'll").tolist()
     assert theirs.tokenize((TEXT + " naïve 日本語 \x00\t'll").encode(), add_bos=False) == ids
     tokens = np.array(ids[: TEXTS * LENGTH], np.int32).reshape(TEXTS, LENGTH)
     with daskgpt.open_scheduler("threads", 2) as scheduler:

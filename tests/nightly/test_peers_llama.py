@@ -18,11 +18,10 @@ from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import convert
-from daskgpt.data.tokenizer import encode, get_encoding, learn_encoding
-from daskgpt.formats.models import model_path
+from daskgpt.formats.encoding import get_encoding, learn_encoding
 from daskgpt.formats.stored_model import parts_of
 from daskgpt.model.parameters import tensors
-from daskgpt.training.checkpoint import open_model_of
+from daskgpt.training.checkpoint import model_path, open_model_of
 from daskgpt.training.inference import loss_and_gradients
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -158,7 +157,7 @@ def test_smollm2_scores_and_answers_as_in_transformers(from_gguf, smollm2):
     stored = open_model_of("smollm2").loaded()
     assert stored.config == daskgpt.preset("smollm2-135m")
     encoding, text = get_encoding(stored.encoding), inspect.getsource(argparse)
-    ids = encode(encoding, text).tolist()
+    ids = encoding.encode(text).tolist()
     assert ids == tokenizer(text, add_special_tokens=False).input_ids
     ours = whole_logits(stored.config, stored.parameters, ids[:1024])
     with torch.no_grad():
@@ -171,7 +170,7 @@ def test_smollm2_scores_and_answers_as_in_transformers(from_gguf, smollm2):
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        given = encode(encoding, prompt).tolist()
+        given = encoding.encode(prompt).tolist()
         with torch.no_grad():
             answer = model.generate(torch.tensor([given]), max_new_tokens=40, do_sample=False, eos_token_id=2)
         written = list(daskgpt.sample(stored.config, stored.parameters, given, 40, temperature=0.0))

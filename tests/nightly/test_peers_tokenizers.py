@@ -7,8 +7,8 @@ import shutil
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from daskgpt.data.tokenizer import encode, encoding_named, get_encoding
-from daskgpt.formats.huggingface import tokenizer_files
+from daskgpt.formats.encoding import get_encoding
+from daskgpt.formats.huggingface import encoding_named, tokenizer_files
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra test-peers)")
 pytestmark = pytest.mark.nightly
@@ -86,7 +86,7 @@ def test_ids_and_texts_of_transformers(kind, form, tmp_path):
         shutil.rmtree(tmp_path / "back")
         for text in ["".join(rng.choice(PARTS) for _ in range(rng.randint(1, 25))) for _ in range(60)]:
             if (expected := ids_of(theirs, text)) is not None:
-                assert encode(ours, text).tolist() == expected == ids_of(exported, text), repr(text)
+                assert ours.encode(text).tolist() == expected == ids_of(exported, text), repr(text)
                 assert ours.decode(expected) == theirs.decode(expected)
                 compared += 1
     assert compared > 600

@@ -11,8 +11,8 @@ import pytest
 from command_lines import SMALL, refused, run
 from prepared_texts import files_of, prepared, write_corpus
 
-from daskgpt.data.token_folder import JOURNAL, MANIFEST, VOCABULARY_FILE
 from daskgpt.formats.encoding import read_vocabulary
+from daskgpt.formats.token_files import JOURNAL, MANIFEST, VOCABULARY_FILE
 
 
 @pytest.fixture(scope="module")

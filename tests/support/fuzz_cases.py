@@ -21,11 +21,11 @@ from llama_files import llama_tensors, write_gguf_llama
 from llmc_samples import SMALL, in_shards, small_parameters, write_tokens
 
 import daskgpt
-from daskgpt.formats.encoding import known_encoding
+from daskgpt.formats.encoding import get_encoding
 from daskgpt.formats.gguf import write_gguf
 from daskgpt.formats.huggingface import write_huggingface
-from daskgpt.formats.llmc import read_tokens
 from daskgpt.formats.stored_model import StoredModel
+from daskgpt.formats.token_files import read_tokens
 from daskgpt.training.checkpoint import write_checkpoint
 
 STEP = "step-00000003"
@@ -79,7 +79,7 @@ def _write_foreign(folder: Path) -> None:
 def _write_gguf_gpt2(folder: Path) -> None:
     config = daskgpt.preset("tiny", blocks=1, heads=2, channels=8, vocabulary=257, positions=6)
     model = StoredModel(config, daskgpt.initial_parameters(config, 0), "bytes")
-    write_gguf(folder / "m.gguf", model, known_encoding("bytes"))
+    write_gguf(folder / "m.gguf", model, get_encoding("bytes"))
 
 
 FORMATS: dict[str, Format] = {

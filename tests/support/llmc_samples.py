@@ -15,8 +15,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.llmc import HEADER_BYTES, token_header
 from daskgpt.formats.safetensors import TensorFiles
+from daskgpt.formats.token_files import HEADER_BYTES, token_header
 from daskgpt.model.parameters import parameter_shapes
 
 GOLDEN = Path(__file__).parents[1] / "golden"

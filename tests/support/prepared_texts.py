@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from daskgpt import prepare
-from daskgpt.data.token_folder import read_manifest
 from daskgpt.formats.encoding import KNOWN
-from daskgpt.formats.llmc import read_tokens
+from daskgpt.formats.token_files import read_manifest, read_tokens
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box naïve façades 北京 ☃ 'tis it's"
 WORDS = WORDS.split()
