@@ -42,7 +42,7 @@ from pathlib import Path
 
 from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command
-from daskgpt.formats.encoding import encoding_of, get_encoding, vocabulary_size
+from daskgpt.formats.encoding import encoding_of, get_encoding, title_of, vocabulary_size
 from daskgpt.formats.gguf import DTYPES, write_gguf
 from daskgpt.formats.huggingface import write_huggingface, write_peft
 from daskgpt.formats.safetensors import write_run_model
@@ -62,10 +62,14 @@ def main(arguments: list[str]) -> int:
     values = flags.parse_args(arguments)
     target: Path = values.target
     kind = values.to or guessed(target)
-    taken = target.exists() and not (target.is_dir() and kind in ("huggingface", "peft"))
+    is_empty = target.is_dir() and kind in ("huggingface", "peft") and not any(target.iterdir())
     rule, advice = "what is written must be new", "Nothing is written over: name another."
-    require(not taken, "convert", rule, {"path": target}, advice)
+    require(is_empty or not target.exists(), "convert", rule, {"path": target}, advice)
+    rule, folder = "the folder must exist", target.parent
+    require(folder.is_dir(), "convert", rule, {"folder": folder}, "Make it first.", FileNotFoundError)
     model = open_model_of(values.source)
+    rule, advice = "the model must have adapters", "Give a run that was trained with --lora."
+    require(kind != "peft" or bool(model.adapters), "convert", rule, {"model": values.source}, advice)
     print("\n".join(_read(model)), flush=True)
     check_finite("convert", model.parameters)
     WRITERS[kind](target, model)
@@ -135,7 +139,7 @@ def _read(model: StoredModel) -> list[str]:
     where = model.files[0] if len(model.files) == 1 else f"{model.files[0].parent}/"
     sizes = ", ".join(number_of(getattr(config, f"{part}s"), part) for part in ("block", "head", "channel", "position"))
     count = f"{parameter_count(config):,} parameters in {len(tensors(config))} tensors"
-    ids = f"{config.vocabulary:,} token ids ({model.encoding or 'encoding not said'})"
+    ids = f"{config.vocabulary:,} token ids ({title_of(model.encoding) or 'encoding not said'})"
     lines = [f"read   {model.kind}, {model.dtype}: {where}", *_files(model.files)]
     return [*lines, f"       {sizes}", f"       {ids}, {count}"]
 

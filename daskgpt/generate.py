@@ -1,7 +1,8 @@
 """Generate text with a trained model.
 
 Keys and values of the tokens so far are cached, so a new token reads every weight once. When a text outgrows the
-model's context, the model rereads the newer half. The last line, on standard error, reports the rate of tokens.
+model's context, the model rereads the newer half. The last line, on standard error, reports the rate of tokens, but
+for those that come with a prompt or with what is reread.
 
 -i chats: a typed line is added to the text, and the model continues the text until end-of-text, --until, or --tokens.
 An empty line lets it continue. Ctrl-C ends its reply, Ctrl-D the chat. A model that was not trained on questions and
@@ -114,7 +115,8 @@ def main(arguments: list[str]) -> int:
     texts = chat(writer, form) if values.interactive else write_all(writer, prompts)
     if texts is not None and texts.rate.tokens:
         rate, per = texts.rate, f"{options.precision}, {number_of(texts.decoder.threads, 'thread')}"
-        took = f"({rate.tokens:,} in {rate.seconds:.1f} s; {per})"
+        seconds = f"{rate.seconds:.1f} s" if rate.seconds >= 1 else f"{1e3 * rate.seconds:.1f} ms"
+        took = f"({rate.tokens:,} in {seconds}; {per})"
         print(f"{rate.tokens / rate.seconds:,.1f} tokens/s {took}", file=sys.stderr)
     return 0
 

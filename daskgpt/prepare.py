@@ -15,6 +15,7 @@ from tqdm import tqdm
 from daskgpt.config.errors import number_of
 from daskgpt.config.flags import Parser, called, run_command
 from daskgpt.data.preparation import Preparation, PrepareConfig
+from daskgpt.formats.encoding import title_of
 from daskgpt.formats.token_files import Manifest, Part
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
 def report(folder: str, manifest: Manifest, took: str) -> list[str]:
     """Return lines on the content of a folder."""
     return [
-        f"encoding   {manifest.encoding}, {manifest.ids:,} ids",
+        f"encoding   {title_of(manifest.encoding)}, {manifest.ids:,} ids",
         f"train      {_part(manifest.train)}",
         f"val        {_part(manifest.val)}",
         f"tokens written to {folder} {took}",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from daskgpt.config.errors import number_of, require
+from daskgpt.config.errors import number_of, require, require_known
 from daskgpt.config.flags import Parser, add_flags, called, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, OptimizerConfig, RunConfig
@@ -63,10 +63,12 @@ def parsed(arguments: list[str]) -> Namespace:
     The recipe decides the length of the run only if no flag does. `shorten` says whether it decides the length of
     sequences, which may then be shortened to the positions of a model; `asked` has the flags of the data alone.
 
-    Errors   ValueError if a recipe without a size has no model to start from
+    Errors   ValueError for an unknown preset, or if a recipe without a size has no model to start from
     """
     values = parser().parse_args(arguments)
     values.shorten, values.asked = not hasattr(values, "sequence_length"), given_flags(DataConfig, values)
+    if values.preset is not None:
+        require_known(values.preset, [*PRESETS, *RECIPES], "train", "preset")
     recipe = RECIPES.get("" if values.resume else values.preset)
     if recipe is None:
         return values

@@ -15,7 +15,6 @@ from small_runs import MODEL, fit_in_parts, same, stopping_at
 
 import daskgpt
 from daskgpt import audit, convert, train
-from daskgpt.formats.huggingface import write_peft
 from daskgpt.formats.safetensors import TensorFiles
 from daskgpt.generation.sampler import sample
 from daskgpt.model.parameters import (
@@ -29,7 +28,6 @@ from daskgpt.model.parameters import (
     trained_tensors,
 )
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.training.checkpoint import open_model_of
 from daskgpt.training.rank_program import Pack
 
 RANK = 3
@@ -284,10 +282,3 @@ def test_files_of_peft_give_the_merged_weights(name, small_text, tmp_path, monke
         change = change.T if settings["fan_in_fan_out"] else change
         weight = f"{layer.removeprefix(prefix)}.weight"
         np.testing.assert_allclose(base[weight] + change, whole[weight], rtol=1e-5, atol=1e-6)
-
-
-def test_model_without_adapters_has_no_files_of_peft(tmp_path):
-    daskgpt.save(tmp_path / "model.safetensors", MODEL, daskgpt.initial_parameters(MODEL, 0))
-    with pytest.raises(ValueError, match="must have adapters"):
-        write_peft(tmp_path / "peft", open_model_of(tmp_path / "model.safetensors"))
-    assert not (tmp_path / "peft").exists()

@@ -68,9 +68,11 @@ def bad(tmp_path):
 
 REFUSED = [
     ("good.safetensors", "model.pt", [], ValueError, "name must say the format"),
-    ("good.safetensors", "taken", [], ValueError, "must be new"),
     ("good.safetensors", "taken", ["--to", "gguf"], ValueError, "must be new"),
-    ("good.safetensors", "no/folder", [], FileNotFoundError, "folder must exist"),
+    # Before anything is read.
+    ("nan.safetensors", "taken", [], ValueError, "must be new"),
+    ("nan.safetensors", "no/folder", [], FileNotFoundError, "convert: the folder must exist; got folder=.*no[.]"),
+    ("nan.safetensors", "peft", ["--to", "peft"], ValueError, "must have adapters"),
     ("b.safetensors", "out", [], ValueError, "b.safetensors"),
     ("pipe", "out", [], ValueError, "must be a regular file or a folder"),
     *(("nan.safetensors", name, [], ValueError, "convert: .* ln_f.bias must be finite") for name in NAMES.values()),

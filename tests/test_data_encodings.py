@@ -25,7 +25,11 @@ TEXT = "Dask's tasks,  don't they?\n\n    x = 12345 + ä € 🙂 <|endoftext|>\
 
 def test_vocabulary_sizes():
     assert (vocabulary_size("bytes"), vocabulary_size("gpt2")) == (257, 50257)
-    for unknown, keyword in (("gpt3", "Did you mean gpt2"), ("learned-300-0123456789ab", "must be available")):
+    for unknown, keyword in (
+        ("gpt3", "Did you mean gpt2"),
+        ("learned-300-0123456789ab", "must be available"),
+        ("llma", "a tokenizer's folder"),
+    ):
         with pytest.raises(ValueError, match=keyword):
             get_encoding(unknown)
 

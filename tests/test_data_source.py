@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from daskgpt import evaluate, prepare, train
 from daskgpt.data import source as source_module
 from daskgpt.data.dataset import load_dataset, read_text
 from daskgpt.data.pairs import read_pairs
-from daskgpt.data.source import recognize
+from daskgpt.data.source import TRAINING, recognize
 
 TEXT = "".join(f"Zeile {number}: ein Vogel säße im Baum, 日本 €\n" for number in range(900))
 PAIRS = [(f"{number} plus 1 is", f" {number + 1}.") for number in range(60)]
@@ -94,7 +95,7 @@ def test_own_shards_have_the_encoding_of_their_manifest(tmp_path, capsys):
     source = recognize(str(folder / "train_*.bin"))
     assert (source.kind, source.encoding) == ("token ids", "bytes")
     assert load_dataset(str(folder / "train_000000.bin")).encoding_name == "bytes"
-    with pytest.raises(ValueError, match="must be that of the tokens; got encoding=gpt2"):
+    with pytest.raises(ValueError, match="must be that of the tokens; got encoding=gpt2.*folder of the model"):
         load_dataset(str(folder / "train_000000.bin"), "gpt2")
     write_tokens(tmp_path / "below" / "others.bin", np.arange(99))
     shutil.copytree(folder, tmp_path / "below" / "tokens")
@@ -210,14 +211,25 @@ def test_what_is_no_text_in_a_pair_or_chat_is_refused_by_line(record, wrong, tmp
         rows = [record, record | {name: wrong}]
         rows = [{"messages": [row, TALK | {"role": "assistant"}]} for row in rows] if "role" in record else rows
         source = recognize(written(tmp_path / "a.jsonl", lines(rows)))
-        with pytest.raises(ValueError, match=r"a record must have .*a\.jsonl, line 2, found=TypeError"):
+        found = rf"{name}: {re.escape(str(wrong))} \({type(wrong).__name__}\)\."
+        with pytest.raises(ValueError, match=rf"a record must have .*a\.jsonl, line 2, found={found}"):
             read_pairs(source)
 
 
 def test_messages_without_a_role_are_left_out(tmp_path):
     rows = [{"messages": [{"role": role, "content": "a"}, TALK | {"role": "assistant"}]} for role in ("user", None)]
-    path = written(tmp_path / "a.jsonl", lines(rows))
-    assert read_pairs(recognize(path))[1:] == (["a.jsonl line 1"], ["a.jsonl line 2"])
+    path = written(tmp_path / "a.jsonl", lines([*rows, {"messages": None}]))
+    assert read_pairs(recognize(path))[1:] == (["a.jsonl line 1"], ["a.jsonl line 2", "a.jsonl line 3"])
+
+
+def test_records_of_other_names_are_told_which_are_known(tmp_path):
+    path = written(tmp_path / "a.jsonl", lines(pairs_as("Prompt", "Response")))
+    for accepted, advice in (
+        (TRAINING, "Name the fields prompt and response"),
+        (("text",), "daskgpt prepare .*--field"),
+    ):
+        with pytest.raises(ValueError, match=f"fields=Prompt, Response.. {advice}"):
+            recognize(path, accepted)
 
 
 def test_json_is_text_under_other_names(tmp_path):

@@ -100,6 +100,10 @@ def test_ids_beyond_the_encoding_of_a_larger_model_are_refused():
         ("--data empty.txt", "must not be empty"),
         ("--data missing.txt", "missing.txt"),
         ("--data short.txt --sequence-length 41", "sequence_length=41"),
+        (
+            "--data short.txt --encoding learn:257",
+            "must not get a new vocabulary; got encoding=learn:257[.] Leave it out",
+        ),
     ],
 )
 def test_impossible_evaluation_is_refused(flags, keyword, evaluated, tmp_path, monkeypatch):

@@ -155,6 +155,7 @@ def test_the_commands_are_the_modules_of_the_package():
         ("bin/daskgpt help plot", 0, "usage: daskgpt plot "),
         ("bin/daskgpt plot --ot 1 run", 2, "daskgpt plot: --ot must be a known flag. Did you mean --out?"),
         ("bin/daskgpt plot run", 2, "out=nothing"),
+        ("bin/daskgpt train --preset finetun", 2, "train: preset must be known; got preset=finetun. Did you mean fine"),
         ("daskgpt/__main__.py plot -h", 0, "usage: python -m daskgpt plot "),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import gguf
 import numpy as np
@@ -20,11 +21,13 @@ from llama_files import (
 from llmc_samples import in_shards
 from prepared_texts import forget_vocabularies
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 from tolerances import TOLERANCES
 
 import daskgpt
 from daskgpt import convert, generate
-from daskgpt.formats.encoding import get_encoding
+from daskgpt.formats.encoding import CHARACTERS, byte_level_bpe, get_encoding, know_library
+from daskgpt.formats.gguf import write_gguf
 from daskgpt.formats.huggingface import write_huggingface
 from daskgpt.formats.stored_model import StoredModel
 from daskgpt.training import checkpoint
@@ -310,3 +313,38 @@ def test_tokenizers_of_llama_and_qwen_are_kept(splitting, pieces, tmp_path):
         encoding = get_encoding(open_model_file(tmp_path / name).encoding)
         ids = encoding.encode("12 the's")
         assert [encoding.tokens[i].decode() for i in ids] == [*pieces, " the", "'", "s"]
+
+
+NFC = {"normalizer": {"type": "NFC"}}
+
+
+@pytest.mark.parametrize(
+    ("splitting", "changes", "part"),
+    [
+        ("qwen2", NFC, ""),  # as transformers makes it
+        ("smollm", {}, ""),
+        ("smollm", NFC, r"normalizer \(NFC\)"),
+        ("qwen2", {"normalizer": {"type": "Lowercase"}}, r"normalizer \(Lowercase\)"),
+        ("gpt-2", {"ignore_merges": True}, r"ignore_merges \(True\)"),
+        ("llama-bpe", {"ignore_merges": False}, r"ignore_merges \(False\)"),
+        ("gpt-2", {"use_regex": False}, r"pre_tokenizer \(ByteLevel\)"),
+    ],
+)
+def test_the_part_of_a_tokenizer_that_llama_cpp_does_not_know_is_named(splitting, changes, part, tmp_path):
+    ids = {name: i for i, name in enumerate([*CHARACTERS.values(), "<|endoftext|>"])}
+    pipeline = json.loads(byte_level_bpe(ids, [], splitting).to_str())
+    level = pipeline["pre_tokenizer"]
+    level.get("pretokenizers", [level])[-1]["trim_offsets"] = False
+    for place in (pipeline, pipeline["model"], level):
+        place.update({name: value for name, value in changes.items() if name in place})
+    config = daskgpt.preset("tiny", blocks=1)
+    model = StoredModel(config, daskgpt.initial_parameters(config, seed=0))
+    encoding = get_encoding(know_library(Tokenizer.from_str(json.dumps(pipeline)), "<|endoftext|>", "here"))
+    write = partial(write_gguf, tmp_path / "m.gguf", model, encoding)
+    if part:
+        with pytest.raises(ValueError, match=rf"every part of the tokenizer; got part={part}\."):
+            write()
+    else:
+        write()
+        again, text = get_encoding(open_model_file(tmp_path / "m.gguf").encoding), "it's naïve: 12\n\n 日本"
+        assert again.encode(text).tolist() == encoding.encode(text).tolist()

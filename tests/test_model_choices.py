@@ -100,6 +100,7 @@ def test_no_dial_changes_a_bit(name, optimizer, precision, cluster):
         ({"kv_heads": 3}, "kv_heads must divide heads"),
         ({"position": "rotary", "head_size": 5}, "even head_size"),
         ({"rope_low": 4.0}, "rope_high must be above rope_low"),
+        ({"lora": 17}, "lora must be at most channels; got lora=17, channels=16. Try lora=16"),
         ({"bias": "some"}, "bias must be known"),
         ({"norm": "rmsnrm"}, "rmsnrm"),
         ({"norm_eps": 1e-6}, "layernorm must have norm_eps=1e-05"),
@@ -266,7 +267,7 @@ def test_a_file_does_not_decide_what_is_imported(tmp_path, monkeypatch):
     daskgpt.save(tmp_path / "model.safetensors", EXTENDED, parameters)
     assert daskgpt.load(tmp_path / "model.safetensors")[0] == EXTENDED
     monkeypatch.delitem(sys.modules, "custom_layers")
-    with pytest.raises(ValueError, match="must be allowed.*module=custom_layers.*DASKGPT_MODULES=custom_layers"):
+    with pytest.raises(ValueError, match=r"^read_run_model: [^:]* must be allowed.*DASKGPT_MODULES=custom_layers\.$"):
         daskgpt.load(tmp_path / "model.safetensors")
     assert "custom_layers" not in sys.modules
     monkeypatch.setenv("DASKGPT_MODULES", "other,custom_layers")

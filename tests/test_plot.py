@@ -103,7 +103,7 @@ def test_other_folders_are_refused(content, keyword, tmp_path):
 
 NO_FILES = [(["--out", "curves.gif"], ValueError, "out=curves.gif"), (["--out", "curves"], ValueError, "out=curves")]
 NO_FILES += [([], ValueError, "out=nothing")]
-NO_FILES += [(["--out", "nowhere/curves.svg"], OSError, "folder must exist")]
+NO_FILES += [(["--out", "nowhere/curves.svg"], OSError, "folder must exist; got folder=nowhere[.]")]
 
 
 @pytest.mark.parametrize(("flags", "error", "keyword"), NO_FILES)

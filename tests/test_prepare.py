@@ -292,7 +292,7 @@ REFUSED = [
     ("empty.txt", "inputs must hold text"),
     ("short.txt", "part must hold text"),
     ("a.jsonl", "without the field text; fields=title, body"),
-    ("a.jsonl --field body", "must be text.*line 1, found=.*fields=title, body"),
+    ("a.jsonl --field body", "must be text.*line 1, found=body: 3 .int.[.]"),
     ("~nobody-here/a.txt", "folder of the user must be known.*path=~nobody-here/a.txt"),
 ]
 

@@ -131,6 +131,7 @@ def test_plans_of_threads_and_workers(calibrated):
     for plan in (one, two, many):
         assert plan.path <= plan.seconds
         assert plan.busy <= plan.seconds * plan.threads
+    assert one.work + one.interpreter == pytest.approx(one.seconds), "one thread is never idle"
     assert repr(two) == repr(predicted(threads=2).forecast)
     assert not any("just now" in note for note in two.notes)
     assert predicted(workers=4, threads=2).forecast.threads == 8

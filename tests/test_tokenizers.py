@@ -102,7 +102,7 @@ def test_every_command_uses_a_folders_own_tokenizer(folder, tmp_path, capsys):
     tokens = json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"]
     assert tokens == len(trained().encode(TEXT).ids)
     assert convert.main([str(run), str(out)]) == 0
-    assert re.search(r"320 token ids \(learned-320-[0-9a-f]+\)[\s\S]*tokenizer.json", capsys.readouterr().out)
+    assert re.search(r"320 token ids \(tokenizer-320-[0-9a-f]+\)[\s\S]*tokenizer.json", capsys.readouterr().out)
     assert Tokenizer.from_file(str(out / "tokenizer.json")).encode(TEXT).ids == trained().encode(TEXT).ids
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 0
     with pytest.raises(ValueError, match="must be that of the model"):

@@ -109,8 +109,8 @@ def appearing(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
 def temporary_beside(path: str | os.PathLike[str], where: str) -> Iterator[Path]:
     """Yield a temporary name in the folder of a path; after an error, a file or folder of that name is removed."""
     target = Path(path)
-    rule, advice = "the folder must exist", f"Make {target.parent} first."
-    require(target.parent.is_dir(), where, rule, {"path": path}, advice, FileNotFoundError)
+    rule, folder = "the folder must exist", target.parent
+    require(folder.is_dir(), where, rule, {"folder": folder}, "Make it first.", FileNotFoundError)
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with written(path, where):

@@ -69,6 +69,8 @@ class ModelConfig(Checked):
         advice = "Use rmsnorm, or leave norm_eps out."
         fits = self.norm != "layernorm" or self.norm_eps == ModelConfig.norm_eps
         require(fits, where, rule, {"norm_eps": self.norm_eps}, advice)
+        rule, got = "lora must be at most channels", {"lora": self.lora, "channels": self.channels}
+        require(self.lora <= self.channels, where, rule, got, f"Try lora={min(16, self.channels)}.")
         rule = "padded_vocabulary must be at least vocabulary"
         got = {"padded_vocabulary": self.padded_vocabulary, "vocabulary": self.vocabulary}
         require(self.padded_vocabulary >= self.vocabulary, where, rule, got, "Use 0 for no padding.")
@@ -143,7 +145,7 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     Traceback (most recent call last):
     ValueError: ModelConfig: heads must divide channels; got heads=3, channels=128. Try heads=4.
     """
-    require_known(name, PRESETS, "preset", "preset")
+    require_known(name, PRESETS, "preset", "name")
     if "vocabulary" in overrides and "padded_vocabulary" not in overrides:
         overrides["padded_vocabulary"] = 0
     config = replace(PRESETS[name], **overrides)

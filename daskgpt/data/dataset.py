@@ -76,7 +76,7 @@ class Dataset:
     def description(self) -> str:
         """Origin and sizes as text."""
         sizes = f"{self.training.size:,} training and {self.validation.size:,} validation tokens"
-        return f"{self.origin}: {sizes} ({self.encoding_name})"
+        return f"{self.origin}: {sizes} ({encodings.title_of(self.encoding_name)})"
 
     @property
     def order(self) -> str:
@@ -181,8 +181,10 @@ def encoding_for(source: Source, wanted: str | None, default: str = "bytes") -> 
     rule, got = "a vocabulary must be learned from text", {"encoding": name, "source": source.name}
     fine = source.kind == TEXT or not encodings.is_to_be_learned(name)
     require(fine, WHERE, rule, got, "Name the encoding of these tokens.")
-    rule, got = "the encoding must be that of the tokens", {"encoding": name, "source": f"{source.name} ({written})"}
-    require(written in ("", name), WHERE, rule, got, "Leave --encoding out.")
+    rule, got = "the encoding must be that of the tokens", {"encoding": encodings.title_of(name)}
+    got |= {"source": f"{source.name} ({encodings.title_of(written)})"}
+    advice = "Leave another --encoding out, or prepare the text again with --encoding and the folder of the model."
+    require(written in ("", name), WHERE, rule, got, advice)
     return name
 
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError, nodes
@@ -24,8 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from daskgpt.config.errors import number_of, refusing, require, short
 from daskgpt.config.files import digest_of
 from daskgpt.data.source import CHATS, PAIR_FIELDS, Source
-from daskgpt.data.text import WHERE, records, runs, whole
-from daskgpt.formats.encoding import Encoding
+from daskgpt.data.text import WHERE, of_kind, records, runs, whole
+from daskgpt.formats.encoding import Encoding, title_of
 
 Message = tuple[str, str]  # role and content
 Conversation = tuple[Message, ...]
@@ -153,16 +153,25 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
     return conversations, places, left_out
 
 
-def _conversation(record: Any) -> Conversation:
+def _conversation(record: object) -> Conversation:
+    fields = of_kind(dict, record, "record")
     for asking, answering in PAIR_FIELDS:
-        if asking[0] in record and answering in record:
-            prompt = "\n".join(filter(None, (whole(record.get(name)) for name in asking)))
-            return (USER, prompt), (ASSISTANT, whole(record[answering]))
-    for field, (role, content) in CHATS.items():
-        if field in record:
-            messages = [(whole(message[role]), whole(message[content])) for message in record[field]]
-            return tuple((ROLES.get(name, name), text) for name, text in messages)
-    raise KeyError("no such names")
+        if asking[0] in fields and answering in fields:
+            prompt = "\n".join(filter(None, (whole(fields.get(name), name) for name in asking)))
+            return (USER, prompt), (ASSISTANT, whole(fields[answering], answering))
+    for field, names in CHATS.items():
+        if field in fields:
+            messages = [] if fields[field] is None else of_kind(list, fields[field], field)
+            return tuple(_message(message, *names) for message in messages)
+    raise TypeError(f"a record with the fields {', '.join(fields)}")
+
+
+def _message(record: object, role: str, content: str) -> Message:
+    fields = of_kind(dict, record, "message")
+    if role not in fields or content not in fields:
+        raise TypeError(f"a message with the fields {', '.join(fields)}")
+    name = whole(fields[role], role)
+    return ROLES.get(name, name), whole(fields[content], content)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +263,7 @@ def read_examples(
     most, cut, lost = sequence_length + 1, 0, 0
     template, rule = template_of(codec), "the model's tokenizer must have a chat template, for chats of other roles"
     advice = "Start from a chat model (--init), or give pairs of prompt and response."
-    require(template is not None or plain, WHERE, rule, {"data": source.name, "encoding": codec.name}, advice)
+    require(template is not None or plain, WHERE, rule, {"data": source.name, "encoding": title_of(codec.name)}, advice)
     for run in runs(len(conversations), 1, fraction, held_out):
         for number in range(run.start, run.stop):
             tokens, counted = _example(conversations[number], codec, template, places[number])

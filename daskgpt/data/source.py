@@ -187,7 +187,9 @@ def _of_records(file: File, fields: Collection[str], accepted: Collection[str]) 
     if file.field in fields:
         return replace(file, kind=TEXT)
     reason = f"holds records without the field {file.field}; fields={', '.join(fields)[:80]}"
-    return replace(file, reason=reason, advice="daskgpt prepare takes another name by --field.")
+    for_pairs = "Name the fields prompt and response, or messages, or text."
+    advice = for_pairs if PAIRS in accepted else "daskgpt prepare takes another name by --field."
+    return replace(file, reason=reason, advice=advice)
 
 
 def _beginning(file: File) -> bytes:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, refusing, require_package
+from daskgpt.config.errors import refusal, refusing, require_package, short
 from daskgpt.config.files import readable
 
 WHERE = "data"
@@ -144,18 +144,19 @@ def records(
 
     start, stop   of lines as of `blocks`, and lines are counted from there; of Parquet, row groups
 
-    Errors   ValueError with the rule, naming the first record for which `parse` raises an error for another content,
+    Errors   ValueError with the rule, naming the first record for which `parse` raises TypeError, and what that says,
              or the first line that is not JSON, or not UTF-8; as of `opened` and `opened_parquet`
     """
     found = _rows(file, start, stop) if file.records == PARQUET else _lines(file, start, stop)
     for place, record in found:
         try:
             value = parse(json.loads(record.decode()) if isinstance(record, bytes) else record)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, RecursionError)):
-                rule = "every line must be JSON in UTF-8"
+        except (TypeError, ValueError, RecursionError) as error:
+            said = short(error, 120)
+            if not isinstance(error, TypeError):
+                rule, said = "every line must be JSON in UTF-8", f"{type(error).__name__}: {said}"
                 advice = "Correct it; texts that are no JSON need an ending such as .txt."
-            got = {"path": f"{file.path}, {place}", "found": f"{type(error).__name__}: {str(error)[:120]}"}
+            got = {"path": f"{file.path}, {place}", "found": said}
             raise refusal(ValueError, WHERE, rule, got, advice) from None
         yield place, value
 
@@ -178,23 +179,28 @@ def texts(file: File, start: int = 0, stop: int = LAST) -> Iterator[tuple[str, s
         return
 
     def text_of(record: Any) -> str:
-        text = record.get(file.field, record) if isinstance(record, dict) else record
-        if not (text is None or isinstance(text, str)):
-            names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-            raise TypeError(f"{repr(text)[:40]}, fields={names}")
-        return whole(text)
+        if isinstance(record, dict) and file.field not in record:
+            raise TypeError(f"a record with the fields {', '.join(record)}")
+        return whole(record[file.field] if isinstance(record, dict) else record, file.field)
 
     rule = f"the field {file.field} of every record must be text"
     advice = "Correct it, or name another with prepare --field."
     yield from records(text_of, rule, advice, file, start, stop)
 
 
-def whole(text: str | None) -> str:
-    """Return a text with ? for each half of a character, as JSON may hold; null is empty.
+def whole(text: object, field: str) -> str:
+    """Return the text of a field with ? for each half of a character, as JSON may hold; null is empty.
 
     Errors   TypeError for what is no text
     """
-    return "" if text is None else str.encode(text, errors="replace").decode()
+    return "" if text is None else of_kind(str, text, field).encode(errors="replace").decode()
+
+
+def of_kind(kind: type[T], value: object, field: str) -> T:
+    """Return the value of a field. Errors   TypeError, which says what it is, unless it is of this kind"""
+    if not isinstance(value, kind):
+        raise TypeError(f"{field}: {short(value)} ({type(value).__name__})")
+    return value
 
 
 # What is held out

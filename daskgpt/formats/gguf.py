@@ -263,16 +263,15 @@ def _add_settings(writer: Any, config: ModelConfig, family: str) -> None:
 def _add_tokenizer(writer: Any, encoding: Encoding, size: int) -> None:
     """Add the tokenizer, which is byte-level BPE.
 
-    Errors   ValueError if llama.cpp does not know how the tokenizer splits text
+    Errors   ValueError, naming the part, if llama.cpp does not know how the tokenizer splits text
     """
     from gguf import TokenType
 
     library, end = encoding.library, next(iter(encoding.specials))
     pipeline = json.loads(library.to_str())
-    rule, advice = "llama.cpp must know the tokenizer's way of cutting text", "Write another format."
-    got = {"pre_tokenizer": short(pipeline["pre_tokenizer"], 80), "normalizer": short(pipeline["normalizer"])}
-    splitting = splitting_of(pipeline)
-    require(bool(splitting), WRITE, rule, got, advice)
+    splitting, differing = splitting_of(pipeline)
+    rule, advice = "llama.cpp must know every part of the tokenizer", "Write another format."
+    require(not differing, WRITE, rule, {"part": differing}, advice)
     names = {i: name for name, i in library.get_vocab().items()}
     kinds = [TokenType.NORMAL if i in names else TokenType.UNUSED for i in range(size)]
     for token in pipeline["added_tokens"]:

@@ -370,12 +370,10 @@ def write_peft(folder: Path, model: StoredModel) -> None:
 
     Layout   each linear layer of transformers has its own adapter; those of queries, keys and values, and of gate and
              up, have a common A. The scale lora_alpha / r is 1
-    Errors   ValueError for a model without adapters, or that Hugging Face's formats cannot express
+    Errors   ValueError for a model that Hugging Face's formats cannot express
     Source   peft, LoraConfig and save_pretrained
     """
     where = "write_peft"
-    rule, advice = "the model must have adapters", "Give a run that was trained with --lora."
-    require(bool(model.adapters), where, rule, {"lora": 0}, advice)
     config, family = model.config, family_in_folder(model.config, where)
     prefix = "base_model.model." + ("transformer." if family == GPT2 else "")
     arrays: dict[str, np.ndarray] = {}

@@ -250,5 +250,5 @@ def read_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[ModelConfig,
     rule = "the metadata must describe a model that is supported"
     with refusing((ValueError, TypeError), READ, rule, {"path": path}, advice):
         config = ModelConfig(**entry["model"])  # a setting that is newer than the file has its default
-        require_allowed(map(str, asdict(config).values()), READ)
+    require_allowed(map(str, asdict(config).values()), READ)
     return config, entry["encoding"], entry["sequence_length"], entry.get(ADAPTED, "")

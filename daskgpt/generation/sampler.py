@@ -20,7 +20,7 @@ import numpy as np
 from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.settings import Checked, setting
-from daskgpt.formats.encoding import Encoding, encoding_of_model, get_encoding
+from daskgpt.formats.encoding import Encoding, encoding_of_model, get_encoding, is_to_be_learned
 from daskgpt.formats.huggingface import encoding_named
 from daskgpt.generation.decoder import Weights, decoder_of
 from daskgpt.model.parameters import check_config, check_parameters
@@ -32,11 +32,18 @@ PRECISIONS = ("float32", "bfloat16")
 class DecodingConfig(Checked):
     """Settings of reading tokens with a model."""
 
-    encoding: str = setting("", "bytes, gpt2, or the file of a learned vocabulary, in place of the model's own")
+    encoding: str = setting(
+        "", "bytes, gpt2, a vocabulary's file, or a tokenizer's folder, in place of the model's own"
+    )
     precision: str = setting("float32", "precision of weights, keys and values", choices=PRECISIONS)
     threads: int = setting(
         0, "threads that share the rows of each matrix; 0 = all cores, or fewer for a small model", most=2**12
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule, got = "a model that is read must not get a new vocabulary", {"encoding": self.encoding}
+        require(not is_to_be_learned(self.encoding), "encoding", rule, got, "Leave it out.")
 
     def opened(self, path: str | Path) -> tuple[Weights, Encoding, int]:
         """Open a model; return its weights, its encoding, and the length of the sequences that it was trained on.

@@ -14,6 +14,7 @@ import numpy as np
 from daskgpt.config.errors import require, text_table
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig
+from daskgpt.formats.encoding import title_of
 from daskgpt.graph.calls import MESSAGE, Exchange, call_of
 from daskgpt.model.step import CompiledStep
 from daskgpt.profiling.measure import job_from
@@ -64,7 +65,7 @@ class Plan:
             "model": texts["model"],
             "batch": texts["batch"],
             "chunks": self.chunks,
-            "encoding": f"{data.encoding_name}, {data.vocabulary:,} ids" if data else "",
+            "encoding": f"{title_of(data.encoding_name)}, {data.vocabulary:,} ids" if data else "",
             "precision": texts["precision"],
             "grain": f"{self.grain} ({self.why})" if self.why else self.grain,
             "tasks": f"{self.tasks:,} a step" + f" of each of {len(self.sent)} workers" * bool(self.sent),

@@ -141,6 +141,7 @@ class Simulation:
     ends    of the runs of each process
     busy    seconds of kernels on all threads
     locked  seconds for which each process's lock was held
+    interpreter   seconds between kernels of all threads, with and without the lock
     """
 
     def __init__(self, processes: Sequence[Process], costs: Calibration, cores: int, runs: int = 1) -> None:
@@ -155,6 +156,7 @@ class Simulation:
         self.free, self.locked = [0.0] * len(ranks), [0.0] * len(ranks)
         self.ends: list[list[float]] = [[] for _ in ranks]
         self.busy = 0.0
+        self.interpreter = 0.0
         self.arrived = Counter[tuple[int, int, Hashable]]()  # receiver, sender and channel -> messages
         self.blocked = [list[Key]() for _ in ranks]  # tasks that wait for messages
         self.pairs: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # messages to send
@@ -182,6 +184,7 @@ class Simulation:
         """Call a function after its thread has held the lock for some seconds, and has run for more without it."""
         self.free[rank] = max(self.now, self.free[rank]) + seconds
         self.locked[rank] += seconds
+        self.interpreter += seconds + more
         self.at(self.free[rank] + more, function, *arguments)
 
     def _begin(self, rank: int) -> None:
@@ -319,6 +322,7 @@ class Forecast:
     busy        seconds of kernels in a step, all threads together; `work` on one thread
     path        seconds of the longest chain of kernels and messages that wait for each other
     locked      seconds for which the busiest process held its interpreter's lock
+    interpreter seconds of the interpreter between kernels in a step, all threads together
     notes       what was assumed
     """
 
@@ -329,22 +333,25 @@ class Forecast:
     work: float
     path: float
     locked: float
+    interpreter: float
     notes: Sequence[str]
 
     def rows(self) -> dict[str, str]:
         """Return lines for people, by name."""
-        ms, share = 1e3, self.busy / (self.threads * self.seconds)
+        ms, all_time = 1e3, self.threads * self.seconds
         time = f"{ms * self.seconds:,.1f} ms a step predicted"
         if self.one_thread:
             speedup = self.one_thread / self.seconds
             time += f", {speedup:.2f} times as fast as one thread ({ms * self.one_thread:,.1f} ms): "
             time += f"efficiency {speedup / self.threads:.0%}"
+        kernels, interpreter = self.busy / all_time, self.interpreter / all_time
+        idle = max(1 - kernels - interpreter, 0.0)  # a message needs the interpreter beside the threads
         limits = {"kernels, on each thread": self.busy / self.threads, "critical path": self.path}
         limits["the interpreter's lock"] = self.locked
         most, *others = sorted(limits.items(), key=lambda item: -item[1])
         lines = {
             "time": time,
-            "threads' time": f"kernels {share:.0%}, idle {1 - share:.0%}",
+            "threads' time": f"kernels {kernels:.0%}, interpreter {interpreter:.0%}, idle {idle:.0%}",
             "critical path": f"{ms * self.path:,.1f} of {ms * self.work:,.1f} ms of work",
             "limit": f"{most[0]}: {ms * most[1]:,.1f} ms ({', '.join(f'{a} {ms * b:,.1f}' for a, b in others)})",
         }
@@ -390,6 +397,7 @@ def forecast(job: Job, engines: Sequence[LocalEngine], *, cores: int = 0, costs:
         work=sum(demand.alone for process in processes for demand in process.demands.values()) / steps,
         path=critical_path(processes, costs),
         locked=max(simulation.locked) / runs / steps,
+        interpreter=simulation.interpreter / runs / steps,
         notes=notes,
     )
 

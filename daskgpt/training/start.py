@@ -15,7 +15,7 @@ from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunC
 from daskgpt.config.settings import require_allowed
 from daskgpt.data.dataset import Dataset, encoding_for, load_dataset
 from daskgpt.data.source import PREPARED, recognize
-from daskgpt.formats.encoding import encoding_of, encoding_of_model, is_to_be_learned, vocabulary_size
+from daskgpt.formats.encoding import encoding_of, encoding_of_model, is_to_be_learned, title_of, vocabulary_size
 from daskgpt.formats.huggingface import encoding_named
 from daskgpt.kernels import require_compiler
 from daskgpt.kernels.bfloat16.isa import unit
@@ -154,7 +154,7 @@ class WarmStart:
         if not (encoding or is_to_be_learned(wanted)):
             return encoding_of_model(self.config.vocabulary) if wanted == "auto" else wanted
         rule = "the encoding must be that of the model to start from"
-        got = {"encoding": wanted, "init": f"{self.init} ({encoding or 'of its vocabulary'})"}
+        got = {"encoding": title_of(wanted), "init": f"{self.init} ({title_of(encoding) or 'of its vocabulary'})"}
         require(wanted in ("auto", encoding), "train", rule, got, "Leave --encoding out.")
         return encoding
 
@@ -179,7 +179,7 @@ def open_dataset(data: DataConfig, vocabulary: int, start: WarmStart | None = No
     if most:
         rule, ids = "the model must know every token id of the encoding", vocabulary_size(encoding)
         advice = "Start from another model." if start else "Leave --vocabulary to the encoding."
-        got = {"encoding": encoding, "ids": ids, "vocabulary": most}
+        got = {"encoding": title_of(encoding), "ids": ids, "vocabulary": most}
         require(ids <= most, "train", rule, got, advice)
     parts = {name: getattr(data, name) for name in PARTS}
     return load_dataset(source, encoding, sequence_length=data.sequence_length, **parts)
