@@ -67,11 +67,15 @@ WRONG_ADDRESSES = ["", "http://127.0.0.1:8787/status", "tcp://node0", "node0:878
 @pytest.mark.parametrize(
     ("address", "kind", "keyword"),
     [
-        ("thread", ValueError, r"must be known; got scheduler=thread\. Did you mean threads\?"),
-        *((address, ValueError, "must be known; .*Choose from sync, .*HOST:PORT") for address in WRONG_ADDRESSES),
+        ("thread", ValueError, r"must be a name, .*; got scheduler=thread\. Did you mean threads\?"),
+        *((address, ValueError, "with a port from 1 to 65535; .*tcp://HOST:PORT") for address in WRONG_ADDRESSES),
         ("tcp://127.0.0.1:1", RuntimeError, r"must answer; got scheduler=tcp://127\.0\.0\.1:1 \(Timed out"),
         ("tcp://nobody.invalid:1", RuntimeError, r"must answer; .*check the address \(--scheduler, DASK_"),
-        ("tls://127.0.0.1:1", RuntimeError, "ssl_context.*DASK_CONFIG"),
+        (
+            "tls://127.0.0.1:1",
+            RuntimeError,
+            r"ssl_context.*, DASK_CONFIG=none.yaml \(no .* needs DASK_CONFIG",
+        ),
         ("inproc://192.0.2.9/1/1", RuntimeError, "must answer"),
         ("file:none.json", RuntimeError, "file must hold an address; .*no such file"),
         ("file:FILE", RuntimeError, "file must hold an address; .*has no address"),
@@ -83,6 +87,7 @@ def test_addresses_at_which_no_scheduler_answers(address, kind, keyword, tmp_pat
     """They are found before anything slow, and by what opens a scheduler."""
     monkeypatch.setattr(connect, "CONNECT_TIMEOUT", 0.3)
     monkeypatch.setattr(opening, "FILE_SECONDS", 0.3)
+    monkeypatch.setenv("DASK_CONFIG", "none.yaml")
     (file := tmp_path / "scheduler.json").write_text("[1, 2]")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = address.replace("FILE", str(file)).replace("SILENT", f"127.0.0.1:{silent.getsockname()[1]}")
@@ -119,8 +124,11 @@ def test_losses_raise_one_error():
     closed = SimpleNamespace(status="closed", scheduler=None)
     with pytest.raises(ClusterLost, match="the client must live"), cluster.losses_as_errors(closed):
         raise AttributeError
+    with pytest.raises(RuntimeError, match="^own$"), cluster.losses_as_errors(SimpleNamespace(status="running")):
+        raise RuntimeError("own")  # of a task
     for status, kind, keyword in kinds:
-        for error in (*cluster.SIGNS[:1], *cluster.SIGNS[2:]):
+        own = [RuntimeError("ConnectionPool is closed")] if status == "closed" else []
+        for error in (*cluster.SIGNS[:1], *cluster.SIGNS[2:], *own):
             with (
                 pytest.raises(kind, match=keyword) as caught,
                 cluster.losses_as_errors(SimpleNamespace(status=status, scheduler=True)),
@@ -270,6 +278,17 @@ def test_recovery_interval_follows_cost(monkeypatch):
         due.append(points._due(8))
     assert due == [True, False, True, True, False, True]
     assert points.interval == math.inf  # steps are counted
+
+
+def test_later_recovery_points_correct_the_time_of_a_slow_first_one(monkeypatch):
+    engine = SimpleNamespace(copied_apart=lambda: SimpleNamespace(packs=[]))
+    engine.job = SimpleNamespace(run=SimpleNamespace(snapshot_every=-1))
+    engine.scheduler = SimpleNamespace(wait_for=lambda handles: None)
+    points, clock = RecoveryPoints(engine, print), iter([0.0, 2.0, 200.0, 200.5, 300.0, 301.0])
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    for interval in (200, 50, 50):
+        points._copy()
+        assert points.interval == interval
 
 
 @pytest.mark.parametrize("same", [False, True])
