@@ -6,6 +6,7 @@ import math
 import os
 import socket
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import dask
@@ -389,6 +390,19 @@ def test_identity_covers_every_source_file(tmp_path, monkeypatch):
         digests.append(workers._sources.__wrapped__())
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
+
+
+def test_refused_worker_compiles_nothing(monkeypatch):
+    """Its event loop would be blocked meanwhile, so that it would seem to be silent instead of gone."""
+    monkeypatch.setattr(workers, "compile_all", refuse)
+    monkeypatch.setattr(workers.internals, "refuse_work", lambda worker: ended.append(worker))
+    monkeypatch.setattr(workers.PrepareWorker, "users", Counter())
+    ended, worker = [], SimpleNamespace(address="tcp://127.0.0.1:1", id="other")
+    check = workers.VersionCheck("run", False, [])
+    check.expected = check.expected | {"daskgpt": "another"}
+    check.setup(worker)
+    asyncio.run(workers.PrepareWorker("run").setup(worker))
+    assert ended == [worker]
 
 
 def test_all_threads_are_waited_for():

@@ -169,7 +169,7 @@ class WorkerMonitor:
                 self._end(address)
             elif watched.silence >= named:
                 after = f"ended after {self.seconds:g} s (--worker-seconds)" if self.seconds else "waited for"
-                after = after if prepared else "it may be compiling kernels, or was refused (its log says so)"
+                after = after if prepared else "it may be compiling kernels"
                 words = f"silent: no heartbeat for {named:g} s; {after}"
             elif watched.paused <= now - NAMED:
                 words = paused_words(worker)
