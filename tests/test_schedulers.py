@@ -62,6 +62,11 @@ def test_resolved_addresses(setting, address, resolved, tmp_path):
         assert opening.resolved_address(address) == resolved
 
 
+def test_flags_that_continue_a_run_name_its_cluster():
+    assert opening.resume_flags("my run", "auto") == "--resume 'my run'"
+    assert opening.resume_flags("run", "tcp://[::1]:8786") == "--resume run --scheduler 'tcp://[::1]:8786'"
+
+
 WRONG_ADDRESSES = ["", "http://127.0.0.1:8787/status", "tcp://node0", "node0:87866", "node0:0", "::1:8786", "[]:1"]
 
 
