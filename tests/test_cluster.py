@@ -225,7 +225,7 @@ def test_worker_death_between_the_end_of_its_task_and_the_fetch_is_a_loss(cluste
     with daskgpt.open_scheduler(cluster.address) as scheduler:
         address, worker = min(members(scheduler.client).items())
         name = worker["name"]
-        done = scheduler.submit_to(address, "rank.window", int)
+        done = scheduler.submit("rank.window", int, address=address)
         scheduler.wait_for([done])
         scheduler.needed = {address}
         monkeypatch.setattr(Client, "gather", late)

@@ -9,13 +9,10 @@ import pytest
 from conftest import SMALL
 
 import daskgpt
-from daskgpt import bench, train
-from daskgpt.config.run import DataflowConfig
+from daskgpt import train
 from daskgpt.graph.calls import apply
 from daskgpt.graph.sum_order import Groups, groups_of_batch
 from daskgpt.kernels import embedding, linear
-from daskgpt.model.parameters import parameter_shapes
-from daskgpt.profiling.plan import predict
 from daskgpt.training.inference import loss_and_gradients
 
 B, T, C, V = 12, 6, 5, 7
@@ -83,14 +80,3 @@ def test_run_prints_and_records_its_groups(small_text, tmp_path, capsys):
         assert train.main([*SIZE, *flags, *given]) == 0
         assert said in capsys.readouterr().out
         assert tomllib.loads((folder / "config.toml").read_text())["data"]["groups"] == (groups == "2") + 1
-
-
-def test_plan_counts_waiting_totals():
-    """Each gradient has another total beside it, the tied table's two sums each their own, the loss one number."""
-
-    def made(groups):
-        asked = bench.BenchConfig(batch_size=4, sequence_length=12, groups=groups)
-        return predict(bench.job_of(SMALL, asked, DataflowConfig(grain="kernel", batch_chunk=1))).made["gradients"]
-
-    sizes = {name: int(np.prod(shape)) for name, shape in parameter_shapes(SMALL).items()}
-    assert made(2) - made(1) == 4 * (sum(sizes.values()) + sizes["wte.weight"] + 1)

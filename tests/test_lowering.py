@@ -71,8 +71,8 @@ def test_arrays_of_another_form_are_refused_and_others_are_made_contiguous(rando
     (run,) = lowered.items
 
     def result(array):
-        slots, arrays = [array, None], [None] * lowered.arrays
-        assert not list(run.run(slots, arrays, False))
+        slots = [array, None, *[None] * lowered.slots]
+        assert not list(run.run(slots, False))
         return slots[1]
 
     read_only = x.copy()

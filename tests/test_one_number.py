@@ -44,6 +44,7 @@ DIALS = [
     # More threads than chunks of sequences: attention is divided by heads.
     Dials((6, 10), "step", "segment", "threads", 2),
     Dials((3, 4), "none", "kernel", "threads", 8),
+    Dials((2, 10), "none", "segment", "threads", 2, in_place=False),
 ]
 SIZES = {"b": 6, "t": 20, "T": 20, "C": 21, "X": 63, "O": 37, "V": 83, "P": 23}
 

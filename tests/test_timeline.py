@@ -78,7 +78,7 @@ def test_every_kernel_call_is_an_event():
 
 def test_recordings_belong_to_a_scheduler_and_nest(random):
     """Another run in the process has none of its calls; programs that are sent have the recorder of their process."""
-    step = step_of(SMALL, (4, 12), (4, 12), OptimizerConfig(), grain="step", in_place=True)
+    step = step_of(SMALL, (4, 12), (4, 12), OptimizerConfig(), grain="chunk", in_place=True)
     state, batch = state_of(step, random_parameters(SMALL, random)), random_batch(SMALL, random)
     with open_scheduler("sync") as one, open_scheduler("sync") as other:
         with one.record() as outer:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from daskgpt.graph.accumulate import MicroBatches
 from daskgpt.graph.calls import KernelCall, RowSum, origin_of, wait
-from daskgpt.graph.fuse import one_by_one, sources_first
+from daskgpt.graph.fuse import one_by_one
 from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
+from daskgpt.graph.update_in_place import squares_in
 
 LOOKAHEAD = 2  # number of blocks, and with up to two threads of chunks in the head, that may be in progress
 THREADS_OF_BLOCK = 8  # more threads leave each other behind, and may be in a block more for each so many
@@ -76,10 +77,10 @@ def memory_waits(
     gradients of all blocks. So a block's backward waits for the updates of the block `LOOKAHEAD` above it (or more, of
     many threads), or for the sums of a micro-batch there; and the logits of a chunk wait until those of an earlier
     chunk have been added to the unembedding's gradient, so that as many chunks have logits as there are threads, or
-    `LOOKAHEAD`. There is no such edge if an update itself depends on that block (by the norm of all gradients), since
-    it would close a cycle.
+    `LOOKAHEAD`. Updates that themselves wait for the whole backward pass, for the norm of all gradients, would close a
+    cycle: then the squares of the gradients take their place.
     """
-    lowest, ahead = _lowest_blocks(graph), max(LOOKAHEAD, threads // THREADS_OF_BLOCK)
+    ahead, clipped = max(LOOKAHEAD, threads // THREADS_OF_BLOCK), bool(squares_in(graph, graph))
     # Micro-batch or None, and block -> the tasks that release its memory.
     done = defaultdict[tuple[int | None, int], list[Key]](list)
     backward: dict[Key, tuple[int | None, int]] = {}
@@ -87,7 +88,8 @@ def memory_waits(
         origin, micro = origin_of(node), micro_batches.of_task(graph, key)
         if origin is None or origin.block is None:
             continue
-        if isinstance(node.func, RowSum) if ranked else origin.phase == "update":
+        releases = origin.phase == "update" and bool(origin.parameter) != clipped
+        if isinstance(node.func, RowSum) if ranked else releases:
             done[None, origin.block].append(key)
         if isinstance(node.func, RowSum) and micro is not None:
             done[micro, origin.block].append(key)
@@ -95,23 +97,11 @@ def memory_waits(
             backward[key] = micro, origin.block
     edges = {}
     for key, (micro, block) in backward.items():
-        updates = [update for update in done[None, block + ahead] if lowest[update] > block]
+        updates = done[None, block + ahead]
         edges[key] = updates if micro is None else done[micro, block + ahead] or updates
     return {key: earlier for key, earlier in edges.items() if earlier} | _head_waits(
         graph, head, max(LOOKAHEAD, threads)
     )
-
-
-def _lowest_blocks(graph: Graph) -> dict[Key, float]:
-    """Return for each task the lowest block whose backward pass it needs."""
-    lowest: dict[Key, float] = {}
-    for key in sources_first(graph):
-        origin = origin_of(graph[key])
-        block = float("inf")
-        if origin is not None and origin.phase == "backward" and origin.block is not None:
-            block = origin.block
-        lowest[key] = min([block, *(lowest[dependency] for dependency in graph[key].dependencies)])
-    return lowest
 
 
 def _head_waits(graph: Graph, head: str, ahead: int) -> dict[Key, list[Key]]:

@@ -92,14 +92,20 @@ class Origin:
 class Memory(Protocol):
     """Makes arrays with a size and no data, whose bytes count as long as they are referenced."""
 
-    def arrays(self, kind: str, count: int, shape: tuple[int, ...], dtype: np.dtype) -> list[Any]:
-        """Return arrays of a kind: "gradients" or "activations"."""
+    def array(self, kind: str, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return an array of a kind: "gradients" or "activations"."""
 
     def updated(self, parameter: str) -> list[Any]:
         """Return new arrays for the weight and the moments of a parameter."""
 
-    def message(self) -> Any:
-        """Return a stand-in for a message between ranks, which is not counted; each of its items is the same."""
+
+class Message:
+    """A stand-in for a message between ranks, which is not counted; so is each of its items."""
+
+    nbytes = 0
+
+    def __getitem__(self, place: int) -> Message:
+        return self
 
 
 class TaskCall:
@@ -125,6 +131,18 @@ class TaskCall:
     def traceable(self) -> bool:
         """True if it may be lowered (`graph.lowering`): its kernel is one of the package."""
         return is_ours(self.kernel)
+
+    def __call__(self, *chunks: Any) -> Any:
+        with flush_to_zero():
+            return self.run(*self.arrange(chunks))
+
+    def arrange(self, chunks: Sequence[Any]) -> list[Any]:
+        """Return the arguments of `run` from Dask's nested lists of arrays, keys or slots."""
+        return list(chunks)
+
+    def run(self, *arguments: Any) -> Any:
+        """Make the call."""
+        raise NotImplementedError
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
         """Return the stand-in for the result of this call, from the stand-ins for its arguments."""
@@ -165,12 +183,7 @@ class KernelCall(TaskCall):
         index = dict(zip(self.axes, key[1:]))
         return [tuple(self.chunks[axis][index.get(axis, 0)] for axis in axes) for axes in self.outputs]
 
-    def __call__(self, *chunks: Any) -> Any:
-        with flush_to_zero():
-            return self.run(*self.arrange(chunks))
-
     def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        """Return the arguments of `run` from Dask's nested lists of arrays, keys or slots."""
         return [self.chunk_at(c, axes, {}) for c, axes in zip(chunks, self.inputs)]
 
     def run(self, *arguments: Any) -> Any:
@@ -186,7 +199,7 @@ class KernelCall(TaskCall):
         if self.origin and self.origin.parameter:
             made = memory.updated(self.origin.parameter)
         else:
-            made = [memory.arrays("activations", 1, shape, self.dtype)[0] for shape in self.shapes(key)]
+            made = [memory.array("activations", shape, self.dtype) for shape in self.shapes(key)]
         return made[0] if len(made) == 1 else tuple(made)
 
     def chunk_at(self, chunks: Any, axes: str, index: Mapping[str, int]) -> Any:
@@ -231,15 +244,7 @@ class ChunkSum(KernelCall):
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
         kind = "gradients" if self.origin and self.origin.phase == "backward" else "activations"
-        (total,) = memory.arrays(kind, 1, self.shape, self.dtype)
-        self.hold_totals(memory, self.bands()[:1], range(len(self.order.pieces)), 1)
-        return total
-
-    def hold_totals(self, memory: Memory, bands: Sequence[Band], pieces: range, held: int) -> None:
-        """Hold for a moment the totals of some pieces, a band of rows at a time, except those that are held anyway."""
-        for first, last in bands:
-            shape = (last - first, *self.shape[1:]) if self.shape else ()
-            memory.arrays("gradients", self.order.most_totals(pieces) - held, shape, self.dtype)
+        return memory.array(kind, self.shape, self.dtype)
 
     def in_order(self, pieces: Sequence[Sequence[Sequence[np.ndarray]]], first: int = 0) -> list[Chain]:
         """Return the arguments of the kernel calls that sum the rows in order, as chains.
@@ -320,9 +325,6 @@ class RowSum(TaskCall):
         """The shape of the rows."""
         return (self.bands[-1][1] - self.bands[0][0], *self.call.shape[1:]) if self.call.shape else ()
 
-    def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        return list(chunks)
-
     def run(self, pieces: Sequence[Any], start: Totals = ()) -> Totals:
         base = self.bands[0][0]
         chains = self.call.in_order(pieces, self.pieces.start)
@@ -338,8 +340,8 @@ class RowSum(TaskCall):
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
         totals = list(several(arguments[1])) if len(arguments) > 1 else []
-        totals += memory.arrays("gradients", self.left - len(totals), self.shape, self.call.dtype)
-        self.call.hold_totals(memory, self.bands, self.pieces, len(totals))
+        for _ in range(len(totals), self.left):
+            totals.append(memory.array("gradients", self.shape, self.call.dtype))
         return totals[0] if self.left == 1 else tuple(totals[: self.left])
 
 
@@ -384,15 +386,15 @@ class Exchange(TaskCall):
     def traceable(self) -> bool:
         return self.returns == PICK
 
-    def __call__(self, *results: Any) -> Any:
+    def run(self, *results: Any) -> Any:
         return self.function(*results)
 
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> Any:
         if self.returns == FIRST:
             return arguments[0]
         if self.returns == PICK:
-            return self(*arguments)
-        return memory.message() if self.returns == MESSAGE else None
+            return self.run(*arguments)
+        return Message() if self.returns == MESSAGE else None
 
 
 def wait(*results: object) -> None:

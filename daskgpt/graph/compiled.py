@@ -73,7 +73,6 @@ class KernelGraph:
     results  state name -> the task whose value replaces it; empty if a run overwrites the state or leaves it
     written  the tasks that make the new state
     after    task -> tasks that must have run before although it does not read them
-    layout   of the state; None if the tasks that update it decide
     recorder of the calls, while a scheduler of this process runs them
     """
 
@@ -85,20 +84,17 @@ class KernelGraph:
         outputs: Mapping[str, da.Array],
         state: Mapping[str, da.Array],
         updated: Mapping[str, da.Array],
-        *,
-        layout: Layout | None = None,
     ) -> None:
         """rewritten   the graph of outputs and updates, in which passes may have made the updates overwrite the state
         inputs      may be more than the graph reads
         updated     state name -> its new value; empty if a run leaves the state as it is
         """
-        self.token, self.outputs, self.state = token, outputs, state
+        self.token, self.outputs = token, outputs
         self.graph, self.after, self.in_place = rewritten.graph, rewritten.after, bool(rewritten.updates)
         self.inputs = {name: array for name, array in inputs.items() if keys_of(array)[0] in self.graph}
         self.leaves = {name: keys_of(array)[0] for name, array in state.items()}
         self.results = {} if self.in_place else {name: keys_of(array)[0] for name, array in updated.items()}
         self.written = rewritten.updates or list(self.results.values())
-        self.layout = Layout((tuple(state),)) if self.in_place else layout
         self.recorder = Recorder()
 
     def origin(self, key: Key) -> Any:
@@ -111,24 +107,21 @@ def compile_graph(
     groups: Mapping[Key, Hashable],
     waits: Mapping[Key, Sequence[Key]] | None = None,
     stages: Mapping[Key, str] | None = None,
+    layout: Layout | None = None,
 ) -> CompiledGraph:
     """Return the tasks of a run, each made of the kernel calls of one group.
 
     groups  of the kernel calls; None for one that stays a task of its own
     waits   kernel call -> those that must have run before it although it does not read their results
     stages  of the kernel calls, with a barrier after each; None for no barrier
+    layout  of the state; None for a pack for each group that makes some of the new state, and one for what stays
     """
-    packs: dict[Hashable, Key] = {
-        group: (STATE, n) for n, group in enumerate(dict.fromkeys(groups[key] for key in kernels.results.values()))
-    }
-    # Out of place, the next run takes a value of the state from a result of this run: the pack of its group, at the
-    # place that fusing gives the result.
-    carried = {kernels.leaves[name]: (packs[groups[result]], result) for name, result in kernels.results.items()}
-    # What no result replaces stays as it is, in a pack behind the others.
-    kept = tuple(name for name in kernels.state if name not in kernels.results)
-    constants = {name: Place((STATE, len(packs)), i) for i, name in enumerate(kept)}
-    given = kernels.layout.places() if kernels.layout else constants
-    places = {kernels.leaves[name]: place for name, place in given.items() if name in kernels.leaves}
+    packs: dict[Hashable, list[str]] = defaultdict(list)
+    for name, result in kernels.results.items():
+        packs[groups[result]].append(name)
+    kept = [name for name in kernels.leaves if name not in kernels.results]
+    layout = layout or Layout(tuple(tuple(names) for names in (*packs.values(), kept) if names))
+    places = {kernels.leaves[name]: place for name, place in layout.places().items() if name in kernels.leaves}
     output_keys = {name: keys_of(array) for name, array in kernels.outputs.items()}
     wanted = [*(key for keys in output_keys.values() for key in keys), *kernels.written]
     waits = waits or {}
@@ -138,7 +131,7 @@ def compile_graph(
         groups,
         wanted,
         places=places,
-        carried=carried,
+        results=list(kernels.results.values()),
         after=after,
         token=kernels.token,
         drop=kernels.in_place,
@@ -147,11 +140,7 @@ def compile_graph(
         if calls_of(node):
             node.func.recorder = kernels.recorder
             node.func.lowered = Lowered() if kernels.in_place else None
-    layout = kernels.layout or _layout({name: fused[key] for name, key in kernels.results.items()})
     updates = list(dict.fromkeys(fused[key].key for key in kernels.written))
-    if kernels.results:  # in the order of the packs
-        updates = [fused[kernels.results[names[0]]].key for names in layout.packs]
-        layout = Layout((*layout.packs, *([kept] if kept else [])))
     if stages is not None:
         of_tasks = {key: stages[calls_of(node)[0].key] for key, node in graph.items() if not is_leaf(node)}
         graph = with_barriers(graph, of_tasks, name=f"barrier-{kernels.token}", tokens=not kernels.in_place)
@@ -205,23 +194,14 @@ class CompiledGraph:
         keys += [_in_run(key, runs - 1, runs) for key in self.updates]
         return Submission(self.window(runs), leaves, keys, runs, self.kernels.recorder)
 
-    def split(self, results: list[Any], packs: Sequence[Any], runs: int = 1) -> tuple[list[list[Any]], list[Any]]:
-        """Return handles of the outputs of each run, and the packs of the new state, from the results of a submission.
-
-        packs   those that were submitted
-        """
-        count = len(self.output_keys)
-        outputs = [results[run * count : (run + 1) * count] for run in range(runs)]
-        new = results[runs * count :] if self.kernels.results else []
-        return outputs, [*new, *packs[len(new) :]]
-
     def window(self, runs: int) -> Graph:
-        """Return the graph of several runs, with edges from each update to the readers of the next run, and no barrier
-        between them; the state is updated in place.
+        """Return the graph of several runs, without a barrier between them.
 
-        Within a run, an update already waits for the readers of the value that it overwrites. Between two runs, a
-        reader must see the value that the run before wrote, so it waits for that update. An update of the next run then
-        waits for the update before it through its own readers; every tensor has at least one.
+        Out of place, the state of a run is the results of the run before. In place there are edges from each update to
+        the readers of the next run: within a run, an update already waits for the readers of the value that it
+        overwrites. Between two runs, a reader must see the value that the run before wrote, so it waits for that
+        update. An update of the next run then waits for the update before it through its own readers; every tensor has
+        at least one.
         """
         if runs == 1:
             return self.graph
@@ -230,7 +210,10 @@ class CompiledGraph:
             keys = self.graph.keys() | {key for array in self.kernels.inputs.values() for key in keys_of(array)}
             graph: Graph = {}
             for run in range(runs):
-                copy = renamed(self.graph, {key: _in_run(key, run, runs) for key in keys})
+                new = {key: _in_run(key, run, runs) for key in keys}
+                if run and self.kernels.results:
+                    new |= {(STATE, n): _in_run(update, run - 1, runs) for n, update in enumerate(self.updates)}
+                copy = renamed(self.graph, new)
                 copy = {key: in_run(node, run) for key, node in copy.items()}
                 for key in updates if run else ():
                     earlier = sorted(_in_run(update, run - 1, runs) for update in updates[key])
@@ -252,7 +235,7 @@ class CompiledGraph:
         return {key: tasks for key, tasks in needs.items() if tasks}
 
     def output(self, fetched: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Return the outputs as whole arrays, from the results of `output_keys`."""
+        """Return the outputs of a run as whole arrays, from the results of `output_keys`."""
         results = dict(zip(self.output_keys, fetched))
         arrays = {}
         for name, places in self.places.items():
@@ -266,12 +249,3 @@ class CompiledGraph:
 def _in_run(key: Key, run: int, runs: int) -> Key:
     """Return a key of one of some runs in a graph; a single one keeps it."""
     return (f"{key[0]}-{run}", *key[1:]) if runs > 1 else key
-
-
-def _layout(places: Mapping[str, Place]) -> Layout:
-    """Return a pack for each task that updates state, in the order of its results."""
-    packs: dict[Key, list[str]] = {}
-    for name in sorted(places, key=lambda name: places[name].number or 0):
-        packs.setdefault(places[name].key, []).append(name)
-    tasks = dict.fromkeys(place.key for place in places.values())
-    return Layout(tuple(tuple(packs[key]) for key in tasks))

@@ -23,9 +23,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from types import EllipsisType
 from typing import Any, NamedTuple, Protocol
 
@@ -33,7 +33,7 @@ import numpy as np
 
 from daskgpt.graph.calls import CUT, FIRST, MESSAGE, READER, Band, ChunkSum, Exchange, Origin, RowSum, several, wait
 from daskgpt.graph.nodes import Graph, Key, dependents_of, key_trees, only_key, read_parts, task
-from daskgpt.graph.sum_order import Groups, SumOrder, share_of_rank
+from daskgpt.graph.sum_order import Groups, SumOrder, sequences_of_rank, share_of_rank
 from daskgpt.graph.update_in_place import Rewritten, RowUpdate, UpdateRules, chain_of, row_sum, shares, squares_in
 from daskgpt.kernels.bfloat16.gemm import TrainedWeight
 from daskgpt.kernels.bfloat16.rounding import from_bfloat16, to_bfloat16
@@ -85,10 +85,9 @@ class Rank:
         numbers = share_of_rank(rank, self.count, self.groups)
         return Groups(len(numbers), numbers.start, self.groups)
 
-    def sequences_of(self, rank: int) -> tuple[int, int]:
-        """Return the first sequence of a rank in the batch, and the one after its last."""
-        groups, size = self.groups_of(rank), self.sequences // self.groups
-        return groups.first * size, (groups.first + groups.count) * size
+    def sequences_of(self, rank: int) -> slice:
+        """Return the sequences of a rank in the batch."""
+        return sequences_of_rank(rank, self.count, self.groups, self.sequences)
 
     @property
     def others(self) -> list[int]:
@@ -115,7 +114,7 @@ class Rank:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Shard:
     """Rows of a tensor that are summed and updated together.
 
@@ -123,18 +122,18 @@ class Shard:
     parameter  name of the tensor
     number     among the shards of the tensor
     bands      its rows, in bands that are summed at a time
-    owner      the rank that updates it
     columns    numbers in a row
     rounded    whether other ranks only multiply by it, in bfloat16
+    owner      the rank that updates it
     """
 
     update: Key
     parameter: str
     number: int
-    bands: tuple[Band, ...]
-    owner: int
+    bands: Sequence[Band]
     columns: int
-    rounded: bool = False
+    rounded: bool
+    owner: int = 0
 
     @property
     def key(self) -> Key:
@@ -218,6 +217,11 @@ class Distribution:
         self._read_by_rows()
         return self._update()
 
+    def owned(self) -> dict[str, list[slice]]:
+        """Return the rows of each tensor that are updated here."""
+        parameters = {self.graph[update].func.origin.parameter: update for update in self.updates}
+        return {name: [shard.rows for shard in self._owned(self.shards[update])] for name, update in parameters.items()}
+
     def _shards(self) -> dict[Key, list[Shard]]:
         """Return the shards of each update: in each bucket the largest goes to the rank that owns the least so far."""
         every: list[Shard] = []
@@ -226,16 +230,13 @@ class Distribution:
             # If all readers of the weight except its update multiply by it, rounded rows suffice.
             rounded = all(self.graph[key].func.kernel in self.rounding for key in self.readers[update])
             for number, bands in enumerate(shares(call, self.rules.rules[parameter], self.rules.elements)):
-                every.append(Shard(update, parameter, number, tuple(bands), 0, prod(call.shape[1:]), rounded))
-        held, owner_of = [0] * self.rank.count, dict[Shard, int]()
+                every.append(Shard(update, parameter, number, bands, prod(call.shape[1:]), rounded))
+        held = [0] * self.rank.count
         for bucket in _buckets(every, self.rank.count):
             for shard in sorted(bucket, key=lambda shard: -shard.bytes):
-                owner_of[shard] = held.index(min(held))
-                held[owner_of[shard]] += shard.bytes // 4 + SHARD_COST
-        shards: dict[Key, list[Shard]] = {update: [] for update in self.updates}
-        for shard in every:
-            shards[shard.update].append(replace(shard, owner=owner_of[shard]))
-        return shards
+                shard.owner = held.index(min(held))
+                held[shard.owner] += shard.bytes // 4 + SHARD_COST
+        return {update: list(shards) for update, shards in groupby(every, attrgetter("update"))}
 
     def _owned(self, shards: Iterable[Shard]) -> list[Shard]:
         return [shard for shard in shards if shard.owner == self.rank.number]
@@ -299,7 +300,7 @@ class Distribution:
         for number, (before, key) in enumerate(pairwise(chain_of(self.graph, self.last[update]))):
             pieces = self._gathered(update, key, len(self.updates) * number + self.updates.index(update))
             # Each rank's sequences are a chunk. The sum does not depend on the cuts between tokens.
-            sequences = [last - first for first, last in map(self.rank.sequences_of, range(self.rank.count))]
+            sequences = [part.stop - part.start for part in map(self.rank.sequences_of, range(self.rank.count))]
             order = SumOrder.of(sequences, (self.rank.tokens,), 1, Groups(self.rank.groups))
             whole = replace(self.graph[key].func, order=order, origin=_origin("gather", "update", 0))
             for shard in self._owned(self.shards[update]):
@@ -388,7 +389,8 @@ class Distribution:
                 totals, call = self.totals[self.last[shard.update], shard.number], self.graph[shard.update].func
                 rule = self.rules.rules[shard.parameter]
                 rows = RowUpdate(call, rule, shard.bands, base=shard.rows.start, tree=totals.tree)
-                self._add(shard.key, rows, [weight, *moments, hyper, *totals.keys], to)
+                state = [only_key(argument) for argument in (weight, *moments, hyper)]
+                self._add(shard.key, rows, [[], totals.keys, state], to)
             if owned:
                 given = [*(self.weight[shard.update] for shard in owned), *(shard.key for shard in owned)]
                 pick, size = partial(_read_all, owned), sum(shard.sent_bytes for shard in owned)

@@ -48,35 +48,35 @@ class Lowered:
     """A lowered program; empty before its first run.
 
     items    `NativeRun`s, and calls that stay in Python, in order
-    arrays   number of arrays that they share
+    slots    further slots of the program, for arrays that its runs share
     """
 
     items: Sequence[Any] = ()
-    arrays: int = 0
+    slots: int = 0
 
 
 class View(NamedTuple):
-    """A part of one of the arrays of a program, which may have another shape."""
+    """A part of the array in a slot of a program, which may have another shape."""
 
-    number: int
+    slot: int
     form: Form
     offset: int  # in bytes
 
-    def of(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        array = arrays[self.number]
+    def of(self, slots: Sequence[Any]) -> np.ndarray:
+        array: np.ndarray = slots[self.slot]
         first = self.offset // array.itemsize
         return array.reshape(-1)[first : first + math.prod(self.form.shape)].reshape(self.form.shape)
 
 
 class Fetched(NamedTuple):
-    """An array that a run reads from a slot.
+    """An array that a run takes out of a value of the program.
 
-    number   its number
-    source   slot, and places in nested tuples
+    slot     for it
+    source   slot of the value, and places in nested tuples
     written  whether the run writes into it
     """
 
-    number: int
+    slot: int
     source: tuple[int, ...]
     form: Form
     written: bool
@@ -90,11 +90,11 @@ class NativeRun:
     calls      rows of address, first word, and number of words
     template   and places: as of `kernels.native.run_calls`
     arena      bytes of values that only this run needs
-    numbers    of the arrays that it uses
-    fetched    those that lie in slots
-    made       numbers of those that it makes, and their forms
-    results    slot -> array for it: its number, or a view; or a tuple of them
-    ended      slots that no later call reads; dropped: numbers of such arrays
+    arrays     slots of the arrays that it uses
+    fetched    those that lie in values
+    made       slots of those that it makes, and their forms
+    results    slot -> array for it: its slot, or a view; or a tuple of them
+    ended      slots that no later call reads
     constants  arrays that kernels read besides
     """
 
@@ -103,37 +103,34 @@ class NativeRun:
     template: np.ndarray
     places: np.ndarray
     arena: int
-    numbers: list[int]
+    arrays: list[int]
     fetched: list[Fetched]
     made: dict[int, Form]
     results: dict[int, Any]
     ended: list[int]
-    dropped: list[int]
     constants: list[np.ndarray]
 
     def __post_init__(self) -> None:
         self.expected = [(*one.form, True) for one in self.fetched]
         self.written = [place for place, one in enumerate(self.fetched) if one.written]
 
-    def run(self, slots: list[Any], arrays: list[Any], timed: bool) -> Iterator[tuple[Any, float, float, int]]:
+    def run(self, slots: list[Any], timed: bool) -> Iterator[tuple[Any, float, float, int]]:
         """Run; yield each member with its start, its end and the bytes of its result if they are timed."""
         for one, array in zip(self.fetched, self._arguments(slots)):
-            arrays[one.number] = array
-        for number, form in self.made.items():
-            arrays[number] = np.empty(*form)
+            slots[one.slot] = array
+        for slot, form in self.made.items():
+            slots[slot] = np.empty(*form)
         words = np.empty(len(self.template) + (self.arena + ALIGNMENT) // 8, np.int64)
-        bases = np.array([0, 0, *map(id, map(arrays.__getitem__, self.numbers))])
+        bases = np.array([0, 0, *map(id, map(slots.__getitem__, self.arrays))])
         times = np.empty(len(self.calls) + 1, np.int64) if timed else UNTIMED
         done = run_calls(self.calls, self.template, self.places, bases, DATA, words, times, timed)
         if done < len(self.calls):
             key = next(call.key for call, first, _ in reversed(self.members) if first <= done)
             raise refusal(MemoryError, str(key[0]), "a kernel must get its memory", {"call": done}, "Free some memory.")
         for slot, view in self.results.items():
-            slots[slot] = _result(view, arrays)
+            slots[slot] = _result(view, slots)
         for slot in self.ended:
             slots[slot] = None
-        for number in self.dropped:
-            arrays[number] = None
         if timed:
             ends = [first for _, first, _ in self.members[1:]] + [len(self.calls)]
             for (call, first, size), end in zip(self.members, ends):
@@ -156,10 +153,10 @@ class NativeRun:
         return [array if array.flags.c_contiguous else np.ascontiguousarray(array) for array in arrays]
 
 
-def _result(view: Any, arrays: Sequence[np.ndarray]) -> Any:
+def _result(view: Any, slots: Sequence[Any]) -> Any:
     if isinstance(view, int):
-        return arrays[view]
-    return view.of(arrays) if isinstance(view, View) else view and tuple(_result(part, arrays) for part in view)
+        return slots[view]
+    return view.of(slots) if isinstance(view, View) else view and tuple(_result(part, slots) for part in view)
 
 
 @dataclass
@@ -184,7 +181,7 @@ def lower(
     values = {slot: _outside(trace, forms[slot], (slot,)) for slot in arriving}
     traced = [_traced(trace, call, values, forms[call.slot]) for call in calls]
     plan = _Plan(traced, values, outputs, trace.constants)
-    lowered.arrays, lowered.items = len(plan.numbers), plan.items
+    lowered.slots, lowered.items = len(plan.slots), plan.items
 
 
 def _outside(trace: Trace, form: Any, source: tuple[int, ...]) -> Any:
@@ -250,24 +247,24 @@ class _Plan:
         self.kept = {*self.outputs, *read}  # slots whose values must be arrays
         shared = {buffer for buffer, numbers in users.items() if numbers[0] != numbers[-1] or buffer.source}
         shared |= {operand.buffer for slot in self.kept for operand in _operands_in(self.values[slot])}
-        self.numbers = {buffer: number for number, buffer in enumerate(shared)}
+        self.slots = {buffer: slot for slot, buffer in enumerate(shared, 1 + max(self.values))}
         for number, group in enumerate(groups):
             if group[0].native is None:
                 self.items += [entry.call for entry in group]
                 continue
             used = {buffer: None for entry in group for buffer in _buffers(entry)}
-            last = [buffer for buffer in used if buffer in self.numbers and users[buffer][-1] == number]
-            first = [buffer for buffer in used if buffer in self.numbers and users[buffer][0] == number]
-            self.items.append(self._run(group, used, first, [self.numbers[buffer] for buffer in last]))
+            last = [buffer for buffer in used if buffer in self.slots and users[buffer][-1] == number]
+            first = [buffer for buffer in used if buffer in self.slots and users[buffer][0] == number]
+            self.items.append(self._run(group, used, first, last))
 
     def _run(
-        self, group: Sequence[_Traced], used: Mapping[Buffer, None], first: Sequence[Buffer], dropped: list[int]
+        self, group: Sequence[_Traced], used: Mapping[Buffer, None], first: Sequence[Buffer], last: Sequence[Buffer]
     ) -> NativeRun:
         native = [call for entry in group for call in entry.native or ()]
         made = [buffer for buffer in first if not buffer.source]
-        inside, arena = arranged(list(map(_operands, native)), self.numbers, made)
-        numbers = [self.numbers[buffer] for buffer in used if buffer in self.numbers]
-        base_of = {number: base for base, number in enumerate(numbers, ARENA + 1)}
+        inside, arena = arranged(list(map(_operands, native)), self.slots, made)
+        arrays = [buffer for buffer in used if buffer in self.slots]
+        base_of = {buffer: base for base, buffer in enumerate(arrays, ARENA + 1)}
         template, places, rows = [0] * RETURNS, list[tuple[int, int, int]](), list[tuple[int, int, int]]()
         for call in native:
             rows.append((call.address, len(template), -(-len(call.words) // STEP) * STEP))
@@ -276,7 +273,7 @@ class _Plan:
             for word in call.words:
                 if isinstance(word, Operand):
                     array, start = inside.get(word.buffer, (word.buffer, 0))
-                    base = ARENA if array is None else base_of[self.numbers[array]]
+                    base = ARENA if array is None else base_of[array]
                     places.append((len(template), base, start + word.offset))
                 template.append(0 if isinstance(word, Operand) else word)
         members, count = [], 0
@@ -291,25 +288,23 @@ class _Plan:
             template=np.array([*template, *[0] * MOST_WORDS], np.int64),
             places=np.array(places, np.int64).reshape(-1, 3),
             arena=arena,
-            numbers=numbers,
+            arrays=[self.slots[buffer] for buffer in arrays],
             fetched=[
-                Fetched(self.numbers[buffer], buffer.source, Form(buffer.shape, buffer.dtype), buffer.written)
+                Fetched(self.slots[buffer], buffer.source, Form(buffer.shape, buffer.dtype), buffer.written)
                 for buffer in first
                 if buffer.source
             ],
-            made={self.numbers[buffer]: Form(buffer.shape, buffer.dtype) for buffer in made},
+            made={self.slots[buffer]: Form(buffer.shape, buffer.dtype) for buffer in made},
             results={slot: self._views(self.values[slot]) for slot in kept},
-            ended=[slot for entry in group for slot in entry.call.ended],
-            dropped=dropped,
+            ended=[slot for entry in group for slot in entry.call.ended] + [self.slots[buffer] for buffer in last],
             constants=self.constants,
         )
 
     def _views(self, value: Any) -> Any:
         if value is None or isinstance(value, tuple):
             return value and tuple(map(self._views, value))
-        number, buffer = self.numbers[value.buffer], value.buffer
-        whole = value.shape == buffer.shape
-        return number if whole else View(number, Form(value.shape, value.dtype), value.offset)
+        slot, whole = self.slots[value.buffer], value.shape == value.buffer.shape
+        return slot if whole else View(slot, Form(value.shape, value.dtype), value.offset)
 
 
 def _operands(call: NativeCall) -> list[Buffer]:

@@ -32,22 +32,24 @@ def pieces(array: da.Array, value: np.ndarray) -> dict[Key, np.ndarray]:
     return {key: value[(*index, ...)] for key, index in zip(keys_of(array), slices_from_chunks(array.chunks))}
 
 
-def array_of(name: str, chunks: Chunks, dtype: np.typing.DTypeLike) -> da.Array:
-    """Return a dask array without data: a leaf of a recorded graph, which `with_leaves` fills for each run.
+def array_of(name: str, chunks: Chunks, dtype: np.typing.DTypeLike, value: np.ndarray | None = None) -> da.Array:
+    """Return a dask array whose chunks are views of `value` (dask.array.from_array would copy and hash them).
+
+    value   None for an array without data: a leaf of a recorded graph, which `with_leaves` fills for each run
 
     Errors   RuntimeError if Dask makes array expressions, which have no graph to record
     """
     rule, advice = "Dask's array expressions must be off", "Unset DASK_ARRAY__QUERY_PLANNING before Python starts."
     require(not da.array_expr_enabled(), "daskgpt", rule, {"array.query-planning": True}, advice, RuntimeError)
-    nodes = {key: DataNode(key, None) for key in keys_of(da.Array({}, name, chunks, dtype=dtype))}
+    empty = da.Array({}, name, chunks, dtype=dtype)
+    data = dict.fromkeys(keys_of(empty)) if value is None else pieces(empty, value)
+    nodes = {key: DataNode(key, chunk) for key, chunk in data.items()}
     return da.Array(HighLevelGraph.from_collections(name, nodes, ()), name, chunks, dtype=dtype)
 
 
 def from_numpy(name: str, value: np.ndarray, chunks: Chunks) -> da.Array:
-    """Return a dask array whose chunks are views of `value` (dask.array.from_array would copy and hash them)."""
-    empty = array_of(name, chunks, value.dtype)
-    nodes = {key: DataNode(key, chunk) for key, chunk in pieces(empty, value).items()}
-    return da.Array(HighLevelGraph.from_collections(name, nodes, ()), name, chunks, dtype=value.dtype)
+    """Return a dask array of these values."""
+    return array_of(name, chunks, value.dtype, value)
 
 
 def graph_of(arrays: Iterable[da.Array]) -> Graph:

@@ -186,12 +186,13 @@ class Program:
 
     def _lowered(self, slots: list[Any], timed: bool) -> Iterator[tuple[Call, float, float, int]]:
         assert self.lowered is not None
-        items, arrays = self.lowered.items, list[Any]([None] * self.lowered.arrays)
+        items = self.lowered.items
+        slots += [None] * self.lowered.slots
         # Native runs flush by themselves; to do it from Python takes the interpreter's lock.
         with nullcontext() if all(isinstance(item, NativeRun) for item in items) else flush_to_zero():
             for item in items:
                 if isinstance(item, NativeRun):
-                    yield from item.run(slots, arrays, timed)
+                    yield from item.run(slots, timed)
                 else:
                     yield self._made(item, slots)
                     _drop(slots, item.ended)
@@ -244,11 +245,11 @@ def program_of(
 
 
 def in_run(node: GraphNode, run: int) -> GraphNode:
-    """Return a fused task as part of one of several runs in a graph; other nodes (data, barriers) unchanged."""
+    """Return a fused task as part of a run so many runs later; other nodes (data, barriers) unchanged."""
     if not calls_of(node):
         return node
     program = copy(node.func)
-    program.run = run
+    program.run += run
     return task(node.key, program, node.args)
 
 

@@ -109,10 +109,6 @@ class SumOrder:
             pieces += [(chunk,) for chunk in chunks] if count == 1 and not together else [tuple(chunks)]
         return cls(tuple(pieces), together, tuple(sequences), groups)
 
-    def most_totals(self, pieces: range) -> int:
-        """Return the greatest number of totals while some pieces are summed, including that of the current group."""
-        return 1 + max(self.level(cut.group) for piece in pieces for cut in self.cuts(piece))
-
     def level(self, group: int) -> int:
         """Return the number of totals below that of a group while it is summed."""
         return level(group, self.groups.first)
@@ -176,6 +172,12 @@ class SumOrder:
 def share_of_rank(rank: int, count: int, things: int) -> range:
     """Return the share of one of several ranks: consecutive items, nearly as many for each rank."""
     return range(rank * things // count, (rank + 1) * things // count)
+
+
+def sequences_of_rank(rank: int, count: int, groups: int, sequences: int) -> slice:
+    """Return the sequences of a batch that one of several ranks works on: those of its groups."""
+    share, size = share_of_rank(rank, count, groups), sequences // groups
+    return slice(share.start * size, share.stop * size)
 
 
 def groups_of_batch(batch_size: int, sequence_length: int, given: int = 0) -> int:

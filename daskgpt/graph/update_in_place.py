@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, RowSum, TaskCall, call_of, is_ours
-from daskgpt.graph.nodes import Graph, Key, all_keys, dependents_of, key_trees, only_key, read_parts, task
+from daskgpt.graph.nodes import Graph, Key, dependents_of, key_trees, only_key, read_parts, task
 from daskgpt.kernels.optimizers import squares
 
 # Most numbers of a tensor that one task updates on one or two threads: some 20 ms of sums and memory traffic. More
@@ -113,7 +113,9 @@ def squares_in(graph: Graph, keys: Iterable[Key]) -> list[Key]:
 class RowUpdate(TaskCall):
     """Update some rows of a tensor in place, a band at a time while it is in the cache.
 
-    The rows of the gradient are summed here, added from the totals of all ranks, or given.
+    The rows of the gradient are summed here, added from the totals of all ranks, or given. The task takes lists: the
+    pieces of each sum, as of `ChunkSum.arrange`; the start of the first one, the gradient, or totals; weight, moments
+    and hyper.
 
     bands   the rows that are summed at a time
     """
@@ -138,7 +140,6 @@ class RowUpdate(TaskCall):
         self.rule, self.bands, self.base, self.sums, self.tree = rule, tuple(bands), base, tuple(sums), tree
         self.options, self.origin = call.options, call.origin
         self.columns, self.dtype = call.shapes(("",))[0][1:], call.dtype
-        self.tensors = len(call.outputs) + 1  # with hyper
         self.fused = rule.fused.get(sums[0].kernel) if len(sums) == 1 else None
 
     @property
@@ -154,19 +155,6 @@ class RowUpdate(TaskCall):
     def size(self) -> int:
         """Number of elements of the rows."""
         return math.prod((self.bands[-1][1] - self.bands[0][0], *self.columns))
-
-    def arrange(self, chunks: Sequence[Any]) -> list[Any]:
-        """Return each sum's pieces; the start of the first one, the gradient, or totals; weight, moments, hyper.
-
-        Dask passes the last ones first, then the arguments of the sums, then the rest.
-        """
-        # The state has one chunk, in Dask's lists.
-        state, given = all_keys(list(chunks[: self.tensors])), list(chunks[self.tensors :])
-        pieces = []
-        for call in self.sums:
-            pieces += call.arrange(given[: len(call.inputs)])
-            del given[: len(call.inputs)]
-        return [pieces, given, state]
 
     def run(self, pieces: Sequence[Any], given: Sequence[Any], state: Sequence[Any]) -> None:
         chains = [call.in_order(chunks) for call, chunks in zip(self.sums, pieces)]
@@ -194,10 +182,7 @@ class RowUpdate(TaskCall):
     def stand_in(self, memory: Memory, key: Key, *arguments: Any) -> None:
         """Hold the rows of the gradient that are used at once, unless the gradient is given."""
         for bands in self.rule.at_once(self.bands) if self.sums or self.tree else ():
-            rows = memory.arrays("gradients", 1, (bands[-1][1] - bands[0][0], *self.columns), self.dtype)
-            for call in self.sums[:1]:
-                call.hold_totals(memory, bands, range(len(call.order.pieces)), 1)
-            del rows
+            memory.array("gradients", (bands[-1][1] - bands[0][0], *self.columns), self.dtype)
 
 
 def elements_of_task(threads: int, ranked: bool = False) -> int:
@@ -232,7 +217,8 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
                 graph, last, lambda key: len(dependents[key]) == 1 and rules.summed < graph[key].func.shape[-1]
             )
         calls = [graph[key].func for key in sums]
-        summed = [argument for key in sums for argument in graph[key].args[: len(graph[key].func.inputs)]]
+        pieces = [call.arrange(key_trees(graph[key]))[0] for call, key in zip(calls, sums)]
+        state = [only_key(argument) for argument in (weight, *moments, hyper)]
         before = start_of(graph, sums[0]) if sums else last
         gone = [update, *dependents[update], *sums, *of_rows]
         if before is not None and not shared:
@@ -249,9 +235,9 @@ def update_in_place(graph: Graph, rules: UpdateRules, *, apart: bool) -> Rewritt
                 parts[reader].append(key)
             program = RowUpdate(call, rule, bands, base=0 if shared else bands[0][0], sums=calls)
             key = (update[0], number)
-            new[key] = task(key, program, [weight, *moments, hyper, *summed, *given])
+            new[key] = task(key, program, [pieces, given, state])
             done.append(key)
-            after[key] = [reader for reader in dependents[only_key(weight)] if reader != update]
+            after[key] = [reader for reader in dependents[state[0]] if reader != update]
     read_parts(graph, new, dependents, parts)
     return Rewritten(new, done, after)
 

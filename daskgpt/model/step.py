@@ -87,20 +87,20 @@ class CompiledStep(CompiledGraph):
 
     batch_shape   sequences and tokens of the whole batch
     rank          this process among several that share the batch; None if it is alone
-    distribution  how ranks share the step; None if there is only one
+    owned         the rows of each trained tensor that are updated here
     """
 
     config: ModelConfig
     batch_shape: tuple[int, int]
     optimizer: OptimizerConfig
     dials: Dials
-    rank: Rank | None = None
-    distribution: Distribution | None = None
+    rank: Rank | None
+    owned: Mapping[str, Sequence[slice]]
 
     @property
     def sequences(self) -> slice:
         """The sequences of the batch that are computed here."""
-        return slice(*(self.rank.sequences_of(self.rank.number) if self.rank else (0, self.batch_shape[0])))
+        return self.rank.sequences_of(self.rank.number) if self.rank else slice(0, self.batch_shape[0])
 
     @property
     def share(self) -> tuple[int, int]:
@@ -129,13 +129,6 @@ class CompiledStep(CompiledGraph):
             return replace(self, **vars(tasks), dials=dials)
         return compile_step(self.config, self.batch_shape, self.optimizer, dials, self.rank)
 
-    def owned_rows(self, parameter: str) -> list[slice]:
-        """Return the rows of a tensor that are updated here; all of them without other ranks."""
-        if self.rank is None or self.distribution is None:
-            return [slice(None)]
-        shards = [shard for shards in self.distribution.shards.values() for shard in shards]
-        return [shard.rows for shard in shards if (shard.parameter, shard.owner) == (parameter, self.rank.number)]
-
     def state(self, parameters: Arrays, moments: Arrays | None = None) -> list[Any]:
         """Return the packs of a state. In place they are overwritten: keep a copy of the given arrays if you need them.
 
@@ -149,7 +142,7 @@ class CompiledStep(CompiledGraph):
         values = as_weights({name: precision.hold(tensor, parameters[name]) for name, tensor in table.items()})
         for key, tensor in self.moments.items():
             values[key] = moments[key] if moments else np.zeros(tensor.shape, precision.dtype)
-            for rows in self.owned_rows(tensor.name) if not moments else ():
+            for rows in self.owned[tensor.name] if not moments else ():
                 values[key][rows] = 0
         return self.layout.pack(values)
 
@@ -184,8 +177,8 @@ def compile_step(
     The passes are those of this function and of `in_tasks`, in order: tape, graph, micro-batches, updates in place or
     their distribution, fusion, barriers.
     """
-    first, last = rank.sequences_of(rank.number) if rank else (0, batch_shape[0])
-    shape, precision, row = (last - first, batch_shape[1]), dials.precision, optimizer_of(optimizer.optimizer)
+    rows = rank.sequences_of(rank.number) if rank else slice(0, batch_shape[0])
+    shape, precision, row = (rows.stop - rows.start, batch_shape[1]), dials.precision, optimizer_of(optimizer.optimizer)
     groups = rank.groups_of(rank.number) if rank else Groups(dials.groups)
     tape = Tape(precision, groups, dials.threads * dials.accumulate)  # micro-batches follow each other
     inputs = input_leaves(tape, shape, dials.chunk, len(row.hyper(optimizer, 0, 1)))
@@ -203,7 +196,7 @@ def compile_step(
     if dials.accumulate > 1:
         micro_batches = MicroBatches(dials.accumulate, shape[0] // dials.chunk[0])
         graph = accumulate(graph, micro_batches, tape.token, over=dials.in_place, ranked=rank is not None)
-    rewritten, distribution = Rewritten(graph), None
+    rewritten, owned = Rewritten(graph), {name: [slice(0, tensor.shape[0])] for name, tensor in table.items()}
     if dials.in_place:
         of_tensors = {name: _rule(tensor, optimizer, precision) for name, tensor in table.items()}
         threads = rank.threads if rank else dials.threads
@@ -212,7 +205,7 @@ def compile_step(
             rewritten = update_in_place(graph, rules, apart=dials.apart)
         else:
             distribution = Distribution(graph, rules, rank, keys_of(loss)[0], precision.rounding, tape.token)
-            rewritten = distribution.rewritten()
+            rewritten, owned = distribution.rewritten(), distribution.owned()
     state = {name: state[name] for name in updated} | state  # constants come last
     kernels = KernelGraph(tape.token, rewritten, inputs, outputs, state, updated)
     return CompiledStep(
@@ -222,7 +215,7 @@ def compile_step(
         optimizer=optimizer,
         dials=dials,
         rank=rank,
-        distribution=distribution,
+        owned=owned,
     )
 
 

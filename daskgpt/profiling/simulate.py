@@ -28,7 +28,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.flags import called
 from daskgpt.graph.calls import MESSAGE, PHASES, Exchange, call_of
 from daskgpt.graph.distribute import Rank
-from daskgpt.graph.nodes import Graph, Key, is_leaf, renamed, with_leaves
+from daskgpt.graph.nodes import Graph, Key, is_leaf, key_trees, renamed, with_leaves
 from daskgpt.graph.program import Span, calls_of
 from daskgpt.graph.update_in_place import RowUpdate
 from daskgpt.model.step import CompiledStep
@@ -100,7 +100,8 @@ def call_demands(step: CompiledStep, costs: Calibration) -> dict[Key, Demand]:
             messages = {"sends": [(call.peer, call.channel, call.size)]}
         elif isinstance(call, RowUpdate) and call.tree:
             rows = call.rows.stop - call.rows.start
-            copied = (len(node.args) - call.tensors) * rows * prod(call.columns) * call.dtype.itemsize
+            _, totals, _ = key_trees(node)
+            copied = len(totals) * rows * prod(call.columns) * call.dtype.itemsize
         if work := work_of(graph, key):
             alone, beside = costs.seconds(f"{step.dials.precision.name} {work[0]}", work[1])
         kind, copying = (call.origin.layer, call.origin.phase), 2 * copied / costs.copy

@@ -243,14 +243,15 @@ class ClusterScheduler(Scheduler):
         with losses_as_errors(self.client), self._annotated():
             return list(self.client.get(layer, [new[key] for key in keys], sync=False))
 
-    def submit_to(
-        self, address: str, name: str, function: Callable[..., Any], *arguments: Any, moves: bool = False
+    def submit(
+        self, name: str, function: Callable[..., Any], *arguments: Any, address: str = "", moves: bool = False
     ) -> Any:
-        """Submit a call of a function to one worker; return its future.
+        """Submit a call of a function; return its future.
 
-        moves   whether the call may be made on another worker if that one is gone
+        address  of the worker that makes it; empty for any worker
+        moves    whether another one may make it if that one is gone
         """
-        where = {"workers": [address], "allow_other_workers": moves}
+        where = {"workers": [address], "allow_other_workers": moves} if address else {}
         with losses_as_errors(self.client), self._annotated():
             return self.client.submit(function, *arguments, key=f"{name}-{uuid4().hex}", pure=False, **where)
 
@@ -351,6 +352,7 @@ class ClusterScheduler(Scheduler):
         return [bool(set(workers.get(handle.key, ())) - self.apart.now) for handle in handles]
 
     def addresses(self) -> set[str]:
+        """Return the addresses of the workers that take tasks now."""
         with losses_as_errors(self.client):
             there = set(running(self.client))
         return there - self.apart.now or there

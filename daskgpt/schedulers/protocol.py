@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter, time
 from typing import Any
 
+import numpy as np
+
 from daskgpt.config.errors import refusal
-from daskgpt.graph.compiled import Submission
+from daskgpt.graph.compiled import CompiledGraph, Submission
 from daskgpt.graph.program import Span
 
 METRIC = "daskgpt"  # in the heartbeats of workers that are ready for tasks
@@ -73,16 +75,35 @@ class Scheduler(ABC):
         Errors   WorkerLost if one was lost with the process that held it
         """
 
+    def outputs(
+        self, compiled: CompiledGraph, values: Sequence[Mapping[str, np.ndarray]], packs: Sequence[Any]
+    ) -> tuple[list[dict[str, np.ndarray]], list[Any]]:
+        """Run a compiled graph on a state, once for each of some inputs, as one graph.
+
+        Return the outputs of each run, and the packs of the new state.
+
+        Errors   as of `fetch`
+        """
+        results = self.run(compiled.submission(values, packs))
+        count = len(compiled.output_keys)
+        fetched = self.fetch(results[: len(values) * count])
+        new = results[len(fetched) :] if compiled.kernels.results else []
+        outputs = [compiled.output(fetched[run * count : (run + 1) * count]) for run in range(len(values))]
+        return outputs, [*new, *packs[len(new) :]]
+
+    def submit(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of values or handles where tasks run; return a handle of the result.
+
+        name   begins the key of the task
+        """
+        return function(*arguments)
+
     def held(self, value: Any) -> Any:
         """Return a handle of a value that stays where tasks run."""
         return value
 
     def wait_for(self, handles: list[Any]) -> None:  # noqa: B027
         """Wait until results are made, and leave them where they are."""
-
-    def addresses(self) -> set[str]:
-        """Return the addresses of the processes that take tasks now; "" is this one."""
-        return {""}
 
     def admit(self, packed: bool) -> None:  # noqa: B027
         """Let only processes run tasks that are equal to this one in versions and arithmetic, from here on.

@@ -233,15 +233,6 @@ class StandIn:
         self.alive[self.name] -= self.nbytes
 
 
-class Message:
-    """A stand-in for a message between ranks, which is not counted; so is each of its items."""
-
-    nbytes = 0
-
-    def __getitem__(self, place: int) -> Message:
-        return self
-
-
 def empty_submission(step: CompiledStep, packs: Sequence[Any], window: int = 1) -> Submission:
     """Return what a scheduler gets for a step, or for several that overlap, whose inputs have a size but no data."""
     values = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in step.kernels.inputs.items()}
@@ -267,7 +258,7 @@ class Trial(LocalScheduler):
         self.step, self.precision, self.tensors = step, step.dials.precision, tensors(step.config)
         self.alive, self.made, self.at_peak = Counter[str](), Counter[str](), Counter[str]()
         self.results: dict[Key, int] = {}
-        packs = step.layout.pack({name: self._state(name) for name in step.kernels.state})
+        packs = step.layout.pack({name: self._state(name) for name in step.kernels.leaves})
         self.run(empty_submission(step, packs, window))
 
     @property
@@ -288,8 +279,8 @@ class Trial(LocalScheduler):
         if kind == "weight":
             return StandIn(self, "parameters", self.precision.held_bytes(self.tensors[parameter]))
         shape = self.step.moments[name].shape
-        rows = sum(len(range(*part.indices(shape[0]))) for part in self.step.owned_rows(parameter))
-        return self.arrays("optimizer", 1, (rows, *shape[1:]), self.precision.dtype)[0]
+        count = sum(rows.stop - rows.start for rows in self.step.owned[parameter])
+        return self.array("optimizer", (count, *shape[1:]), self.precision.dtype)
 
     def _without_data(self, key: Key, program: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(program, Program):  # a barrier
@@ -310,19 +301,15 @@ class Trial(LocalScheduler):
         function: Any = call.function
         return partial(getattr(function, "__self__", function).stand_in, self, call.key)
 
-    def arrays(self, kind: str, count: int, shape: tuple[int, ...], dtype: np.dtype) -> list[StandIn]:
+    def array(self, kind: str, shape: tuple[int, ...], dtype: np.dtype) -> StandIn:
         """See `graph.calls.Memory`."""
-        return [StandIn(self, kind, math.prod(shape) * dtype.itemsize) for _ in range(count)]
+        return StandIn(self, kind, math.prod(shape) * dtype.itemsize)
 
     def updated(self, parameter: str) -> list[Any]:
         """See `graph.calls.Memory`."""
         row = optimizer_of(self.step.optimizer.optimizer).of(self.tensors[parameter])
         kinds = ["weight", *row.moments]
         return [self._state(f"{kind}.{parameter}") for kind in kinds]
-
-    def message(self) -> Any:
-        """See `graph.calls.Memory`."""
-        return Message()
 
 
 def most_bytes(step: CompiledStep) -> int:

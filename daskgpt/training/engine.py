@@ -7,20 +7,18 @@ cluster, and `RankEngine` (`training/rank_engine.py`) lets the workers of a clus
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
 from daskgpt.config.errors import number_of
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.dataset import Batch
-from daskgpt.graph.compiled import Layout, Submission
+from daskgpt.graph.compiled import Layout
 from daskgpt.graph.distribute import Rank
-from daskgpt.graph.nodes import Graph, Key, task
 from daskgpt.graph.program import Span
 from daskgpt.model.parameters import tensors
 from daskgpt.model.precision import FLOAT32, Precision, values_of
@@ -77,21 +75,6 @@ def named_parameters(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {name: values_of(value) for name, value in weights_in(values).items()}
 
 
-Calls = Iterable[tuple[Callable[..., Any], Sequence[Any]]]  # functions, each with packs of a state for its arguments
-
-
-def run_on_packs(scheduler: Scheduler, name: str, calls: Calls) -> list[Any]:
-    """Call functions of packs where the scheduler holds these; return handles of the results."""
-    token = uuid4().hex[:8]  # another client of the cluster may run the same tasks
-    graph, leaves = Graph(), dict[Key, Any]()
-    for number, (function, packs) in enumerate(calls):
-        key: Key = (f"{name}-{number}_-{token}",)
-        arguments: dict[Key, Any] = {(f"{name}.of-{number}_-{token}", place): pack for place, pack in enumerate(packs)}
-        graph[key] = task(key, function, arguments)
-        leaves |= arguments
-    return scheduler.run(Submission(graph, leaves, list(graph)))
-
-
 class Engine(ABC):
     """Runs the steps of a job and holds the state that they change.
 
@@ -117,9 +100,9 @@ class Engine(ABC):
         job, scheduler, dataflow, shape = self.job, self.scheduler, self.job.dataflow, self.job.micro_shape
         parts = job.data.accumulate
         if rank:
-            first, last = rank.sequences_of(rank.number)
+            rows = rank.sequences_of(rank.number)
             # No micro-batch is larger than the rank's share of one of the job's.
-            sequences, most = last - first, max(1, job.data.batch_size // rank.count)
+            sequences, most = rows.stop - rows.start, max(1, job.data.batch_size // rank.count)
             parts = next(n for n in range(1, sequences + 1) if sequences % n == 0 and sequences // n <= most)
             shape = sequences // parts, shape[1]
             # The given number is of the whole batch.
@@ -140,18 +123,21 @@ class Engine(ABC):
         moments   "MOMENT.NAME" of every tensor that has it; None = zeros
         step      number of steps before it
         """
-        return State(self.step.layout, self.step.state(parameters, moments), step)
+        packs = [self.scheduler.held(pack) for pack in self.step.state(parameters, moments)]
+        return State(self.step.layout, packs, step)
 
     def resume(self, state: State) -> None:
         """Continue from a state that the scheduler holds."""
         self.current = state
 
-    @abstractmethod
     def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         """Run one step per batch; return their outcomes.
 
         steps    number of steps of the run, on which the learning rate depends
         """
+        outputs, packs = self.scheduler.outputs(self.step, self.inputs(batches, steps), self.current.packs)
+        self.current = State(self.current.layout, packs, self.made + len(outputs))
+        return [Outcome.of(outputs_of_step) for outputs_of_step in outputs]
 
     def inputs(self, batches: Sequence[Batch], steps: int) -> list[Arrays]:
         """Return the inputs of the next steps."""
@@ -248,23 +234,15 @@ class LocalEngine(Engine):
 
     def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
         if not self.undecided:
-            outcomes = self._window(batches, steps)
+            outcomes = super().run(batches, steps)
             if self.untidy:  # by now the chosen tasks have made what they keep
                 return_memory()
                 self.untidy = False
             return outcomes
         with self.scheduler.record() as processes:
-            outcomes = self._window(batches[:1], steps)
+            outcomes = super().run(batches[:1], steps)
         self.tune([span for process in processes for span in process.spans], steps - self.made)
         return outcomes
-
-    def _window(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
-        """Run steps as one graph; return their outcomes."""
-        step, packs, inputs = self.step, self.current.packs, self.inputs(batches, steps)
-        results = self.scheduler.fetch(self.scheduler.run(step.submission(inputs, packs)))
-        self.current = replace(self.current, step=self.made + len(inputs))
-        outputs_of_steps, _ = step.split(results, packs, len(inputs))
-        return [Outcome.of(step.output(outputs)) for outputs in outputs_of_steps]
 
 
 class TaskEngine(Engine):
@@ -274,20 +252,6 @@ class TaskEngine(Engine):
         self.job, self.scheduler = job, scheduler
         self._compile()
 
-    def initial(self, parameters: Arrays, moments: Arrays | None = None, step: int = 0) -> State:
-        state, count = super().initial(parameters, moments, step), len(self.step.updates)
-        # Others are results of the first step, and then stay on the cluster, too.
-        return replace(state, packs=[*state.packs[:count], *map(self.scheduler.held, state.packs[count:])])
-
     @property
     def described_tasks(self) -> str:
         return f"{self.grain}, {self.tasks:,} tasks a step, each of which costs Dask's scheduler some milliseconds"
-
-    def run(self, batches: Sequence[Batch], steps: int) -> list[Outcome]:
-        submitted = []
-        for inputs in self.inputs(batches, steps):
-            results = self.scheduler.run(self.step.submission([inputs], self.current.packs))
-            (handles,), packs = self.step.split(results, self.current.packs)
-            submitted.append(handles)
-            self.current = State(self.current.layout, packs, self.made + 1)
-        return [Outcome.of(self.step.output(self.scheduler.fetch(handles))) for handles in submitted]

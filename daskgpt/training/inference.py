@@ -34,9 +34,9 @@ def compile_outputs(tape: Tape, inputs: Lazy, outputs: Lazy, state: Lazy, layout
 
     inputs, state   the leaves of the step, by name
     """
-    kernels = KernelGraph(tape.token, Rewritten(graph_of(outputs.values())), inputs, outputs, state, {}, layout=layout)
+    kernels = KernelGraph(tape.token, Rewritten(graph_of(outputs.values())), inputs, outputs, state, {})
     # A task a chunk: there is work for all threads, and larger tasks only hand on less.
-    return compile_graph(kernels, Fusion("chunk").groups(kernels.graph))
+    return compile_graph(kernels, Fusion("chunk").groups(kernels.graph), layout=layout)
 
 
 def loss_and_gradients(
@@ -139,9 +139,8 @@ class Validation:
             if self.stop_requested():
                 return None
             values = [input_values(*batch) for batch in together]
-            results = scheduler.fetch(scheduler.run(self.compiled.submission(values, weights.packs)))
-            of_batches, _ = self.compiled.split(results, weights.packs, len(together))
-            losses += [float(self.compiled.output(outputs)["loss"]) for outputs in of_batches]
+            of_batches, _ = scheduler.outputs(self.compiled, values, weights.packs)
+            losses += [float(outputs["loss"]) for outputs in of_batches]
         return sum(losses) / len(losses)
 
     def _compiled(self, layout: Layout) -> CompiledGraph:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,7 +23,7 @@ from daskgpt.model.step import Outcome
 from daskgpt.schedulers.machine import resident_memory
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import checkpoints
-from daskgpt.training.engine import Engine, named_parameters, run_on_packs
+from daskgpt.training.engine import Engine, named_parameters
 from daskgpt.training.job import Job
 from daskgpt.training.logs import METRICS
 
@@ -190,8 +189,9 @@ class Finite:
     def require_weights(self, engine: Engine, step: int) -> None:
         """Check every parameter where the scheduler keeps it. Errors   as of `require`"""
         scheduler, weights = engine.scheduler, engine.weights()
-        calls = [(partial(_not_finite, names), [pack]) for names, pack in zip(weights.layout.packs, weights.packs)]
-        if names := list(chain(*scheduler.fetch(run_on_packs(scheduler, "parameters.finite", calls)))):
+        packs = zip(weights.layout.packs, weights.packs)
+        checks = [scheduler.submit("parameters.finite", _not_finite, names, pack) for names, pack in packs]
+        if names := list(chain(*scheduler.fetch(checks))):
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise self._diverged(step, "parameters", f"parameter={names[0]}{others}")
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.compiled import Layout
-from daskgpt.graph.sum_order import share_of_rank
+from daskgpt.graph.sum_order import sequences_of_rank
 from daskgpt.model.parameters import RandomParameters, Tensor, tensors
 from daskgpt.model.step import Arrays, Outcome, as_weights
 from daskgpt.schedulers.cluster import ClusterScheduler, loss, losses_as_errors, places_apart
@@ -25,7 +25,7 @@ from daskgpt.schedulers.links import end_programs, leave, leaving
 from daskgpt.schedulers.protocol import WorkerLost
 from daskgpt.training import rank_program
 from daskgpt.training.autotune import ChunkChoice
-from daskgpt.training.engine import Engine, State, holds_weights, run_on_packs
+from daskgpt.training.engine import Engine, State, holds_weights
 from daskgpt.training.job import Job, Say
 
 PAUSE, NOTICE = 0.05, 5.0  # seconds between two looks at a worker that leaves, and until it has announced that
@@ -44,7 +44,7 @@ class RankEngine(Engine):
     constants   the parameters that no step changes, by pack: futures of them, which stay as long as the run
     parameters  from which they are sent, again if they are lost
     epoch   identifies the ranks that have the state; a new one begins with each change of workers and each loss
-    owned   rows of each array that each rank updates
+    owned   how many rows of each array each rank updates
     heirs   for each rank that has left, the rank that has its rows
     pace    seconds between two copies of the state; a window is not longer
     """
@@ -67,7 +67,7 @@ class RankEngine(Engine):
         self.constants = dict[tuple[str, ...], Any].fromkeys(_packs(job, as_weights(frozen)))
         self.parameters: Arrays = {}
         self.addresses: list[str] = []
-        self.owned: list[rank_program.Owned] = []
+        self.owned: list[dict[str, int]] = []
         self.heirs: dict[int, int] = {}
         self.given: State | None = None
         self.copies, self.held = dict[tuple[str, ...], Any](), list[Any]()
@@ -114,9 +114,8 @@ class RankEngine(Engine):
         if not self.job.precision.packed:
             return state
         if not self.held:
-            hold = partial(rank_program.hold_pack, self.sent_job)
-            calls = [(partial(hold, names), [pack]) for names, pack in zip(state.layout.packs, state.packs)]
-            self.held = run_on_packs(self.scheduler, "state.hold", calls)
+            hold = partial(self.scheduler.submit, "state.hold", rank_program.hold_pack, self.sent_job)
+            self.held = list(map(hold, state.layout.packs, state.packs))
         return replace(state, packs=self.held)
 
     def _whole(self, state: State) -> State:
@@ -153,9 +152,10 @@ class RankEngine(Engine):
         ids = np.min_scalar_type(self.job.config.padded_vocabulary)
         tokens, targets, *others = (np.stack(part) for part in zip(*batches))
         parts = [tokens.astype(ids), targets.astype(ids), *others]
-        arguments = []
-        for rank in range(len(self.addresses)):
-            mine = [np.ascontiguousarray(part[:, self._sequences(rank)]) for part in parts]
+        arguments, count, (sequences, _) = [], len(self.addresses), self.job.batch_shape
+        for rank in range(count):
+            rows = sequences_of_rank(rank, count, self.job.groups, sequences)
+            mine = [np.ascontiguousarray(part[:, rows]) for part in parts]
             arguments.append((self.made, steps, mine, self.kept))
         ended = self._windows(arguments)
         self.seconds = max(window.seconds for window in ended) / len(batches)
@@ -171,12 +171,6 @@ class RankEngine(Engine):
         self.given, self.copies, self.held, self.constants, self.parameters = None, {}, [], {}, {}
         with suppress(OSError, RuntimeError, ValueError):  # the cluster is gone
             self.scheduler.call_on(end_programs, self.run_name)
-
-    def _sequences(self, rank: int) -> slice:
-        """Return the sequences of the batch that a rank works on."""
-        groups = share_of_rank(rank, len(self.addresses), self.job.groups)
-        size = self.job.batch_shape[0] // self.job.groups
-        return slice(groups.start * size, groups.stop * size)
 
     def _ranks(self) -> list[str]:
         """Return the addresses of the workers that share the batch from now on."""
@@ -239,33 +233,31 @@ class RankEngine(Engine):
     def _submitted_copies(self, packs: Sequence[Sequence[str]], apart: bool) -> list[list[Any]]:
         joined, places = list[tuple[Any, ...]](), list[str]()
         for names in packs:
-            rows, calls, size = list[list[rank_program.Rows]](), list[Any](), Counter[str]()
+            calls, size = list[Any](), Counter[str]()
             for rank, owned in enumerate(self.owned):
-                owned_rows = [owned.get(name, []) for name in names]
-                if any(owned_rows):
-                    address, wanted = self.addresses[self.heirs.get(rank, rank)], (self.made, names, owned_rows, rank)
-                    call = rank_program.rows_of, self.run_name, self.epoch, *wanted
-                    calls.append(self.scheduler.submit_to(address, "state.rows", *call))
-                    rows.append(owned_rows)
-                    size[address] += sum(last - first for ranges in owned_rows for first, last in ranges)
-            joined.append((rank_program.join_rows, rows, *calls))
+                if rows := sum(owned.get(name, 0) for name in names):
+                    address = self.addresses[self.heirs.get(rank, rank)]
+                    call = rank_program.rows_of, self.run_name, self.epoch, self.made, names, rank
+                    calls.append(self.scheduler.submit("state.rows", *call, address=address))
+                    size[address] += rows
+            joined.append((rank_program.join_rows, *calls))
             places.append(size.most_common(1)[0][0])
-        name, submit = "recovery.copy" if apart else "state.copy", self.scheduler.submit_to
-        copies_of_packs = [[submit(place, name, *call)] for place, call in zip(places, joined)]
+        name, submit = "recovery.copy" if apart else "state.copy", self.scheduler.submit
+        copies_of_packs = [[submit(name, *call, address=place)] for place, call in zip(places, joined)]
         workers = sorted(self.scheduler.addresses())
         if apart and len(workers) > 1:
             state = self.job.state
             sizes = [sum(math.prod(state[name].shape) for name in names) for names in packs]
             others = places_apart(list(zip(sizes, places)), workers)
             for copies, place, call in zip(copies_of_packs, others, joined):
-                copies.append(submit(place, name, *call, moves=True))
+                copies.append(submit(name, *call, address=place, moves=True))
         self.scheduler.wait_for([copies[0] for copies in copies_of_packs])
         return copies_of_packs
 
     def _call(self, rank: int, name: str, method: str, *arguments: Any) -> Any:
         """Return the future of a method of a rank's program, called in a task of this name."""
         call = self.run_name, self.epoch, method, *arguments
-        return self.scheduler.submit_to(self.addresses[rank], name, rank_program.call, *call)
+        return self.scheduler.submit(name, rank_program.call, *call, address=self.addresses[rank])
 
     def _on_all_ranks(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the results of a method of each rank; once one fails, let those fail that wait for it."""
@@ -274,23 +266,21 @@ class RankEngine(Engine):
             return self.scheduler.fetch(futures)
 
     def _windows(self, arguments: Sequence[Sequence[Any]]) -> list[rank_program.Window]:
-        """Return the results of a window of each rank; a rank that leaves ends it, and leaves its result to another."""
+        """Return the results of a window of each rank that is still there; one that leaves ends the window before."""
         calls = [partial(rank_program.call, self.run_name, self.epoch, "window", *given) for given in arguments]
         futures = self.scheduler.submit_together("rank.window", list(zip(self.addresses, calls)))
         with self._aborting():
             try:
                 return self.scheduler.fetch(futures)
             except WorkerLost:
-                if not (left := self._left()):
+                if not self._left():
                     raise
-                here = {rank: future for rank, future in enumerate(futures) if rank not in left}
-                windows = left | dict(zip(here, self.scheduler.fetch(list(here.values()))))
-                return [windows[rank] for rank in sorted(windows)]
+                return self.scheduler.fetch([future for rank, future in enumerate(futures) if rank not in self.heirs])
 
-    def _left(self) -> dict[int, Any]:
+    def _left(self) -> bool:
         """Note which rank has the rows of those that have left since the last call.
 
-        Return the results of their last windows; nothing if one is gone that has not left in good order.
+        Return whether there are such ranks, and all that are gone have left in good order.
         """
         scheduler, end = self.scheduler, time.monotonic() + NOTICE
         here = scheduler.threads_of_workers().keys() - scheduler.monitor.stuck.keys()
@@ -298,7 +288,7 @@ class RankEngine(Engine):
         heir = next((rank for rank, address in enumerate(self.addresses) if address in here), -1)
         addresses = {self.addresses[rank] for rank in gone}
         if heir < 0 or addresses & scheduler.monitor.left.keys():
-            return {}
+            return False
         if blocked := addresses & scheduler.monitor.stuck.keys():  # the others have left by themselves
             scheduler.call_on(leave, self.run_name, workers=blocked)
             for address in blocked:
@@ -308,13 +298,13 @@ class RankEngine(Engine):
             announced, lost = next(iter(answers.values()), (set(), "it is gone"))
             if gone <= announced:
                 scheduler.needed -= addresses
-                left = scheduler.fetch([self._call(heir, "rank.inherit", "inherit", r) for r in gone])
+                scheduler.fetch([self._call(heir, "rank.inherit", "inherit", rank) for rank in gone])
                 self.heirs |= dict.fromkeys(gone, heir)
-                return dict(zip(gone, left))
+                return True
             if lost:
                 break
             time.sleep(PAUSE)
-        return {}
+        return False
 
     def _wait_for_ranks(self) -> None:
         """Wait while the worker of a rank takes no tasks; if it leaves, another rank has its rows.

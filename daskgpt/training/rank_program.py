@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
+from operator import itemgetter
 from threading import Lock
 from typing import Any, NamedTuple, cast
 
@@ -26,8 +28,7 @@ from daskgpt.schedulers.workers import KEPT
 from daskgpt.training.engine import LocalEngine
 from daskgpt.training.job import Job
 
-Rows = list[tuple[int, int]]  # from which row to which
-Owned = dict[str, Rows]  # of each array of a state
+Rows = list[tuple[int, np.ndarray]]  # of an array: ranges of its rows, each with its first row
 
 
 class Window(NamedTuple):
@@ -77,22 +78,19 @@ class RankProgram:
         self.link = WorkerLink(worker, epoch, number, addresses)
         self.scheduler = local_scheduler("threads", thread_count(worker))
         self.messages: list[str] = []
-        self.last: Window | None = None
         self.busy = Lock()  # held by a window
-        self.inherited: dict[int, dict[str, list[np.ndarray]]] = {}  # rows of ranks that have left, by array
+        self.inherited: dict[int, dict[str, Rows]] = {}  # rows of ranks that have left, by array
         self.first, self.kept = 0, list[Span]()  # step of the first run, and spans for a timeline
         self.recent = deque[Spans](maxlen=2)  # spans of the last two windows, for the dashboard
         rank = Rank(number, count, self.link, job.groups, *job.batch_shape, most_threads)
         self.engine = LocalEngine(job, self.scheduler, self.messages.append, rank if count > 1 else None)
         self.started = False
 
-    def owned(self) -> Owned:
-        """Return the rows of each array that are updated here."""
-        owned: Owned = {}
-        for name, tensor in self.job.state.items():
-            rows = self.engine.step.owned_rows(tensor.name)
-            owned[name] = [part.indices(tensor.shape[0])[:2] for part in rows]
-        return {name: rows for name, rows in owned.items() if rows}
+    def owned(self) -> dict[str, int]:
+        """Return how many rows of each array of the state are updated here."""
+        owned = self.engine.step.owned
+        rows = {name: sum(r.stop - r.start for r in owned[tensor.name]) for name, tensor in self.job.state.items()}
+        return {name: count for name, count in rows.items() if count}
 
     def load(self, step: int, names: Sequence[Sequence[str]] | int, *packs: Sequence[Any]) -> None:
         """Begin with a state: packs of arrays with these names; `names` is a seed for random weights."""
@@ -106,7 +104,7 @@ class RankProgram:
         self.engine.start(weights, step=step)
         held = self._held()
         for name, tensor in self.job.moments.items():
-            for rows in self.engine.step.owned_rows(tensor.name) if name in values else ():
+            for rows in self.engine.step.owned[tensor.name] if name in values else ():
                 held[name][rows] = values[name][rows]
         self.started = True
 
@@ -135,8 +133,7 @@ class RankProgram:
             seconds = time.perf_counter() - start
             del spans[:-KEPT]
             step = self.engine.step
-            self.last = Window(outcomes, seconds, messages, step.tasks, step.dials.grain)
-            return self.last
+            return Window(outcomes, seconds, messages, step.tasks, step.dials.grain)
 
     def _run(self, first: int, batches: Sequence[Batch], length: int) -> list[Outcome]:
         """Run one step per batch; return their outcomes."""
@@ -148,14 +145,15 @@ class RankProgram:
             outcomes += self.engine.run(together, length)
         return outcomes
 
-    def copy(self, step: int, names: Sequence[str], rows: Sequence[Rows], rank: int) -> list[list[np.ndarray]]:
-        """Return copies of the rows of a rank of the state after some steps: of this one, or one that has left."""
+    def copy(self, step: int, names: Sequence[str], rank: int) -> list[Rows]:
+        """Return copies of what a rank owns of some arrays after some steps: this rank, or one that has left."""
         self.require_state(step)
         if rank in self.inherited:
-            return [self.inherited[rank].get(name, []) for name in names]
-        held = self._held()
-        values = [values_of(held[name]) for name in names]
-        return [[array[slice(*ends)].copy() for ends in places] for array, places in zip(values, rows)]
+            return [self.inherited[rank][name] for name in names]
+        held, owned, tensor_of = self._held(), self.engine.step.owned, self.job.state
+        return [
+            [(rows.start, values_of(held[name])[rows].copy()) for rows in owned[tensor_of[name].name]] for name in names
+        ]
 
     def _held(self) -> dict[str, Any]:
         """Return the arrays of the state by name, as this rank holds them."""
@@ -163,21 +161,20 @@ class RankProgram:
         return state.layout.unpack(state.packs)
 
     def leave(self) -> None:
-        """Leave the own rows and the result of the last window to another rank; a window under way ends first."""
+        """Leave the own rows to another rank; a window under way ends first."""
         self.link.announce()
         with self.busy:
             if not self.started or self.link.lost:
                 return
-            owned = self.owned()
-            rows = self.copy(self.engine.made, list(owned), list(owned.values()), self.link.number)
-        self.link.hand_over((dict(zip(owned, rows)), self.last))
+            names = list(self.job.state)
+            rows = self.copy(self.engine.made, names, self.link.number)
+        self.link.hand_over(dict(zip(names, rows)))
 
-    def inherit(self, rank: int) -> Window | None:
-        """Take what a rank has left to this one; return the result of its last window."""
-        if (left := self.link.receive(rank, LEFT)) is None:
+    def inherit(self, rank: int) -> None:
+        """Take the rows that a rank has left to this one."""
+        if (rows := self.link.receive(rank, LEFT)) is None:
             raise LostRank("its state was left to a worker that leaves too")
-        self.inherited[rank], window = left
-        return cast(Window | None, window)
+        self.inherited[rank] = rows
 
     def require_state(self, step: int) -> None:
         """Errors   LostRank if this rank has not the state after so many steps"""
@@ -195,7 +192,7 @@ def call(run: str, epoch: str, method: str, *arguments: Any) -> Any:
     return getattr(program, method)(*arguments)
 
 
-def rows_of(run: str, epoch: str, *arguments: Any) -> list[list[np.ndarray]] | None:
+def rows_of(run: str, epoch: str, *arguments: Any) -> list[Rows] | None:
     """Return copies of rows of a rank, see `RankProgram.copy`; None if they are gone.
 
     Dask makes rows again to replace a copy that was lost with its worker. If that failed with an error, the next task
@@ -203,12 +200,12 @@ def rows_of(run: str, epoch: str, *arguments: Any) -> list[list[np.ndarray]] | N
     even where the result between them is in memory.
     """
     with suppress(LostRank):
-        return cast(list[list[np.ndarray]], call(run, epoch, "copy", *arguments))
+        return cast(list[Rows], call(run, epoch, "copy", *arguments))
     return None
 
 
-def begin(run: str, epoch: str, job: Job, *place: Any) -> Owned:
-    """Make this worker a rank, which records its step; return the rows that it owns.
+def begin(run: str, epoch: str, job: Job, *place: Any) -> dict[str, int]:
+    """Make this worker a rank, which records its step; return how many rows of each array it owns.
 
     place   the other arguments of `RankProgram`
 
@@ -221,25 +218,17 @@ def begin(run: str, epoch: str, job: Job, *place: Any) -> Owned:
     return program.owned()
 
 
-def join_rows(rows: Sequence[Sequence[Rows]], *parts: Sequence[Sequence[np.ndarray]] | None) -> tuple[np.ndarray, ...]:
-    """Join whole arrays from copies of their rows.
-
-    rows   of each part, of each array
+def join_rows(*parts: Sequence[Rows] | None) -> tuple[np.ndarray, ...]:
+    """Join whole arrays from copies of the rows of each rank.
 
     Errors   LostRank if a part is gone
     """
     there, arrays = [part for part in parts if part is not None], list[np.ndarray]()
     if len(there) < len(parts):
         raise LostRank("the rows of a copy are gone")
-    for number, places in enumerate(zip(*rows)):
-        pieces = [(place, part[number][i]) for ranges, part in zip(places, there) for i, place in enumerate(ranges)]
-        if len(pieces) == 1:
-            arrays.append(pieces[0][1])
-            continue
-        whole = np.empty((max(last for (_, last), _ in pieces), *pieces[0][1].shape[1:]), pieces[0][1].dtype)
-        for (first, last), values in pieces:
-            whole[first:last] = values
-        arrays.append(whole)
+    for of_ranks in zip(*there):
+        rows = [values for _, values in sorted(chain(*of_ranks), key=itemgetter(0))]
+        arrays.append(np.concatenate(rows) if len(rows) > 1 else rows[0])
     return tuple(arrays)
 
 

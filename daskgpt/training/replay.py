@@ -393,6 +393,6 @@ class StepTensors:
         arrays = dict(self.held)
         if outputs:
             compiled = compile_outputs(self.tape, self.leaves, outputs, self.weights, self.state.layout)
-            results = self.scheduler.run(compiled.submission([self.inputs], self.state.packs))
-            arrays |= compiled.output(self.scheduler.fetch(results))
+            (computed,), _ = self.scheduler.outputs(compiled, [self.inputs], self.state.packs)
+            arrays |= computed
         return {name: arrays[full] for name, full in full_names.items()}

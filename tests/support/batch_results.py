@@ -41,5 +41,5 @@ def results_of(
         outputs |= gradients_of(tape, config, weights, outputs["loss"])
     state = State.of_weights(config, parameters, precision)
     compiled = compile_outputs(tape, inputs, outputs, leaves, state.layout)
-    results = scheduler.run(compiled.submission([input_values(*batch)], state.packs))
-    return compiled.output(scheduler.fetch(results))
+    (results,), _ = scheduler.outputs(compiled, [input_values(*batch)], state.packs)
+    return results

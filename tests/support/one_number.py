@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
-from steps import run_step, run_window, state_of, step_of
+from steps import run_window, state_of, step_of
 
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import OptimizerConfig
@@ -112,14 +112,10 @@ def outcomes_of_steps(model: Model, precision: str, dials: Dials, steps: int = S
             model.config, model.batch, dials.chunk, model.optimizer_config, precision_of(precision), **options
         )
         state, told = state_of(step, start_values(model.config)), []
-        if dials.barrier == "none" and step.dials.in_place:  # a cluster gets one step after the other, as in training
-            for first in range(0, steps, dials.window):
-                outcomes, state = run_window(scheduler, step, state, batches[first : first + dials.window], steps)
-                told += outcomes
-        else:
-            for batch in batches:
-                outcome, state = run_step(scheduler, step, state, batch, steps)
-                told.append(outcome)
+        window = dials.window if dials.barrier == "none" else 1
+        for first in range(0, steps, window):
+            outcomes, state = run_window(scheduler, step, state, batches[first : first + window], steps)
+            told += outcomes
         return told, state.parameters(scheduler)
 
 
@@ -154,7 +150,7 @@ def random_dials(random: np.random.Generator, model: Model) -> Dials:
 
     chunk, barrier = tuple(one_of(divisors(size)) for size in model.batch), one_of(["layer", "phase", "step", "none"])
     grain, scheduler = one_of(["kernel", "segment", "block", "chunk"]), one_of(["sync", "threads"])
-    threads, in_place = one_of([1, 2, 3, 5, 8]), None if barrier == "none" else one_of([True, False])
+    threads, in_place = one_of([1, 2, 3, 5, 8]), one_of([True, False])
     window, accumulate = one_of([1, 2, STEPS]), one_of([1, 1, 2, 3])
     return Dials(chunk, barrier, grain, scheduler, threads, in_place, window, accumulate)
 

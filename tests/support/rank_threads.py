@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
-from steps import run_step, run_window, state_of, step_of
+from steps import run_window, state_of, step_of
 
 from daskgpt.data.dataset import Batch
 from daskgpt.graph.distribute import Channel, Rank
@@ -64,7 +64,7 @@ def owned(ranks: Sequence[Trained]) -> dict[str, np.ndarray]:
     whole = {name: value.copy() for name, value in ranks[0].parameters.items()}
     for rank in ranks:
         for name, value in rank.parameters.items():
-            for rows in rank.step.owned_rows(name):
+            for rows in rank.step.owned.get(name, ()):
                 whole[name][rows] = value[rows]
     return whole
 
@@ -91,11 +91,10 @@ def train(
         values = {name: value.copy() for name, value in initial.items()}  # it is written over
         state, outcomes, rows = state_of(step, values), list[Outcome](), step.sequences
         mine = [(tokens[rows], targets[rows]) for tokens, targets in batches]
-        if options.get("barrier") == "none":
-            outcomes, state = run_window(scheduler, step, state, mine, len(batches))
-        for batch in mine if options.get("barrier") != "none" else ():
-            outcome, state = run_step(scheduler, step, state, batch, len(batches))
-            outcomes.append(outcome)
+        window = len(mine) if options.get("barrier") == "none" else 1
+        for first in range(0, len(mine), window):
+            more, state = run_window(scheduler, step, state, mine[first : first + window], len(batches))
+            outcomes += more
         moments = {name: a for name, a in state.layout.unpack(state.packs).items() if not name.startswith("weight.")}
         return Trained(outcomes, state.parameters(scheduler), moments, step)
 

@@ -17,7 +17,7 @@ def saved_tensors():
     to its value before the step. Steps must run alone, with chunks of whole sequences, and gradients as tasks.
     """
     tensors, parts, now = {}, defaultdict(dict), [-1]
-    made, window = program.Program._made, LocalEngine._window
+    made, run = program.Program._made, LocalEngine.run
 
     def saving(self, call, slots):
         timed = made(self, call, slots)
@@ -38,14 +38,14 @@ def saved_tensors():
         now[0] = self.made
         state = self.state().layout.unpack(self.state().packs)
         tensors.update({(self.made, name): np.array(values_of(value)) for name, value in state.items()})
-        outcomes = window(self, *arguments)
+        outcomes = run(self, *arguments)
         now[0] = -1  # what follows is a validation
         return outcomes
 
     with (
         patch.object(program, "lower", lambda *_: None),
         patch.object(program.Program, "_made", saving),
-        patch.object(LocalEngine, "_window", noting),
+        patch.object(LocalEngine, "run", noting),
     ):
         yield tensors
     for place, pieces in parts.items():

@@ -1,7 +1,6 @@
 """Single steps, run by hand: compiled with chosen dials, and submitted to a scheduler without an engine."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,18 +38,14 @@ def run_step(
     scheduler: Scheduler, step: CompiledStep, state: State, batch: Batch, steps: int, seed: int = 0
 ) -> tuple[Outcome, State]:
     """Run one step; return its outcome and the state after it. steps: length of the run; seed: of dropout"""
-    inputs = step.inputs(batch, state.step, steps, seed)
-    (handles,), packs = step.split(scheduler.run(step.submission([inputs], state.packs)), state.packs)
-    outcome = Outcome.of(step.output(scheduler.fetch(handles)))
-    return outcome, State(state.layout, packs, state.step + 1)
+    (outcome,), state = run_window(scheduler, step, state, [batch], steps, seed)
+    return outcome, state
 
 
 def run_window(
-    scheduler: Scheduler, step: CompiledStep, state: State, batches: Sequence[Batch], steps: int
+    scheduler: Scheduler, step: CompiledStep, state: State, batches: Sequence[Batch], steps: int, seed: int = 0
 ) -> tuple[list[Outcome], State]:
-    """Run overlapping steps as one graph, in place; return their outcomes and the state after them."""
-    inputs = [step.inputs(batch, number, steps) for number, batch in enumerate(batches, state.step)]
-    results = scheduler.fetch(scheduler.run(step.submission(inputs, state.packs)))
-    outputs_of_steps, _ = step.split(results, state.packs, len(inputs))
-    outcomes = [Outcome.of(step.output(outputs)) for outputs in outputs_of_steps]
-    return outcomes, replace(state, step=state.step + len(inputs))
+    """Run overlapping steps as one graph; return their outcomes and the state after them."""
+    inputs = [step.inputs(batch, number, steps, seed) for number, batch in enumerate(batches, state.step)]
+    outputs, packs = scheduler.outputs(step, inputs, state.packs)
+    return list(map(Outcome.of, outputs)), State(state.layout, packs, state.step + len(inputs))
