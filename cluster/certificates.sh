@@ -26,12 +26,12 @@ refuse() {
 [[ ${1-} != -h && ${1-} != --help ]] || { usage && exit 0; }
 (($# == 1 || $# == 2)) || refuse "a folder must be named, and perhaps days; got $# arguments. Try --help."
 folder=$1 days=${2:-365}
-[[ $days =~ ^[1-9][0-9]*$ ]] || refuse "DAYS must be a positive number; got $days. Try 365."
+[[ $days =~ ^[1-9][0-9]{0,4}$ ]] || refuse "DAYS must be a positive number up to 99999; got $days. Try 365."
 [[ ! -e $folder ]] || refuse "the folder must be new; got $folder. Give another, or remove it: its key ends with it."
 command -v openssl >/dev/null || refuse "openssl must be on the PATH; got none. Install the package openssl."
 
 umask 077 # for the owner alone, from the start
-mkdir -p "$folder"
+said=$(mkdir -p "$folder" 2>&1) || refuse "the folder must be one that can be made; got ${said#mkdir: }. Give another."
 folder=$(cd "$folder" && pwd)
 said=$(openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days "$days" -subj "/CN=daskgpt cluster" \
     -addext "keyUsage=critical,digitalSignature,keyCertSign" -addext "extendedKeyUsage=serverAuth,clientAuth" \

@@ -10,6 +10,7 @@ daskgpt installed in it, and the folder of the certificate; ssh must not ask for
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from distributed import Client, SSHCluster
@@ -19,14 +20,18 @@ import daskgpt
 WORKERS = 2  # processes of one thread, on each host
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("scheduler", help="host of the scheduler")
+    parser.add_argument("workers", nargs="+", help="hosts of workers")
+    hosts = parser.parse_args()
     with (
         SSHCluster(
-            sys.argv[1:],
+            [hosts.scheduler, *hosts.workers],
             scheduler_options={"dashboard_address": "127.0.0.1:8787"},
             worker_options={"nthreads": 1, "n_workers": WORKERS, "dashboard_address": "127.0.0.1:0"},
             remote_python=sys.executable,
         ) as cluster,
         Client(cluster) as client,
     ):
-        client.wait_for_workers(WORKERS * len(sys.argv[2:]), timeout=60)
+        client.wait_for_workers(WORKERS * len(hosts.workers), timeout=60)
         daskgpt.fit(daskgpt.preset("tiny"), client=client, run=daskgpt.RunConfig(steps=100, out="runs/ssh"))

@@ -33,8 +33,13 @@ give_up() {
 
 workers=2 port=8786 host=127.0.0.1 dashboard=127.0.0.1:8787 scheduler_file="" patience=60 hosts=()
 
+is_port() {
+    [[ $1 =~ ^[0-9]{1,5}$ ]] && ((10#$1 < 65536))
+}
+
 read_flags() {
     while (($#)); do
+        [[ $1 != --*=* ]] || set -- "${1%%=*}" "${1#*=}" "${@:2}"
         case $1 in
             --workers | --port | --host | --dashboard | --scheduler-file | --patience)
                 [[ -n ${2-} ]] || refuse "$1 must have a value; got none. Try --help."
@@ -54,12 +59,16 @@ read_flags() {
         shift
     done
     [[ $workers =~ ^[1-9][0-9]*$ ]] || refuse "--workers must be a positive number; got $workers. Try --workers 2."
-    [[ $port =~ ^[0-9]{1,5}$ ]] || refuse "--port must be a number; got $port. Try --port 8786."
-    [[ $dashboard =~ ^.+:[0-9]{1,5}$ ]] ||
+    is_port "$port" || refuse "--port must be a number up to 65535; got $port. Try --port 8786."
+    [[ $dashboard == ?*:* ]] && is_port "${dashboard##*:}" ||
         refuse "--dashboard must be an address and a port; got $dashboard. Try --dashboard 127.0.0.1:8787."
     [[ $patience =~ ^[1-9][0-9]*$ ]] || refuse "--patience must be whole seconds; got $patience. Try --patience 60."
     [[ -z $scheduler_file || ! -e $scheduler_file ]] ||
         refuse "--scheduler-file must be new; got $scheduler_file. Remove it if the cluster that wrote it is gone."
+    [[ -z $scheduler_file || (-d $(dirname -- "$scheduler_file") && -w $(dirname -- "$scheduler_file")) ]] ||
+        refuse "--scheduler-file must be in a folder that can be written; got $scheduler_file. Make the folder."
+    [[ -z ${DASK_CONFIG-} || -e $DASK_CONFIG ]] ||
+        refuse "DASK_CONFIG must name a file; got $DASK_CONFIG. Name the dask.yaml of certificates.sh, or unset it."
     for name in "${hosts[@]-}"; do
         [[ -z $name || $name == localhost ]] || ! on_loopback ||
             refuse "$name must be able to reach the scheduler; got --host $host. Give --host an address of this machine."
@@ -73,14 +82,20 @@ on_loopback() {
 check_python_and_port() {
     local problem
     problem=$("$python" -c '
-import importlib.util, socket, sys
+import socket, sys
 
 python, host, port = sys.argv[1:]
-if importlib.util.find_spec("distributed") is None:
+try:
+    from distributed.security import Security
+    [Security().get_connection_args(role) for role in ("scheduler", "worker", "client")]
+except ImportError:
     sys.exit(print(f"Python must have Dask; got python={python}. Activate the environment that daskgpt is installed in."))
+except (ValueError, TypeError, OSError) as error:
+    said, advice = " ".join(str(error).split()), "Check DASK_CONFIG and the files that it names, or ~/.config/dask."
+    sys.exit(print(f"the settings of Dask must be readable; got error={said}. {advice}"))
 try:
     socket.create_server((host, int(port))).close()
-except (OSError, OverflowError) as error:
+except OSError as error:
     advice = "Give --host an address of this machine, and a --port that is free (0 for any)."
     print(f"the scheduler must be able to listen; got --host {host} --port {port} ({error}). {advice}")
 ' "$python" "$host" "$port")
@@ -225,7 +240,7 @@ on_loopback || [[ $address == tls://* ]] ||
     echo "start.sh: no TLS: whoever reaches $host can run code here; see Safety in cluster/README.md" >&2
 start_workers
 wait_for_workers
-echo "train      python -m daskgpt.train --scheduler ${scheduler_file:+file:}${scheduler_file:-$address}"
+echo "train      python -m daskgpt.train --scheduler ${scheduler_file:+file:}$(printf %q "${scheduler_file:-$address}")"
 echo "Ctrl-C stops the cluster."
 while :; do
     check_running

@@ -20,6 +20,7 @@ from daskgpt.formats.encoding import get_encoding
 from daskgpt.generation.sampler import readable, sample, shown
 from daskgpt.profiling.plan import check_workers, predict
 from daskgpt.profiling.recorder import TimelineCallback, TimelineConfig
+from daskgpt.schedulers.opening import resume_flags
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import BEST, step_of
 from daskgpt.training.engine import State
@@ -46,7 +47,8 @@ def parser() -> Parser:
         "--resume",
         metavar="RUN",
         help="continue a run in its folder from its newest good checkpoint; settings stay, except those that are given "
-        f"again: {', '.join(changeable())}; --data may name another place of the same data",
+        f"again: {', '.join(changeable())}; --data may name another place of the same data. A cluster's address does "
+        "not stay: give --scheduler again",
     )
     text = "print tasks, memory and predicted time of a step, and whether it fits in memory, without running it"
     flags.add_argument("--plan", action="store_true", help=text)
@@ -152,7 +154,7 @@ def report(job: Job, result: Result, seconds: float) -> None:
         if best.is_symlink() and (step := step_of(best.resolve())) != step_of(result.checkpoint):
             print(f"the lowest validation loss was after {number_of(step, 'step')}: {best}")
         if result.stopped:
-            print(f"continue with: {called('train')} --resume {shlex.quote(folder)}")
+            print(f"continue with: {called('train')} {resume_flags(folder, job.dataflow.scheduler)}")
             return
         command = f"{called('generate')} {shlex.quote(folder)}"
         if job.tokens.prompt:

@@ -75,9 +75,8 @@ def shown_in_terminal(columns, steps):
         for step in range(1, steps + 1):
             validated = {"validation_loss": 11.25} if step % 20 == 0 else {}
             progress.line.mininterval = 0
-            progress.step(
-                {"loss": 10.9, "tokens_per_s": 1_234_567.0, **validated, **({"best": True} if step == 20 else {})}
-            )
+            best = {"best": True} if step == 20 else {}
+            progress.step({"loss": 10.9, "tokens": step, "tokens_per_s": 1_234_567.0, **validated, **best})
         progress.close()
         print("\0", end="", file=stream, flush=True)
         return written.result()
@@ -105,8 +104,8 @@ def test_progress_in_a_file(monkeypatch):
         stream = io.StringIO()
         progress = Progress(4, stream=stream)
         progress.begin()
-        for loss in (8.0, 4.0, 4.0, 4.0):
-            progress.step({"loss": loss, "tokens_per_s": 100.0})
+        for step, loss in enumerate((8.0, 4.0, 4.0, 4.0), 1):
+            progress.step({"loss": loss, "tokens": 6001 * step, "tokens_per_s": 100.0})
         progress.close()
         written[every] = stream.getvalue().splitlines()
     assert "\r" not in stream.getvalue()
@@ -115,6 +114,7 @@ def test_progress_in_a_file(monkeypatch):
     assert len(losses) == 4
     assert losses[0] == 8
     assert 4 < losses[3] < losses[2] < losses[1] < 8
+    assert [line.split(", ")[-1] for line in written[0]] == [f"0{minutes}:00 left" for minutes in (3, 2, 1, 0)]
 
 
 def test_fit_prints_the_header_unless_quiet(fitted, capfd):

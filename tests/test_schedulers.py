@@ -6,6 +6,7 @@ import math
 import os
 import socket
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import dask
@@ -61,17 +62,26 @@ def test_resolved_addresses(setting, address, resolved, tmp_path):
         assert opening.resolved_address(address) == resolved
 
 
+def test_flags_that_continue_a_run_name_its_cluster():
+    assert opening.resume_flags("my run", "auto") == "--resume 'my run'"
+    assert opening.resume_flags("run", "tcp://[::1]:8786") == "--resume run --scheduler 'tcp://[::1]:8786'"
+
+
 WRONG_ADDRESSES = ["", "http://127.0.0.1:8787/status", "tcp://node0", "node0:87866", "node0:0", "::1:8786", "[]:1"]
 
 
 @pytest.mark.parametrize(
     ("address", "kind", "keyword"),
     [
-        ("thread", ValueError, r"must be known; got scheduler=thread\. Did you mean threads\?"),
-        *((address, ValueError, "must be known; .*Choose from sync, .*HOST:PORT") for address in WRONG_ADDRESSES),
+        ("thread", ValueError, r"must be a name, .*; got scheduler=thread\. Did you mean threads\?"),
+        *((address, ValueError, "with a port from 1 to 65535; .*tcp://HOST:PORT") for address in WRONG_ADDRESSES),
         ("tcp://127.0.0.1:1", RuntimeError, r"must answer; got scheduler=tcp://127\.0\.0\.1:1 \(Timed out"),
         ("tcp://nobody.invalid:1", RuntimeError, r"must answer; .*check the address \(--scheduler, DASK_"),
-        ("tls://127.0.0.1:1", RuntimeError, "ssl_context.*DASK_CONFIG"),
+        (
+            "tls://127.0.0.1:1",
+            RuntimeError,
+            r"ssl_context.*, DASK_CONFIG=none.yaml \(no .* needs DASK_CONFIG",
+        ),
         ("inproc://192.0.2.9/1/1", RuntimeError, "must answer"),
         ("file:none.json", RuntimeError, "file must hold an address; .*no such file"),
         ("file:FILE", RuntimeError, "file must hold an address; .*has no address"),
@@ -83,6 +93,7 @@ def test_addresses_at_which_no_scheduler_answers(address, kind, keyword, tmp_pat
     """They are found before anything slow, and by what opens a scheduler."""
     monkeypatch.setattr(connect, "CONNECT_TIMEOUT", 0.3)
     monkeypatch.setattr(opening, "FILE_SECONDS", 0.3)
+    monkeypatch.setenv("DASK_CONFIG", "none.yaml")
     (file := tmp_path / "scheduler.json").write_text("[1, 2]")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = address.replace("FILE", str(file)).replace("SILENT", f"127.0.0.1:{silent.getsockname()[1]}")
@@ -119,8 +130,11 @@ def test_losses_raise_one_error():
     closed = SimpleNamespace(status="closed", scheduler=None)
     with pytest.raises(ClusterLost, match="the client must live"), cluster.losses_as_errors(closed):
         raise AttributeError
+    with pytest.raises(RuntimeError, match="^own$"), cluster.losses_as_errors(SimpleNamespace(status="running")):
+        raise RuntimeError("own")  # of a task
     for status, kind, keyword in kinds:
-        for error in (*cluster.SIGNS[:1], *cluster.SIGNS[2:]):
+        own = [RuntimeError("ConnectionPool is closed")] if status == "closed" else []
+        for error in (*cluster.SIGNS[:1], *cluster.SIGNS[2:], *own):
             with (
                 pytest.raises(kind, match=keyword) as caught,
                 cluster.losses_as_errors(SimpleNamespace(status=status, scheduler=True)),
@@ -273,6 +287,17 @@ def test_recovery_interval_follows_cost(monkeypatch):
     assert points.interval == math.inf  # steps are counted
 
 
+def test_later_recovery_points_correct_the_time_of_a_slow_first_one(monkeypatch):
+    engine = SimpleNamespace(copied_apart=lambda: SimpleNamespace(packs=[]))
+    engine.job = SimpleNamespace(run=SimpleNamespace(snapshot_every=-1))
+    engine.scheduler = SimpleNamespace(wait_for=lambda handles: None)
+    points, clock = RecoveryPoints(engine, print), iter([0.0, 2.0, 200.0, 200.5, 300.0, 301.0])
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    for interval in (200, 50, 50):
+        points._copy()
+        assert points.interval == interval
+
+
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.filterwarnings("error:.*already contains a plugin")
 def test_concurrent_runs_keep_their_plugins(same, threads, client, small_text):
@@ -371,6 +396,19 @@ def test_identity_covers_every_source_file(tmp_path, monkeypatch):
         digests.append(workers._sources.__wrapped__())
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
+
+
+def test_refused_worker_compiles_nothing(monkeypatch):
+    """Its event loop would be blocked meanwhile, so that it would seem to be silent instead of gone."""
+    monkeypatch.setattr(workers, "compile_all", refuse)
+    monkeypatch.setattr(workers.internals, "refuse_work", lambda worker: ended.append(worker))
+    monkeypatch.setattr(workers.PrepareWorker, "users", Counter())
+    ended, worker = [], SimpleNamespace(address="tcp://127.0.0.1:1", id="other")
+    check = workers.VersionCheck("run", False, [])
+    check.expected = check.expected | {"daskgpt": "another"}
+    check.setup(worker)
+    asyncio.run(workers.PrepareWorker("run").setup(worker))
+    assert ended == [worker]
 
 
 def test_all_threads_are_waited_for():

@@ -207,6 +207,6 @@ def test_every_command_checks_its_scheduler_first(command, arguments, tmp_path, 
     flag = "--scheduler"
     with pytest.raises(RuntimeError, match=r"a Dask scheduler must answer; got scheduler=tcp://127\.0\.0\.1:1"):
         command.main([*arguments, flag, "127.0.0.1:1"])
-    with pytest.raises(ValueError, match=r"must be known; got scheduler=thread\. Did you mean threads\?"):
+    with pytest.raises(ValueError, match=r"must be a name, .*; got scheduler=thread\. Did you mean threads\?"):
         command.main([*arguments, flag, "thread"])
     assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 import time
@@ -55,14 +54,11 @@ def losses_as_errors(client: Any) -> Iterator[None]:
         raise
     except SIGNS as error:
         raise loss(client, type(error).__name__) from None
-    except RuntimeError as error:
-        if str(error) != LOST_SOURCE:
-            raise
-        raise loss(client, "a result's source") from None
-    except (AttributeError, UnboundLocalError):  # of a client that somebody closes meanwhile
-        if client.scheduler is not None:
-            raise
-        raise loss(client, "closed") from None
+    except (RuntimeError, AttributeError, UnboundLocalError) as error:
+        is_source = str(error) == LOST_SOURCE
+        if client.status == "running" and not is_source:
+            raise  # a client that has closed, or closes, may raise any of these
+        raise loss(client, "a result's source" if is_source else "closed") from None
 
 
 def loss(client: Any, sign: str) -> WorkerLost:
@@ -186,8 +182,6 @@ class WorkerMonitor:
         self.stuck = {address: f"which is {paused_words(workers[address])}" for address in stuck}
 
     def _end(self, address: str) -> None:
-        silence = self.watched[address].silence
-        logging.getLogger("distributed.scheduler").warning("%s sent no heartbeat for %.0f s", address, silence)
         self.left[address] = "which sent no heartbeat"
         internals.end_worker(self.client, address)
 
@@ -231,8 +225,12 @@ class ClusterScheduler(Scheduler):
     @property
     def threads(self) -> int:  # type: ignore[override]
         """Threads of all workers together."""
+        return sum(self.threads_of_workers().values())
+
+    def threads_of_workers(self) -> dict[str, int]:
+        """Return the threads of each worker by its address, of those that take no tasks, too."""
         with losses_as_errors(self.client):
-            return sum(self.client.nthreads().values())
+            return dict(self.client.nthreads())
 
     def run(self, submission: Submission) -> list[Any]:
         graph, leaves, keys, runs, _ = submission
@@ -304,7 +302,7 @@ class ClusterScheduler(Scheduler):
         """
         with losses_as_errors(self.client):
             self.monitor.look()
-            there = self.client.nthreads().keys()
+        there = self.threads_of_workers().keys()
         if there and there <= self.monitor.stuck.keys():
             self.await_worker()
         return {address for address in self.needed if address not in there or address in self.monitor.stuck}
@@ -316,7 +314,7 @@ class ClusterScheduler(Scheduler):
         """
         if self.client.status != "running":
             return
-        if self.look() or not self.client.nthreads():
+        if self.look() or not self.threads_of_workers():
             raise loss(self.client, "a worker")
         if time.monotonic() - self.since > REACHING:  # Dask tries to fetch results from unreachable workers forever
             self.since = time.monotonic()
@@ -329,7 +327,7 @@ class ClusterScheduler(Scheduler):
         while not self.addresses():
             with losses_as_errors(self.client):
                 self.monitor.look()
-                gone = not self.client.nthreads()
+            gone = not self.threads_of_workers()
             if not said and (gone or self.monitor.stuck):
                 said = "all are gone" if gone else "none takes tasks"
                 self.monitor.say(f"workers    {said}: the run ends unless one comes in {self.minutes:g} minutes")
@@ -421,8 +419,8 @@ class ClusterScheduler(Scheduler):
         try:
             yield recordings
         finally:
-            taken = self.call_on(take_spans)
-            workers = members(self.client)
+            with losses_as_errors(self.client):
+                taken, workers = self.call_on(take_spans), members(self.client)
         for address, worker in sorted(workers.items(), key=lambda item: str(item[1]["name"])):
             if address in taken:
                 recordings.append(ProcessSpans(f"worker {worker['name']}", worker["nthreads"], *taken[address]))

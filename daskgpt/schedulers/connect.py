@@ -143,7 +143,9 @@ def require_answer(address: str) -> None:
     if (error := asked.exception()) is not None:
         silent = "it takes the connection and says nothing" if isinstance(error, TimeoutError) else type(error).__name__
         reason = str(error).partition("\n")[0] or silent
-        raise refusal(RuntimeError, "open_scheduler", rule, f"{got} ({reason})", NO_ANSWER)
+        settings = os.environ.get("DASK_CONFIG", "")
+        nowhere = f", DASK_CONFIG={settings} (no such file)" if settings and not os.path.exists(settings) else ""
+        raise refusal(RuntimeError, "open_scheduler", rule, f"{got} ({reason}){nowhere}", NO_ANSWER)
     answer = asked.result()
     other, advice = str(answer.get("type", "another program")), "Give the address that `dask scheduler` prints."
     advice = f"Give that of its scheduler, {answer['scheduler']}." if answer.get("scheduler") else advice

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from daskgpt.schedulers.local import in_task, keep_memory, local_scheduler, own_
 from daskgpt.schedulers.protocol import Scheduler
 
 LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
-CHOICES = ["sync", "threads", "local", "HOST:PORT", "[IPV6]:PORT", "tls://HOST:PORT", "file:scheduler.json"]
+CHOICES = ["sync", "threads", "local", "tcp://HOST:PORT", "tls://HOST:PORT", "[IPV6]:PORT", "file:scheduler.json"]
 SETTING = "DASK_SCHEDULER_ADDRESS"
 FILE_SECONDS = 10  # to wait for a scheduler file
 
@@ -106,9 +107,16 @@ def chosen_address(address: str) -> str:
         return address
     match = re.fullmatch(r"(?:(tcp|tls)://)?(\[[^]]+\]|[^][:/]+):(\d{1,5})/?", address, re.ASCII)
     valid = match is not None and 0 < int(match[3]) < 1 << 16
-    require(valid, "open_scheduler", "the scheduler must be known", got, nearest(address, CHOICES))
+    rule = "the scheduler must be a name, or an address with a port from 1 to 65535"
+    require(valid, "open_scheduler", rule, got, nearest(address, CHOICES))
     protocol, host, port = cast(Any, match).groups()
     return f"{protocol or 'tcp'}://{host}:{port}"
+
+
+def resume_flags(folder: object, address: str) -> str:
+    """Return the flags that continue a run where it was: an address in its folder is never used."""
+    there = "" if address in LOCAL_SCHEDULERS else f" --scheduler {shlex.quote(address)}"
+    return f"--resume {shlex.quote(str(folder))}{there}"
 
 
 def resolved_address(address: str) -> str:

@@ -154,6 +154,8 @@ class VersionCheck(WorkerPlugin):
     run does not begin.
     """
 
+    refused: ClassVar[set[str]] = set()  # workers of this process that end
+
     def __init__(self, run: str, packed: bool, there: Iterable[str]) -> None:
         """packed  whether products run in bfloat16
         there   addresses of the workers that were there before
@@ -174,6 +176,7 @@ class VersionCheck(WorkerPlugin):
             raise error
         # Dask would log the error of a joining worker, and let it work.
         logging.getLogger("distributed.worker").error(str(error))
+        self.refused.add(worker.id)
         internals.refuse_work(worker)
 
 
@@ -192,6 +195,8 @@ class PrepareWorker(WorkerPlugin):
     async def setup(self, worker: Any) -> None:
         logging.getLogger("distributed.worker").addFilter(is_not_reported)
         self.users[worker.id] += 1
+        if worker.id in VersionCheck.refused:
+            return  # compiling would delay its end
         compile_all(np.float32, bfloat16=False)  # what bfloat16 needs is loaded at its first product
         keep_memory()
         internals.handle_messages(worker, ASKED, lambda since, most: latest_calls(worker, since, most))

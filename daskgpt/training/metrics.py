@@ -90,7 +90,7 @@ class Progress:
         self.quiet = quiet or self.stream is None
         self.live = not self.quiet and (notebook or self.stream.isatty())
         self.closed: set[TextIO] = set()  # streams whose reader has ended
-        self.first = self.done = done
+        self.done = done
         self.validation = ""
         self.loss, self.rate = EMA(SMOOTHING), EMA(SMOOTHING)
         self.start, self.last_line = time.perf_counter(), -float("inf")
@@ -113,7 +113,8 @@ class Progress:
         self.done += 1
         self.loss(metrics["loss"])
         self.rate(metrics["tokens_per_s"])
-        left = f"{tqdm.format_interval((self.steps - self.done) * (now - self.start) / (self.done - self.first))} left"
+        seconds = metrics["tokens"] * (self.steps / self.done - 1) / max(self.rate(), 0.1)
+        left = f"{tqdm.format_interval(seconds)} left"
         validated = "validation_loss" in metrics
         if validated:
             self.validation = f"validation {metrics['validation_loss']:.3f}"

@@ -189,8 +189,7 @@ class RankEngine(Engine):
         before, self.addresses = self.addresses, self._ranks()
         while not self.scheduler.without_unreached(self.addresses):
             self.addresses = self._ranks()
-        with losses_as_errors(self.scheduler.client):
-            threads = self.scheduler.client.nthreads()
+        threads = self.scheduler.threads_of_workers()
         left = threads.keys() & set(before) - set(self.addresses)
         if left:
             self.scheduler.call_on(end_programs, self.run_name, workers=left)
@@ -284,8 +283,7 @@ class RankEngine(Engine):
         Return whether there are such ranks, and all that are gone have left in good order.
         """
         scheduler, end = self.scheduler, time.monotonic() + NOTICE
-        with losses_as_errors(scheduler.client):
-            here = scheduler.client.nthreads().keys() - scheduler.monitor.stuck.keys()
+        here = scheduler.threads_of_workers().keys() - scheduler.monitor.stuck.keys()
         gone = {rank for rank, address in enumerate(self.addresses) if address not in here} - self.heirs.keys()
         heir = next((rank for rank, address in enumerate(self.addresses) if address in here), -1)
         addresses = {self.addresses[rank] for rank in gone}

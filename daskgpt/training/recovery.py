@@ -27,8 +27,8 @@ class RecoveryPoints:
 
     A point is a state whose packs are lists of copies, on different workers.
 
-    The first point, and the first one after a loss, are waited for and timed; the least time decides when the next one
-    is due. There is none while there is only one worker.
+    Where seconds count, and not steps, each point is waited for and timed; the least time decides when the next one is
+    due. So is the first point, and the first one after a loss. There is none while there is only one worker.
 
     soon   whether a point is due at once: there is none, or it is not on two workers
     """
@@ -85,10 +85,10 @@ class RecoveryPoints:
         """Begin to copy the state to other workers."""
         self.since = time.monotonic()
         self.making = self.engine.copied_apart()
-        if self.soon:
+        if self.soon or self.every < 0:
             self.scheduler.wait_for([copies[-1] for copies in self.making.packs])
             first, self.soon = math.isinf(self.cost), False
-            # The first one after a loss may wait for other things.
+            # A point may wait for other things, as the first one after a loss, or beside another run.
             self.cost = min(self.cost, max(time.monotonic() - self.since, LEAST_COST))
             if first:
                 often = f"every {number_of(self.every, 'step')}" if self.every > 0 else f"every {self.interval:.0f} s"
@@ -180,7 +180,7 @@ class Recovery:
         """Print which workers have come and gone."""
         self.looked = time.monotonic()
         self.scheduler.look()
-        before, there = self.workers, self.scheduler.client.nthreads().keys()
+        before, there = self.workers, self.scheduler.threads_of_workers().keys()
         now = self.scheduler.addresses() | (before & there)  # a worker that is paused is not gone
         come, gone, self.workers = sorted(now - before), sorted(before - now), now
         self.gone = gone  # those of the look before are reported: steps have been made without them

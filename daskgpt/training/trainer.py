@@ -23,7 +23,7 @@ from daskgpt.config.stopping import CanGoOn, finishing_first
 from daskgpt.data.dataset import BatchLoader
 from daskgpt.model.parameters import check_config, check_finite, check_parameters, merged
 from daskgpt.model.step import Arrays
-from daskgpt.schedulers.opening import open_scheduler, resolved_address
+from daskgpt.schedulers.opening import open_scheduler, resolved_address, resume_flags
 from daskgpt.schedulers.protocol import TOPIC, ClusterLost, Scheduler, WorkerLost
 from daskgpt.training.checkpoint import checkpoints, load, step_folder
 from daskgpt.training.engine import Engine, LocalEngine, State, TaskEngine
@@ -224,7 +224,7 @@ def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) 
         except WorkerLost as loss:
             kind, advice = RuntimeError, "Start again: there is no checkpoint."
             if start.folder and checkpoints(start.folder.path):
-                kind, advice = CanGoOn, f"Continue with --resume {start.folder.path}."
+                kind, advice = CanGoOn, f"Continue with {resume_flags(start.folder.path, job.dataflow.scheduler)}."
             raise refusal(kind, loss.where, loss.rule, loss.got, advice) from None
         finally:
             trainer.close()

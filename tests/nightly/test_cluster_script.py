@@ -7,6 +7,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 from contextlib import suppress
 
 import dask
@@ -21,7 +22,7 @@ from daskgpt.schedulers.connect import BETWEEN_TASKS
 from daskgpt.schedulers.local import ENVIRONMENT
 
 FOLDER = ROOT / "cluster"
-START, CERTIFICATES = FOLDER / "start.sh", FOLDER / "certificates.sh"
+START, CERTIFICATES, SSH = FOLDER / "start.sh", FOLDER / "certificates.sh", FOLDER / "ssh.py"
 needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
 
 
@@ -52,11 +53,12 @@ def train(text, scheduler, out, **environment):
 
 
 def test_script_starts_a_cluster_that_trains_and_leaves_nothing(small_text, tmp_path):
-    file, folder = tmp_path / "scheduler.json", tmp_path / "temporary"
+    file, folder = tmp_path / "the scheduler.json", tmp_path / "temporary"
     folder.mkdir()
-    command = [START, "--workers", "2", "--port", "0", "--scheduler-file", file]
+    command = [START, "--workers", "2", "--port=0", "--scheduler-file", file]
     with started(command, terminal(TMPDIR=str(folder)), stderr=subprocess.DEVNULL) as process:
-        wait_until(lambda: "Ctrl-C" in process.stdout.readline(), "the cluster")
+        said = [process.stdout.readline() for _ in range(5)]  # the last one is "Ctrl-C stops the cluster."
+        assert shlex.split(said[3])[-1] == f"file:{file}"
         runs = [train(small_text, where, tmp_path / where[:4]) for where in ("threads", f"file:{file}")]
         assert [done.returncode for done in runs] == [0, 0], runs
         assert tensors_of(tmp_path / "thre") == tensors_of(tmp_path / "file")
@@ -102,20 +104,38 @@ def test_script_fails_if_its_workers_end(way, keyword, tmp_path):
         (START, "--workers 0", "positive"),
         (START, "--patience 1m", "whole seconds"),
         (START, "--port http", "must be a number"),
+        (START, "--port=99999", "up to 65535"),
+        (START, "--dashboard 127.0.0.1:99999", "an address and a port"),
         (START, f"--scheduler-file {ROOT}", "must be new"),
         (START, "node1", "must be able to reach"),
-        (START, "--port 99999", "must be able to listen"),
+        (START, "--scheduler-file none/x.json", "in a folder that can be written"),
+        (START, "--host nobody.invalid", "must be able to listen"),
         (CERTIFICATES, "", "must be named"),
         (CERTIFICATES, "new soon", "positive"),
+        (CERTIFICATES, "new 99999999999", "up to 99999"),
         (CERTIFICATES, ".", "must be new"),
+        (SSH, "node0", "workers"),
+        (CERTIFICATES, "/proc/new", "must be one that can be made"),
     ],
 )
 def test_scripts_refuse_bad_flags(script, flags, keyword, tmp_path):
-    command = [script, *shlex.split(flags)]
+    command = [*([sys.executable] if script == SSH else []), script, *shlex.split(flags)]
     done = subprocess.run(command, env=terminal(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (2, "")
     assert keyword in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("settings", "keyword"), [("a: [1", "must be readable"), (None, "must name a file")])
+def test_script_refuses_unusable_settings(settings, keyword, tmp_path):
+    path = tmp_path / "dask.yaml"
+    if settings:
+        path.write_text(settings)
+    own = terminal(DASK_CONFIG=str(path))
+    done = subprocess.run([START], env=own, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert keyword in done.stderr
 
 
 @needs_openssl

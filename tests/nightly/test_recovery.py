@@ -107,11 +107,13 @@ def test_kill_matrix(kind, cluster, small_text, whole, tmp_path, capsys):
 
 @pytest.mark.parametrize("way", ["no worker", "asked to stop", "no scheduler"])
 def test_lost_cluster_exits_with_a_resumable_run(way, whole, tmp_path):
-    with Machines(tmp_path, 1) as machines:
+    with Machines(tmp_path, 1 + (way == "no scheduler")) as machines:
         run, lines = WatchedRun(tmp_path, FLAGS), []
         flags = ["--save-every", 5, *(["--worker-minutes", 0.03] * (way == "no worker"))]
         with run.start(machines.address, *flags, heard=lines.append):
             wait_until(lambda: run.step > AT, "steps")
+            if way == "no scheduler":
+                wait_until(lambda: any(line.startswith("recovery") for line in lines), "a recovery point")
             machines.kill("scheduler" if way == "no scheduler" else machines.alive()[0])
             if way == "asked to stop":
                 wait_until(lambda: any("all are gone" in line for line in lines), "the run's word")
@@ -119,7 +121,8 @@ def test_lost_cluster_exits_with_a_resumable_run(way, whole, tmp_path):
             assert run.process.wait(PATIENCE) == STOPPED
     said = run.errors.read_text()
     assert "Traceback" not in said
-    assert f". Continue with --resume {run.out.resolve()}." in said.splitlines()[-1]
+    flags = f"--resume {run.out.resolve()} --scheduler {machines.address}"
+    assert f". Continue with {flags}." in said.splitlines()[-1]
     steps = run.step + 5
     done = daskgpt.fit(resume=run.out, run={"steps": steps}, dataflow={"scheduler": "threads"}, quiet=True)
     assert len(losses_of(run.out)) == len(done.losses) == steps
