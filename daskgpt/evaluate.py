@@ -51,6 +51,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument("model", metavar="MODEL", help="run folder, or a model in any file that daskgpt.convert reads")
     flags.add_argument("--json", action="store_true", help="print one line of JSON instead")
     values, options = flags.read(arguments, EvaluateConfig)
+    require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, for example.")
     source = recognize(options.data)
     weights, encoding, length = options.opened(values.model)
     length = options.sequence_length or length

@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
     given = given_flags(TimelineConfig, values)
     rule, advice = "--plan must come without a timeline", "It runs no step: leave it out."
     require(not (values.plan and shown.timeline), "plan", rule, given, advice)
-    rule, advice = "--timeline-steps must come with a file to write", "Add --timeline."
+    rule, advice = "--timeline-steps must come with a timeline", "Add --timeline."
     require(bool(shown.timeline) or not given, "timeline", rule, given, advice)
     callbacks: list[Callback] = [TimelineCallback(shown)] if shown.timeline else []
     if values.resume:

@@ -96,7 +96,7 @@ def test_ids_beyond_the_encoding_of_a_larger_model_are_refused():
 @pytest.mark.parametrize(
     ("flags", "keyword"),
     [
-        ("", "a source must be named"),
+        ("", "--data must name a file"),
         ("--data empty.txt", "must not be empty"),
         ("--data missing.txt", "missing.txt"),
         ("--data short.txt --sequence-length 41", "sequence_length=41"),

@@ -287,13 +287,13 @@ def test_recovery_interval_follows_cost(monkeypatch):
     assert points.interval == math.inf  # steps are counted
 
 
-def test_later_recovery_points_correct_the_time_of_a_slow_first_one(monkeypatch):
+def test_the_last_recovery_point_decides_the_interval(monkeypatch):
     engine = SimpleNamespace(copied_apart=lambda: SimpleNamespace(packs=[]))
     engine.job = SimpleNamespace(run=SimpleNamespace(snapshot_every=-1))
     engine.scheduler = SimpleNamespace(wait_for=lambda handles: None)
     points, clock = RecoveryPoints(engine, print), iter([0.0, 2.0, 200.0, 200.5, 300.0, 301.0])
     monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    for interval in (200, 50, 50):
+    for interval in (200, 50, 100):
         points._copy()
         assert points.interval == interval
 

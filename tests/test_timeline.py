@@ -234,6 +234,9 @@ def test_names_of_the_files_and_what_is_refused(tmp_path):
     for path in ("./first", "..", "t/first", "/first", "first/", "~/first"):
         with pytest.raises(ValueError, match="must have a name without a folder; got timeline="):
             TimelineConfig(timeline=path)
+    for name in ("state", "state.json"):  # with such a file, a run's folder would count as a checkpoint
+        with pytest.raises(ValueError, match="must not have the name of a checkpoint's file"):
+            TimelineConfig(timeline=name)
 
 
 def test_a_run_has_one_timeline_and_a_refused_one_leaves_no_run(small_text, tmp_path):

@@ -115,10 +115,10 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def nearest(name: str, names: list[str]) -> str:
-    """Return `Did you mean x?` for a misspelt name, or the list of all names."""
+def nearest(name: str, names: Sequence[str], others: Sequence[str] = ()) -> str:
+    """Return `Did you mean x?` for a misspelt name, or the list of all names and of others, described."""
     close = get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"Did you mean {close[0]}?" if close else f"Choose from {', '.join(names)}."
+    return f"Did you mean {close[0]}?" if close else f"Choose from {', '.join([*names, *others])}."
 
 
 def require_divisor(where: str, name: str, part: int, whole_name: str, whole: int) -> None:

@@ -82,7 +82,8 @@ class Parser(argparse.ArgumentParser):
                 advice = f"Did you mean {close[0]}?" if close else "--help lists them."
                 message = f"{flag} must be a known flag. {advice}"
             else:
-                advice = "Name a text by --data." * ({"--data", "--preset"} <= {*flags}) if flag else UNSET
+                trains = {"--data", "--preset"} <= {*flags}
+                advice = "Name a text by --data." * trains if flag else UNSET
                 message = f"{flag or repr(flag)} must follow a flag. {advice}".rstrip()
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)

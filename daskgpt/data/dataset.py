@@ -98,10 +98,8 @@ class Dataset:
 
         Cost     reads all tokens once, unless the digests of their files are known
         """
-        digest, dtype = (
-            hashlib.sha256("".join(self.shards).encode()),
-            encodings.id_dtype(self.vocabulary).newbyteorder("<"),
-        )
+        digest = hashlib.sha256("".join(self.shards).encode())
+        dtype = encodings.id_dtype(self.vocabulary).newbyteorder("<")
         for tokens in () if self.shards else (self.training, self.validation):
             assert isinstance(tokens, np.ndarray), "the digests of others are known"
             digest.update(np.ascontiguousarray(tokens, dtype).data)

@@ -26,7 +26,7 @@ from daskgpt.config.files import expanded, matching_files, printable, readable
 from daskgpt.data.text import FIELD, LINES, PARQUET, WHERE, File, opened, opened_parquet
 from daskgpt.formats import token_files
 from daskgpt.formats.stored_model import is_pickled
-from daskgpt.formats.token_files import encoding_of, is_prepared
+from daskgpt.formats.token_files import encoding_of_folder, is_prepared
 
 STANDARD_LIBRARY = "stdlib"
 # Kinds of sources. Of the files in a folder, the first kind is taken.
@@ -88,7 +88,7 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
 
     Cost       some kilobytes of each file are read, of JSON lines the first one, of Parquet the description
     Errors     FileNotFoundError if nothing is there; ValueError naming what cannot be used, with what helps, and as of
-               `encoding_of` and `opened_parquet`; OSError if a file cannot be read
+               `encoding_of_folder` and `opened_parquet`; OSError if a file cannot be read
     """
     rule = "a source must be named"
     require(bool(source.strip()), WHERE, rule, {"source": repr(source)}, f"Give a path, or {STANDARD_LIBRARY}.")
@@ -99,7 +99,7 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
     if path.is_dir():
         kind, advice = _folder_kind(path)
         if kind == PREPARED and PREPARED in accepted:
-            return Source(source, PREPARED, encoding=encoding_of(path))
+            return Source(source, PREPARED, encoding=encoding_of_folder(path))
         require(not kind, WHERE, rule, {"source": f"{source} ({kind})"}, advice)
         paths, folders = files_below(path)
         files = [look(file, file.relative_to(path).as_posix(), kinds, field) for file in paths]
@@ -123,7 +123,7 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
 def _encoding_beside(files: Collection[File]) -> str:
     """Return the encoding of token files by the manifests of their folders, which must agree; "" without one."""
     folders = {Path(file.path).resolve().parent for file in files}  # a link may point to a shard
-    names = {encoding_of(folder) if is_prepared(folder) else "" for folder in folders}
+    names = {encoding_of_folder(folder) if is_prepared(folder) else "" for folder in folders}
     rule, got = "token files must be of one encoding", {"encodings": ", ".join(sorted(names))}
     require(len(names) == 1, WHERE, rule, got, "Name files of one folder.")
     return names.pop()

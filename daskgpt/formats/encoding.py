@@ -205,8 +205,8 @@ def get_encoding(name: str) -> Encoding:
     """
     if name == "gpt2" and name not in KNOWN:
         KNOWN[name] = _gpt2()
-    others = f"{LEARN}4096 (to train or prepare)", "a vocabulary's file", "a tokenizer's folder"
-    advice = nearest(name, [*NAMED, *others])
+    others = f"{LEARN}4096 (to train or prepare)", "a vocabulary's file or a tokenizer's folder that exists"
+    advice = nearest(name, [*NAMED], others)
     advice = "Give its file: --encoding FOLDER/vocabulary.json." if is_learned(name) else advice
     require(name in KNOWN, "encoding", "the vocabulary must be available", {"encoding": name[:60]}, advice)
     return KNOWN[name]

@@ -109,10 +109,10 @@ def config_from(settings: Mapping[str, Any], path: Path, where: str, rule: str) 
 
 
 def held(shape: tuple[int, ...], values: np.ndarray) -> np.ndarray:
-    """Return values of a file in the table's shape: rows of padding are added as 0, or left out.
+    """Return values of a file in the table's shape, without further rows of padding.
 
     shape    shape of the result
-    values   values in the table's layout, with any number of rows
+    values   values in the table's layout, with as many rows or more
 
     Dtype    float32, float16, or uint16 for bfloat16 -> float32; 16-bit values are widened, which is exact
     Cost     none for float32 with all rows, of which a view is returned, maybe read-only; else memory of the tensor
@@ -294,9 +294,9 @@ def open_tensors(
     for several in parts.values():
         for part in several:
             entry = stored[part.name]
-            rule = f"{part.name} must be {', '.join((*DTYPES, *BLOCKS))}"
+            rule = f"{part.name} must be {', '.join(DTYPES)}, or in GGUF {', '.join(BLOCKS)}"
             got = {"path": path, "dtype": short(entry.dtype)}
-            require(entry.dtype in (*DTYPES, *BLOCKS), where, rule, got, "Convert it, or give the original model.")
+            require(entry.dtype in (*DTYPES, *BLOCKS), where, rule, got, "Convert it to float32 first.")
             rule = f"{part.name} must have shape {part.shape_in_file}"
             require(entry.shape == part.shape_in_file, where, rule, {"path": path, "shape": entry.shape}, FOREIGN)
 

@@ -152,7 +152,7 @@ def is_prepared(folder: Path) -> bool:
         return KIND.encode() in file.read(2**12)
 
 
-def encoding_of(folder: Path) -> str:
+def encoding_of_folder(folder: Path) -> str:
     """Return the name of a folder's encoding, which is known from here on.
 
     Errors   as of `read_manifest`; ValueError if its vocabulary is another one than that of its tokens
@@ -183,7 +183,8 @@ def read_manifest(folder: Path) -> Manifest:
     rule, got = f"its version must be {VERSION}", {"path": path, "version": fields.pop("version")}
     require(got["version"] == VERSION, WHERE, rule, got, "A newer daskgpt wrote it: use that version.")
     del fields["kind"]
-    return Manifest(**fields | {name: _part(fields[name]) for name in PARTS})
+    with refusing(TypeError, WHERE, "the manifest must be of this version", {"path": path}, advice):
+        return Manifest(**fields | {name: _part(fields[name]) for name in PARTS})
 
 
 def _part(fields: dict[str, Any]) -> Part:

@@ -88,7 +88,8 @@ def memory_waits(
         origin, micro = origin_of(node), micro_batches.of_task(graph, key)
         if origin is None or origin.block is None:
             continue
-        releases = origin.phase == "update" and bool(origin.parameter) != clipped
+        is_squares = origin.phase == "update" and not origin.parameter
+        releases = is_squares if clipped else origin.phase == "update" and not is_squares
         if isinstance(node.func, RowSum) if ranked else releases:
             done[None, origin.block].append(key)
         if isinstance(node.func, RowSum) and micro is not None:

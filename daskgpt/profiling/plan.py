@@ -158,8 +158,8 @@ def predict(job: Job, workers: int = 0, *, timed: bool = False) -> Plan:
 
 
 def planned(job: Job, workers: int = 0) -> list[LocalEngine | TaskEngine]:
-    """Return the engine that would run a job, or that of each rank, on a scheduler that is not started."""
-    if job.scheduler in ("sync", "threads") or job.dataflow.engine == "ranks":
+    """Return the engine that would run a job, or that of each rank."""
+    if job.dataflow.engine == "ranks" or (job.scheduler in ("sync", "threads") and not workers):
         return [*engines_of(job, workers)]
     threads = workers or job.dataflow.threads or usable_cores()
     scheduler: Any = SimpleNamespace(threads=threads, in_place=False)

@@ -13,6 +13,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.settings import Checked, setting
 from daskgpt.profiling.timeline import Event, Lane, TaskGraph, Timeline, Window, events_of
 from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
+from daskgpt.training.checkpoint import STATE
 from daskgpt.training.engine import Engine
 from daskgpt.training.job import Job
 
@@ -127,12 +128,14 @@ class TimelineConfig(Checked):
         rule, got = "a timeline must have a name without a folder", {"timeline": self.timeline}
         fine = self.timeline in ("", Path(self.timeline).name) and self.timeline != ".."
         require(fine, "timeline", rule, got, "Its files are written into the run's folder.")
+        rule = "a timeline must not have the name of a checkpoint's file"
+        require(Path(self.timeline).stem != Path(STATE).stem, "timeline", rule, got, "Name another.")
 
 
 class TimelineCallback:
     """A `training.trainer.Callback`: records a run's last steps as a `Timeline`, which notebooks show.
 
-    If the configuration names files, they are written at the end, and a summary is printed.
+    If the configuration has a name, files are written at the end, and a summary is printed.
 
     timeline   the recording, once the run has ended; None if no step was recorded
     """

@@ -141,7 +141,8 @@ class Simulation:
     ends    of the runs of each process
     busy    seconds of kernels on all threads
     locked  seconds for which each process's lock was held
-    interpreter   seconds between kernels of all threads, with and without the lock
+    interpreter
+            seconds between kernels of all threads, with and without the lock
     """
 
     def __init__(self, processes: Sequence[Process], costs: Calibration, cores: int, runs: int = 1) -> None:

@@ -357,7 +357,7 @@ def open_model_file(path: Path) -> StoredModel:
         return open_gguf(path)
     rule = "the file must be a model: this program's or llama.cpp's, or Hugging Face's folder"
     got = {"path": path, "first bytes": start[:4].hex(" ") or "none"}
-    raise refusal(ValueError, "read_model_file", rule, got, ADVICE)
+    raise refusal(ValueError, "load", rule, got, ADVICE)
 
 
 def save(

@@ -54,7 +54,8 @@ class RecordFile:
     def sync(self) -> None:
         """Flush the records to the disk. Errors   OSError if there is no room"""
         self.write()
-        sync(self.file.fileno())
+        with written(self.path, "RunFolder"):
+            sync(self.file.fileno())
 
     def close(self) -> None:
         with suppress(OSError):  # there is no room for those that wait

@@ -21,6 +21,7 @@ from daskgpt.model.optimizer import learning_rate
 from daskgpt.model.parameters import step_operations
 from daskgpt.model.step import Outcome
 from daskgpt.schedulers.machine import resident_memory
+from daskgpt.schedulers.opening import resume_flags
 from daskgpt.schedulers.protocol import Scheduler
 from daskgpt.training.checkpoint import checkpoints
 from daskgpt.training.engine import Engine, named_parameters
@@ -203,7 +204,8 @@ class Finite:
         losses = f"; the losses are in {out / METRICS}" if job.run.out else ""
         good = "There is no checkpoint to resume from."
         if job.run.out and (good_ones := checkpoints(out)):
-            good = f"The last good checkpoint is {good_ones[-1]}: --resume {job.run.out} continues from there."
+            flags = resume_flags(job.run.out, job.dataflow.scheduler)
+            good = f"The last good checkpoint is {good_ones[-1]}: {flags} continues from there."
         advice = f"Lower --learning-rate, give more --warmup{clip}. No such model is written{losses}. {good}"
         got = f"step={step + 1}, {got}, learning_rate={rate:g} ({before})"
         return refusal(Diverged, "train", f"{rule} must stay finite", got, advice)

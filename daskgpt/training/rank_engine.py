@@ -159,7 +159,7 @@ class RankEngine(Engine):
             arguments.append((self.made, steps, mine, self.kept))
         ended = self._windows(arguments)
         self.seconds = max(window.seconds for window in ended) / len(batches)
-        for line in ended[0].messages:
+        for line in ended[0].messages if 0 not in self.heirs else ():
             self.say(f"rank 0     {line}")
         self.tasks, self.grain = sum(window.tasks for window in ended), ended[0].grain
         self.made, self.copies, self.held = self.made + len(batches), {}, []
@@ -266,7 +266,7 @@ class RankEngine(Engine):
             return self.scheduler.fetch(futures)
 
     def _windows(self, arguments: Sequence[Sequence[Any]]) -> list[rank_program.Window]:
-        """Return the results of a window of each rank that is still there; one that leaves ends the window before."""
+        """Return the results of a window of each rank that is still there; one that leaves ends it first."""
         calls = [partial(rank_program.call, self.run_name, self.epoch, "window", *given) for given in arguments]
         futures = self.scheduler.submit_together("rank.window", list(zip(self.addresses, calls)))
         with self._aborting():

@@ -23,12 +23,13 @@ NEARLY = 0.75  # of the interval, after which a point is due: points are made be
 
 
 class RecoveryPoints:
-    """Holds the newest recovery point of a run, and makes the next one while steps continue.
+    """Holds the newest recovery point of a run, and makes the next one.
 
     A point is a state whose packs are lists of copies, on different workers.
 
-    Where seconds count, and not steps, each point is waited for and timed; the least time decides when the next one is
-    due. So is the first point, and the first one after a loss. There is none while there is only one worker.
+    With `auto`, steps wait for each point, which is timed, and a hundred times the time of the last one passes before
+    the next. Every so many steps, points are made beside the next steps, but for the first one and the first one after
+    a loss. There is none while there is only one worker.
 
     soon   whether a point is due at once: there is none, or it is not on two workers
     """
@@ -88,8 +89,7 @@ class RecoveryPoints:
         if self.soon or self.every < 0:
             self.scheduler.wait_for([copies[-1] for copies in self.making.packs])
             first, self.soon = math.isinf(self.cost), False
-            # A point may wait for other things, as the first one after a loss, or beside another run.
-            self.cost = min(self.cost, max(time.monotonic() - self.since, LEAST_COST))
+            self.cost = max(time.monotonic() - self.since, LEAST_COST)
             if first:
                 often = f"every {number_of(self.every, 'step')}" if self.every > 0 else f"every {self.interval:.0f} s"
                 self.say(f"recovery   the state is kept on two workers {often}, which takes {self.cost:.2f} s")

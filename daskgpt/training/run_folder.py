@@ -20,6 +20,7 @@ from daskgpt.formats.stored_model import StoredModel
 from daskgpt.model.parameters import ReadLater, trained_tensors
 from daskgpt.model.precision import values_of
 from daskgpt.model.step import Arrays
+from daskgpt.schedulers.opening import resume_flags
 from daskgpt.schedulers.protocol import Scheduler, WorkerLost
 from daskgpt.training.checkpoint import (
     LATEST,
@@ -163,9 +164,8 @@ class RunFolder:
         self.open_files.close()
 
     def _taken(self) -> FileExistsError:
-        rule, got, advice = "the folder must not hold a run already", {"out": self.path}, "Give another --out"
-        advice += "." if checkpoints(self.path) else ", or remove that one: it has no checkpoint."
-        return refusal(FileExistsError, "RunFolder", rule, got, advice)
+        rule, got = "the folder must not hold a run already", {"out": self.path}
+        return refusal(FileExistsError, "RunFolder", rule, got, "Give another --out.")
 
 
 def _toml(value: Any) -> str:
@@ -289,7 +289,8 @@ class Saver:
     def _failed(self, step: int, error: Exception, *, last: bool) -> None:
         """Report that a checkpoint is not written. Errors   OSError if it is the last one of the run"""
         if last:
-            continued = f"continue with --resume from step {self.saved}" if self.saved else "start again"
+            flags = resume_flags(self.folder.path, self.job.dataflow.scheduler)
+            continued = f"continue with {flags} from step {self.saved}" if self.saved else "start again"
             raise OSError(f"{error} It was the last checkpoint of the run: {continued}.") from error
         stays = f", step {self.saved} stays" if self.saved else ""
         self.say(f"checkpoint step {step} is not saved{stays}, and training goes on: {error}")

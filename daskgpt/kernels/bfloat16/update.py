@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal
+from daskgpt.config.errors import refusal, require
 from daskgpt.kernels import optimizers
 from daskgpt.kernels.arguments import check_output, check_shape, contiguous
 from daskgpt.kernels.bfloat16 import tiles
@@ -72,6 +72,8 @@ def _check(where, parts, groups, start, state, first, last):
     for name, array in (("weight", weight.values), ("m", m), ("v", v)):
         check_output(where, name, array, shape, FLOAT32)
     check_layout(where, weight)
+    rule, got = "weight must be packed in tiles, for a unit for bfloat16", {"in_tiles": weight.in_tiles}
+    require(weight.in_tiles, where, rule, got, "Sum the gradient, and update by it.")
     for dy, x in parts:
         check_shape(where, "dy", dy, (*x.shape[:-1], outputs))
         check_shape(where, "x", x, (*x.shape[:-1], channels))

@@ -236,7 +236,7 @@ def _transposed_by_quads(builder: ir.IRBuilder, vectors: list[ir.Value]) -> list
 
 
 def transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """Return the columns of a square of 32-bit numbers, with as many rows as lanes (4, 8 or 16)."""
+    """Return the columns of a square of numbers, with as many rows as lanes (4, 8 or 16)."""
     quads = [_transposed_quads(builder, rows[first : first + 4]) for first in range(0, len(rows), 4)]
     by_lane = [_transposed_by_quads(builder, [quad[lane] for quad in quads]) for lane in range(4)]
     return [vectors[quad] for quad in range(len(quads)) for vectors in by_lane]
