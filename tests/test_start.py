@@ -140,7 +140,7 @@ WRONG = [
     ("--blocks 4096 --channels 65536 --heads 64", "must fit into"),
     ("--workers 2", "--workers must come with --plan"),
     ("--plan --timeline x", "--plan must come without .*timeline=x"),
-    ("--timeline-steps 3", "must come with a file to write; got timeline_steps=3. Add --timeline"),
+    ("--timeline-steps 3", "must come with a timeline; got timeline_steps=3. Add --timeline"),
     ("--validation-data TEXT --held-out end", "must not be divided; got held_out=end, data=.*Leave out held_out"),
     ("--init RUN --validation-data TEXT --validation-fraction 0.3", "divided; got validation_fraction=0.3"),
     ("--rope-theta 500", "must come with rotary positions; got rope_theta=500"),
