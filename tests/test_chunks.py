@@ -25,7 +25,7 @@ from daskgpt.training.job import Job
 MUCH, LITTLE = Work(tokens=0.01, attention=1.0), Work(tokens=1.0, attention=0.01)  # attention
 # A model, sequences and tokens of each, threads, chunks that are given, the work, and the chunk that is chosen.
 CHUNKS = [
-    *(("tiny", (12, 64), n, {}, None, (chunk, 64)) for n, chunk in ((1, 6), (2, 6), (3, 4), (4, 3), (8, 1))),
+    *(("tiny", (12, 64), n, {}, None, (chunk, 64)) for n, chunk in ((1, 6), (2, 6), (3, 4), (4, 3), (8, 1), (64, 1))),
     # Tokens are cut where sequences are too few.
     ("gpt2", (1, 1024), 2, {}, None, (1, 512)),
     ("gpt2", (4, 64), 8, {}, None, (1, 32)),
