@@ -164,7 +164,9 @@ def test_parquet_holds_text_pairs_or_chats(tmp_path, monkeypatch):
     }
     paths = {name: str(tmp_path / f"{name}.parquet") for name in rows}
     for name, path in paths.items():
-        parquet.write_table(pyarrow.Table.from_pylist(rows[name]), path)
+        table = pyarrow.Table.from_pylist(rows[name])
+        others = pyarrow.array([2**61] * len(table), pyarrow.timestamp("us"))  # which Python cannot express
+        parquet.write_table(table.append_column("time", others), path)
     assert pairs_of(recognize(paths["pairs"]))[0] == PAIRS
     assert pairs_of(recognize(paths["chats"]))[0] == [("a", "a")] * 2
     assert recognize(paths["pairs"]).described == "1 file, 1 of Parquet"

@@ -23,8 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from daskgpt.config.errors import number_of, refusing, require, short
 from daskgpt.config.files import digest_of
-from daskgpt.data.source import CHATS, PAIR_FIELDS, Source
-from daskgpt.data.text import WHERE, of_kind, records, runs, whole
+from daskgpt.data.source import Source
+from daskgpt.data.text import CHATS, PAIR_FIELDS, WHERE, of_kind, records, runs, whole
 from daskgpt.formats.encoding import Encoding, title_of
 
 Message = tuple[str, str]  # role and content

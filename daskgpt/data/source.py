@@ -23,7 +23,7 @@ import numpy as np
 
 from daskgpt.config.errors import number_of, refusal, require
 from daskgpt.config.files import expanded, matching_files, printable, readable
-from daskgpt.data.text import FIELD, LINES, PARQUET, WHERE, File, opened, opened_parquet
+from daskgpt.data.text import CHATS, FIELD, LINES, PAIR_FIELDS, PARQUET, WHERE, File, opened, opened_parquet
 from daskgpt.formats import token_files
 from daskgpt.formats.stored_model import is_pickled
 from daskgpt.formats.token_files import encoding_of_folder, is_prepared
@@ -36,17 +36,6 @@ TRAINING = (*KINDS, PREPARED)
 
 LOOKED_AT = 2**14  # first bytes of a file
 LONGEST_RECORD = 2**26  # whose fields are looked at
-# Names of a prompt and its response in records. The second name of a prompt may be missing or empty.
-PAIR_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("prompt",), "response"),
-    (("prompt",), "completion"),
-    (("instruction", "input"), "output"),
-    (("instruction", "input"), "response"),
-    (("question",), "answer"),
-    (("input",), "output"),
-)
-# Names of the messages of a chat, with those of role and content in each.
-CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,18 @@ WHERE = "data"
 T = TypeVar("T")
 LINES, PARQUET = "JSON lines", "Parquet"  # what records are written in
 FIELD = "text"  # of records, by default
+# Names of a prompt and its response in records. The second name of a prompt may be missing or empty.
+PAIR_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("prompt",), "response"),
+    (("prompt",), "completion"),
+    (("instruction", "input"), "output"),
+    (("instruction", "input"), "response"),
+    (("question",), "answer"),
+    (("input",), "output"),
+)
+# Names of the messages of a chat, with those of role and content in each.
+CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+CONVERSED = [*CHATS, *dict.fromkeys(name for asking, answering in PAIR_FIELDS for name in (*asking, answering))]
 BLOCK_BYTES = 2**22  # bytes of text that are read together
 LAST = sys.maxsize  # behind the end of every file
 ROWS = 16  # of Parquet that are read together: few, since a text may be a book
@@ -43,7 +55,7 @@ class File:
     name        its path below the source's folder, or its own
     kind        one of source.KINDS; "" for what cannot be used
     records     what its records are written in, LINES or PARQUET; "" for a file that is one document
-    field       name of the text in its records; "" if all of their fields are read
+    field       name of the text in its records; "" for those of pairs and chats
     compressed  whether it is compressed, by gzip
     reason      what it is, if it cannot be used
     advice      what helps then
@@ -93,7 +105,7 @@ def opened_parquet(file: File) -> Iterator[Any]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    damages, rule = (ArrowException, OSError, ValueError), "the file must be complete Parquet"
+    damages, rule = (ArrowException, OSError, ValueError, OverflowError), "the file must be complete Parquet"
     with (
         opened(file) as stream,
         refusing(damages, WHERE, rule, {"file": file.path}, "Make it again."),
@@ -132,7 +144,7 @@ def _rows(file: File, start: int, stop: int) -> Iterator[tuple[str, dict[str, An
     with opened_parquet(file) as parquet:
         first = 1 + sum(parquet.metadata.row_group(group).num_rows for group in range(start))
         groups = range(start, min(stop, parquet.num_row_groups))
-        batches = parquet.iter_batches(ROWS, groups, [file.field] if file.field else None)
+        batches = parquet.iter_batches(ROWS, groups, [file.field] if file.field else CONVERSED)
         rows = (row for batch in batches for row in batch.to_pylist())
         yield from ((f"row {number}", row) for number, row in enumerate(rows, first))
 
