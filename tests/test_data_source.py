@@ -277,6 +277,23 @@ def test_what_is_left_out_of_a_folder_is_said(tmp_path):
     assert recognize(str(tmp_path / "pairs.*")).described == "1 file, 1 of JSON lines"
 
 
+def test_links(tmp_path):
+    """Those to files are read; those to folders may lead in circles, and are not followed below a folder or by **."""
+    written(tmp_path / "texts" / "a.txt", TEXT)
+    for name, place in {"b.txt": "a.txt", "c.txt": "nothing", "circle": ".", "other": "../texts"}.items():
+        (tmp_path / "texts" / name).symlink_to(place)
+    source = recognize(str(tmp_path / "texts"))
+    assert [file.name for file in source.files] == ["a.txt", "b.txt"]
+    assert {file.name for file in source.left_out} == {"circle", "other", "c.txt"}
+    assert "other is a link to a folder, or no file" in source.described
+    for pattern in ("**", "**/*.txt", "texts/*.txt", "t*/**/[ab].txt", "texts/circle/*.txt"):
+        assert [file.name for file in recognize(f"{tmp_path}/{pattern}").files] == ["a.txt", "b.txt"]
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "texts").symlink_to("../texts")
+    with pytest.raises(ValueError, match=r"only: texts \(is a link to a folder, or no file\). Name the folder itself."):
+        recognize(str(tmp_path / "only"))
+
+
 def test_a_file_that_turns_out_not_to_be_text_is_refused(tmp_path):
     late = written(tmp_path / "late.txt", b"a" * 50_000 + b"\xff" + TEXT.encode())
     with pytest.raises(ValueError, match="must be UTF-8 text; got .*first wrong byte=50000.*iconv"):

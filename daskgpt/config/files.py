@@ -279,7 +279,20 @@ def matching_files(source: str, where: str) -> list[Path]:
     require(not path.exists(), where, rule, {"source": source}, advice)
     if not glob.has_magic(source):
         raise refusal(FileNotFoundError, where, "the file must exist", {"source": source}, "Check the path.")
-    paths = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+    paths = sorted(path for path in _matches(path) if path.is_file())
     rule, advice = "the glob must match at least one file", "Check the path; ** spans folders."
     require(bool(paths), where, rule, {"source": source}, advice, FileNotFoundError)
     return paths
+
+
+def _matches(pattern: Path) -> set[Path]:
+    """Return what a glob matches; ** enters no links to folders, which may lead in circles."""
+    parts = pattern.parts
+    if "**" not in parts:
+        return set(map(Path, glob.glob(str(pattern))))
+    place, found = parts.index("**"), set[Path]()
+    for start in glob.glob(str(Path(*parts[:place]))):
+        for parent, folders, _ in os.walk(start):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            found |= _matches(Path(glob.escape(parent), *(parts[place + 1 :] or ["*"])))
+    return found

@@ -94,6 +94,8 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
         files = [look(file, file.relative_to(path).as_posix(), kinds, field) for file in paths]
         for folder in folders:
             kind, advice = _folder_kind(folder)
+            if not kind:
+                kind, advice = "a link to a folder, or no file", "Name the folder itself."
             files.append(File(str(folder), folder.relative_to(path).as_posix(), reason=f"is {kind}", advice=advice))
         kinds = [kind for kind in kinds if kind != TOKENS]  # those for validation may be among them
     else:
@@ -240,8 +242,9 @@ def _folder_kind(folder: Path) -> tuple[str, str]:
 
 
 def files_below(folder: Path, skipped: Collection[str] = ()) -> tuple[list[Path], list[Path]]:
-    """Return all files in a folder and below it, sorted, and the folders there that are runs, models or prepared
-    tokens, which are not entered. Hidden files and folders, and folders of skipped names, are in neither.
+    """Return all files in a folder and below it, sorted, and what is neither read nor entered there: folders that are
+    runs, models or prepared tokens, links to folders, and links to nothing. Hidden files and folders, and folders of
+    skipped names, are in neither.
 
     Errors   OSError for a folder that cannot be read
     """
@@ -253,9 +256,11 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> tuple[list[Path]
     files, others = list[Path](), list[Path]()
     for parent, folders, names in os.walk(folder, onerror=refuse):
         below = [Path(parent, name) for name in folders if not name.startswith(".") and name not in skipped]
-        others += [path for path in below if _folder_kind(path)[0]]
+        inside = [Path(parent, name) for name in names if not name.startswith(".")]
+        files += [path for path in inside if path.is_file()]
+        others += [path for path in below if path.is_symlink() or _folder_kind(path)[0]]
+        others += [path for path in inside if not path.is_file()]
         folders[:] = [path.name for path in below if path not in others]
-        files += [path for name in names if not name.startswith(".") and (path := Path(parent, name)).is_file()]
     # By parts, not by the text of the path, so that the order does not depend on the separator of folders.
     return sorted(files, key=lambda path: path.parts), others
 
