@@ -232,9 +232,9 @@ def test_what_the_assistant_wrote():
 def test_what_templates_may_use():
     source = """{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif -%}
     {% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}{% endgeneration %}{% else -%}
-    {{ {'a': m.content} | tojson }}{% endif %}{% endfor %}{{ strftime_now is defined }}"""
+    {{ {'a': m.content} | tojson }}{% endif %}{% endfor %}{{ strftime_now is defined }}{{ (tools, documents) }}"""
     talk = [("tool", ""), TALK[2], ("assistant", " x ")]
-    assert ChatTemplate(source, NAMES).text(talk) == """{"a": "é <b> 'quoted'"}xFalse"""
+    assert ChatTemplate(source, NAMES).text(talk) == """{"a": "é <b> 'quoted'"}xFalse(None, None)"""
 
 
 @pytest.mark.parametrize(

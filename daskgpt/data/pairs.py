@@ -32,6 +32,7 @@ Conversation = tuple[Message, ...]
 Weighted = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, targets, and loss weights of the targets
 USER, ASSISTANT = "user", "assistant"  # roles
 PAIR = (USER, ASSISTANT)
+_UNUSED = {"tools": None, "documents": None}  # what templates may use besides, as transformers has it without them
 # Roles by ShareGPT's names.
 ROLES = {"human": USER, "gpt": ASSISTANT}
 
@@ -97,7 +98,7 @@ class ChatTemplate:
         (rule, advice), got = TAKES if messages else BEGINS, {"roles": [role for role, _ in messages]}
         objects = [{"role": role, "content": content} for role, content in messages]
         with refusing(None, where, rule, got, advice):
-            text = self.template.render(messages=objects, add_generation_prompt=reply, **self.names)
+            text = self.template.render(messages=objects, add_generation_prompt=reply, **_UNUSED, **self.names)
         return text
 
     def parts(self, messages: Sequence[Message], where: str = "chat") -> list[Part]:
