@@ -152,9 +152,13 @@ class Encoding:
             return self.tiktoken.encode_to_numpy(text, disallowed_special=())
         return np.concatenate([np.array(self._library_ids(piece), np.uint32) for piece in self._pieces(text)])
 
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes of an id, none for one that only the model has."""
+        return self.tokens[token] if token < self.n_vocab else b""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 are replaced."""
-        return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
+        return b"".join(map(self.bytes_of, tokens)).decode(errors="replace")
 
     def _library_ids(self, text: str) -> list[int]:
         assert self.pipeline is not None

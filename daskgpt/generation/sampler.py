@@ -270,8 +270,8 @@ _ESCAPED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def readable(encoding: Encoding, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of tokens as they arrive; ids beyond the encoding have no text."""
-    return sanitized(encoding.tokens[token] if token < encoding.n_vocab else b"" for token in tokens)
+    """Yield the text of tokens as they arrive."""
+    return sanitized(map(encoding.bytes_of, tokens))
 
 
 def sanitized(pieces: Iterable[bytes]) -> Iterator[str]:
@@ -294,8 +294,8 @@ def shown(encoding: Encoding, tokens: Iterable[int | None], end: int | None = No
         if token is None or token == end:
             return
         yield token
-        if wanted and token < encoding.n_vocab:
-            tail += encoding.tokens[token]
+        if wanted:
+            tail += encoding.bytes_of(token)
             if wanted in tail:
                 return
             tail = tail[-len(wanted) :]
