@@ -316,6 +316,8 @@ def test_tokenizers_of_llama_and_qwen_are_kept(splitting, pieces, tmp_path):
 
 
 NFC = {"normalizer": {"type": "NFC"}}
+STRIPPING = {"id": 256, "content": "<|endoftext|>", "special": True, "normalized": False, "single_word": False}
+STRIPPING |= {"lstrip": True, "rstrip": False}
 
 
 @pytest.mark.parametrize(
@@ -328,6 +330,7 @@ NFC = {"normalizer": {"type": "NFC"}}
         ("gpt-2", {"ignore_merges": True}, r"ignore_merges \(True\)"),
         ("llama-bpe", {"ignore_merges": False}, r"ignore_merges \(False\)"),
         ("gpt-2", {"use_regex": False}, r"pre_tokenizer \(ByteLevel\)"),
+        ("gpt-2", {"added_tokens": [STRIPPING]}, r"added_tokens \(lstrip\)"),
     ],
 )
 def test_the_part_of_a_tokenizer_that_llama_cpp_does_not_know_is_named(splitting, changes, part, tmp_path):

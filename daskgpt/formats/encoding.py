@@ -466,10 +466,12 @@ def splitting_of(pipeline: Mapping[str, Any]) -> tuple[str, str]:
     name = next((name for name, form in SPLITTINGS.items() if form == same), "")
     normalizer = (pipeline["normalizer"] or {"type": ""})["type"]
     whole_words = pipeline["model"].get("ignore_merges", False)
+    flags = [flag for token in pipeline["added_tokens"] for flag in ("single_word", "lstrip", "rstrip") if token[flag]]
     differing = {
         f"pre_tokenizer ({', '.join(part['type'] for part in parts)})": not name,
         f"normalizer ({normalizer})": normalizer not in ("", "NFC" if name in NORMALIZED else ""),
         f"ignore_merges ({whole_words})": whole_words != (name in WHOLE_WORDS),
+        f"added_tokens ({', '.join(dict.fromkeys(flags))})": bool(flags),
     }
     return name, next((part for part, differs in differing.items() if differs), "")
 
