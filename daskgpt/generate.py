@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
     require(alone or not values.interactive, "generate", rule, got, "Leave out --prompt and --samples.")
     weights, encoding, context = options.opened(values.model)
     template = None if options.template else template_of(encoding)
-    rule, got = "a model without a chat template is told nothing before a text", {"system": options.system}
+    rule, got = "without a chat template, a model is told nothing before a text", {"system": options.system}
     require(template is not None or not options.system, "generate", rule, got, "Put it into --prompt.")
     # A chat model knows longer texts than those that it was tuned on.
     writer = Writer(options, weights, encoding, weights.config.positions if template else context, template)

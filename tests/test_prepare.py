@@ -336,12 +336,13 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("name", "damage", "keyword"), DAMAGES)
-def test_a_damaged_folder_is_refused(name, damage, keyword, expected, tmp_path):
+def test_a_damaged_folder_is_refused(name, damage, keyword, corpus, expected, tmp_path):
     folder = tmp_path / "folder"
     shutil.copytree(expected, folder)
     content = (folder / name).read_bytes()
     (folder / name).unlink()
     if damage:
         (folder / name).write_bytes(damage(content))
-    with pytest.raises((ValueError, FileNotFoundError), match=keyword):
-        load_dataset(str(folder))
+    for reader in (lambda: load_dataset(str(folder)), lambda: prepared(tmp_path, corpus, *BYTES, out=folder)):
+        with pytest.raises((ValueError, FileNotFoundError), match=keyword):
+            reader()

@@ -19,7 +19,7 @@ from daskgpt.data.pairs import Examples, read_examples
 from daskgpt.data.source import PAIRS, PREPARED, STANDARD_LIBRARY, TEXT, TOKENS, Source, recognize
 from daskgpt.data.text import SPANS, split_text, split_tokens, texts
 from daskgpt.formats import encoding as encodings
-from daskgpt.formats.token_files import MANIFEST, read_manifest, read_tokens
+from daskgpt.formats.token_files import AGAIN, MANIFEST, read_manifest, read_tokens
 
 Batch = tuple[Any, ...]  # tokens, targets, and of pairs loss weights of the targets; each (B, T)
 RANDOM, EPOCHS = "random", "epochs"
@@ -191,7 +191,7 @@ def _load(source: Source, name: str, fraction: float, held_out: str, sequence_le
     source has both parts itself; of pairs, the other part stands in its place.
     """
     if source.kind == PREPARED:
-        return _prepared(expanded(source.name))
+        return open_prepared(expanded(source.name))
     if source.kind == PAIRS:
         codec = encodings.get_encoding(name)
         parts, origin, digest = read_examples(source, codec, fraction, held_out, sequence_length)
@@ -259,7 +259,7 @@ def check_tokens(tokens: np.ndarray, vocabulary: int, path: str = "") -> None:
     require(least >= 0 and largest < vocabulary, "check_tokens", rule, got, advice)
 
 
-def _prepared(folder: Path) -> Dataset:
+def open_prepared(folder: Path) -> Dataset:
     """Open the tokens of a prepared folder.
 
     Cost     headers are read, and all of a shard that was written to after the manifest
@@ -275,7 +275,7 @@ def _prepared(folder: Path) -> Dataset:
             old = path.stat().st_mtime_ns <= written
             same = rows[-1].size == shard.tokens and (old or digest_of_file(path) == shard.sha256)
             got = {"path": path, "tokens": rows[-1].size}
-            require(same, WHERE, "a shard must be unchanged", got, "Prepare it again.")
+            require(same, WHERE, "a shard must be unchanged", got, AGAIN)
             shards.append(shard.sha256)
     training, validation = map(MappedTokens, parts)
     origin = f"{folder} ({number_of(len(shards), 'shard')})"

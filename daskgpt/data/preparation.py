@@ -24,6 +24,7 @@ from daskgpt.config.errors import require
 from daskgpt.config.files import digest_of, digest_of_file, readable, replacing, write_file
 from daskgpt.config.settings import Checked, setting
 from daskgpt.data import text
+from daskgpt.data.dataset import open_prepared
 from daskgpt.data.source import TEXT, recognize
 from daskgpt.data.text import FIELD, LAST, PARQUET, File, opened_parquet, split_text
 from daskgpt.formats import encoding as encodings
@@ -160,6 +161,7 @@ class Preparation:
         with token_files.begun_folder(Path(self.config.out), decides) as folder:
             self.existed = (folder / MANIFEST).is_file()
             if self.existed:
+                open_prepared(folder)
                 return token_files.read_manifest(folder)
             partitions, encoding = partitions_of(self.files), self.encoding
             if encodings.is_to_be_learned(encoding):

@@ -93,6 +93,7 @@ WHERE = "prepare"
 MANIFEST, JOURNAL, VOCABULARY_FILE = "manifest.json", ".journal.json", "vocabulary.json"
 VERSION, KIND = 1, "daskgpt tokens"
 PARTS = ("train", "val")
+AGAIN = "Remove the folder, and prepare it again."
 
 
 @dataclass
@@ -160,7 +161,7 @@ def encoding_of_folder(folder: Path) -> str:
     encoding = read_manifest(folder).encoding
     name = read_vocabulary(folder / VOCABULARY_FILE) if is_learned(encoding) else encoding
     rule, got = f"the vocabulary must be unchanged, {encoding}", {"folder": folder, "encoding": name}
-    require(name == encoding, WHERE, rule, got, "Prepare it again.")
+    require(name == encoding, WHERE, rule, got, AGAIN)
     return encoding
 
 
@@ -175,7 +176,7 @@ def read_manifest(folder: Path) -> Manifest:
         rule = "the preparation of the folder must be complete"
         advice = "Give the same daskgpt.prepare command again: it continues."
     require(path.is_file(), WHERE, rule, {"folder": folder}, advice, FileNotFoundError)
-    rule, advice = "the manifest must be unchanged", "Prepare it again."
+    rule, advice = "the manifest must be unchanged", AGAIN
     with refusing((ValueError, TypeError, KeyError, AttributeError), WHERE, rule, {"path": path}, advice):
         fields = json.loads(path.read_bytes())
         check = fields.pop("check")
