@@ -285,12 +285,12 @@ def test_links(tmp_path):
     source = recognize(str(tmp_path / "texts"))
     assert [file.name for file in source.files] == ["a.txt", "b.txt"]
     assert {file.name for file in source.left_out} == {"circle", "other", "c.txt"}
-    assert "other is a link to a folder, or no file" in source.described
+    assert "other is a link to a folder, or to nothing" in source.described
     for pattern in ("**", "**/*.txt", "texts/*.txt", "t*/**/[ab].txt", "texts/circle/*.txt"):
         assert [file.name for file in recognize(f"{tmp_path}/{pattern}").files] == ["a.txt", "b.txt"]
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "texts").symlink_to("../texts")
-    with pytest.raises(ValueError, match=r"only: texts \(is a link to a folder, or no file\). Name the folder itself."):
+    with pytest.raises(ValueError, match=r"only: texts \(is a link to a folder, or to nothing\). Name the folder"):
         recognize(str(tmp_path / "only"))
 
 

@@ -95,7 +95,7 @@ def recognize(source: str, accepted: Collection[str] = TRAINING, field: str = FI
         for folder in folders:
             kind, advice = _folder_kind(folder)
             if not kind:
-                kind, advice = "a link to a folder, or no file", "Name the folder itself."
+                kind, advice = "a link to a folder, or to nothing", "Name the folder itself."
             files.append(File(str(folder), folder.relative_to(path).as_posix(), reason=f"is {kind}", advice=advice))
         kinds = [kind for kind in kinds if kind != TOKENS]  # those for validation may be among them
     else:
@@ -258,9 +258,9 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> tuple[list[Path]
         below = [Path(parent, name) for name in folders if not name.startswith(".") and name not in skipped]
         inside = [Path(parent, name) for name in names if not name.startswith(".")]
         files += [path for path in inside if path.is_file()]
-        others += [path for path in below if path.is_symlink() or _folder_kind(path)[0]]
-        others += [path for path in inside if not path.is_file()]
-        folders[:] = [path.name for path in below if path not in others]
+        no_files = (path for path in below + inside if not path.is_file())
+        others += (left_out := [path for path in no_files if path.is_symlink() or _folder_kind(path)[0]])
+        folders[:] = [path.name for path in below if path not in left_out]
     # By parts, not by the text of the path, so that the order does not depend on the separator of folders.
     return sorted(files, key=lambda path: path.parts), others
 
