@@ -18,10 +18,11 @@ SIZES = {"blocks": 2, "heads": 2, "channels": 32, "vocabulary": 257, "padded_voc
 DTYPES = {"m.gguf": "F32", "m-F16.gguf": "F16", "m-bf16.gguf": "BF16", "m_q8_0.gguf": "Q8_0"}
 
 
-def converted(target, encoding="", **sizes):
+def converted(target, encoding="", scale=1, **sizes):
     """Write a random model to a GGUF file."""
     config = ModelConfig(**SIZES | sizes)
     values = random_parameters(config, np.random.default_rng(1))
+    values["h.1.attn.c_proj.weight"] *= np.float32(scale)
     daskgpt.save(target.with_name("m.safetensors"), config, values, encoding=encoding)
     assert convert.main([str(target.with_name("m.safetensors")), str(target)]) == 0
     return gguf.GGUFReader(target), values
@@ -69,6 +70,8 @@ def test_a_tokenizer_is_read_back(encoding, tmp_path):
         ("m.gguf", {"encoding": "gpt2"}, "must have an encoding"),  # its ids are not in the table
         ("m.gguf", {"norm": "rmsnorm"}, "has no norm"),
         ("m_q8_0.gguf", {"channels": 16}, "multiple of 32"),
+        ("m_q8_0.gguf", {"scale": 1e9}, "h.1.attn.c_proj.weight must fit q8_0"),
+        ("m-F16.gguf", {"scale": 1e7}, "h.1.attn.c_proj.weight must fit float16"),
         ("no.gguf", {}, r"daskgpt\[gguf\]"),
     ],
 )

@@ -147,6 +147,7 @@ NOT_WRITTEN = [
     (replace(CONFIG, activation="gelu"), r"config.json \(llama\) has no activation, which must be swiglu"),
     (replace(CONFIG, position="learned"), r"\(gpt2\) has no "),
     (replace(CONFIG, qk_norm="rmsnorm", bias="qkv"), "has no qk_norm, which must be none"),
+    (replace(CONFIG, heads=3, kv_heads=3, head_size=2), "heads of a Llama must divide channels.* got heads=3"),
 ]
 
 

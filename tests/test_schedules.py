@@ -2,15 +2,17 @@
 
 import json
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from conftest import GOLDEN
 from small_runs import fit
 
 import daskgpt
-from daskgpt.config.run import OptimizerConfig, RunConfig
+from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig
 from daskgpt.config.settings import count, count_or_share, part_of
 from daskgpt.model.optimizer import learning_rate
+from daskgpt.training.job import Job
 
 TORCH = json.loads((GOLDEN / "training.json").read_text())["schedules"]
 
@@ -50,6 +52,9 @@ def test_amounts_of_tokens_and_steps():
     assert part_of(count_or_share("5%"), 1000) == 50
     assert part_of(count_or_share("0.5 %"), 1001) == 6
     assert part_of(count_or_share("30"), 1000) == 30
+    assert part_of(count_or_share("0.07%"), 10_000) == 7  # of which the float 0.07 would make a little more
+    settings = DataConfig(batch_size=1), OptimizerConfig(), DataflowConfig(), RunConfig(epochs=0.07)
+    assert Job(daskgpt.preset("tiny"), *settings, SimpleNamespace(epoch=lambda length: 100)).steps == 7
     assert OptimizerConfig(warmup="05.0%").warmup == "5%"
 
 

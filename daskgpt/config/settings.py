@@ -180,7 +180,7 @@ def count_or_share(text: str) -> int | str:
 
 def part_of(amount: int | str, whole: int) -> int:
     """Return an amount as a number: itself, or its share of a whole, rounded up."""
-    return math.ceil(float(amount.rstrip("%")) * whole / 100) if isinstance(amount, str) else amount
+    return math.ceil(Fraction(amount.rstrip("%")) * whole / 100) if isinstance(amount, str) else amount
 
 
 count.__name__ = "whole number such as 10M"  # shown by argparse for a text that is none

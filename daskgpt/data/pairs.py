@@ -276,9 +276,9 @@ def read_examples(
     unused = f"{len(wrong):,} left out: empty, or without an assistant ({wrong[0]})" if wrong else ""
     rule, got = "each part must have an example that fits", {"data": source.name, "pairs": len(conversations)}
     got |= {"too long": lost} | ({"others": unused} if wrong else {})
-    advice = "Give more pairs, a larger --sequence-length, or another --validation-fraction."
-    filled = [rows for rows in parts if rows]
-    require(len(filled) == (2 if 0 < fraction < 1 else 1), WHERE, rule, got, advice)
+    divided, filled = 0 < fraction < 1, [rows for rows in parts if rows]
+    advice = f"Give more pairs, or a larger --sequence-length{', or another --validation-fraction' * divided}."
+    require(len(filled) == 1 + divided, WHERE, rule, got, advice)
     examples = [
         Examples(
             np.concatenate([tokens for tokens, _ in rows]),

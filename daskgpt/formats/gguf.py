@@ -245,8 +245,10 @@ def write_gguf(path: Path, model: StoredModel, encoding: Encoding, dtype: str = 
             append(values, others)
         for name, tensor in table.items():
             values = held(tensor.shape, model.parameters[name])
-            for part in layout(tensor):
-                append(part.in_file(values), kinds[name])
+            rule, advice = f"every number of {name} must fit {dtype}", "Write bfloat16 or float32 instead."
+            with refusing(FloatingPointError, WRITE, rule, {"dtype": dtype}, advice), np.errstate(over="raise"):
+                for part in layout(tensor):
+                    append(part.in_file(values), kinds[name])
         file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 

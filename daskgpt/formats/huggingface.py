@@ -242,9 +242,14 @@ def write_huggingface(folder: Path, model: StoredModel, encoding: Encoding | Non
 
 
 def family_in_folder(config: ModelConfig, where: str) -> str:
-    """Return the family of a model whose folder can be written. Errors   as of `family_of`"""
-    is_qwen3 = _model_type(config) == QWEN3
-    return family_of(replace(config, qk_norm="none") if is_qwen3 else config, where, CONFIG)
+    """Return the family of a model whose folder can be written.
+
+    Errors   as of `family_of`; ValueError for a Llama with heads that do not divide its channels
+    """
+    kind, got = _model_type(config), {"heads": config.heads, "channels": config.channels}
+    rule = "heads of a Llama must divide channels, or transformers refuses it"
+    require(kind != LLAMA or config.channels % config.heads == 0, where, rule, got, "Write .safetensors instead.")
+    return family_of(replace(config, qk_norm="none") if kind == QWEN3 else config, where, CONFIG)
 
 
 def _model_type(config: ModelConfig) -> str:

@@ -22,7 +22,7 @@ from daskgpt.kernels.decoding.products import GROUP
 from daskgpt.kernels.rotary import angles_of
 from daskgpt.kernels.simd.lanes import LANES
 from daskgpt.model.layers import Layer
-from daskgpt.model.parameters import merged, tensors
+from daskgpt.model.parameters import check_finite, merged, tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.model.transformer import logits
 from daskgpt.schedulers.local import at_once, own_threads
@@ -45,6 +45,8 @@ class Weights:
 
     others     choices of the model that the decoding kernel does not support; empty if there are none
     bytes      size of the weights that a token reads: all but tables of which it reads a row
+
+    Errors     ValueError naming the first tensor with a number that is not finite
     """
 
     def __init__(self, config: ModelConfig, parameters: Mapping[str, np.ndarray], precision: str) -> None:
@@ -56,6 +58,7 @@ class Weights:
         self.bytes = 0
         for name, tensor in tensors(config).items():
             value = np.ascontiguousarray(parameters[name], np.float32)
+            check_finite("decoding", {name: value})  # kernels may turn a damaged NaN into a number (`lanes.exp`)
             half = self.halves and (tensor.multiplied or name in HEADS)
             if self.others:
                 self.arrays[name] = self.precision.hold(tensor, value)

@@ -359,6 +359,6 @@ def check_finite(where: str, arrays: Mapping[str, np.ndarray]) -> None:
     Errors   ValueError naming the first array with one that is not
     """
     for name, values in arrays.items():
-        count = int(np.count_nonzero(~np.isfinite(values)))
-        rule, advice = f"every number of {name} must be finite", "Training has diverged: take an earlier model."
+        count = values.size - int(np.count_nonzero(np.isfinite(values)))
+        rule, advice = f"every number of {name} must be finite", "Training diverged, or it is damaged: take another."
         require(not count, where, rule, {"not finite": count}, advice)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from daskgpt.config.errors import number_of, refusal, require, require_divisor
@@ -91,7 +92,8 @@ class Job:
         """Number of steps of the run. Without the data, a length in epochs counts as `run.steps`."""
         length = self.data.sequence_length
         epoch = self.dataset.epoch(length) * length if self.dataset else 0
-        tokens = self.run.tokens or math.ceil(self.run.epochs * epoch)
+        # As a decimal: of the float 0.07, 100 sequences would be a little more than 7.
+        tokens = self.run.tokens or math.ceil(Fraction(str(self.run.epochs)) * epoch)
         return -(-tokens // math.prod(self.batch_shape)) if tokens else self.run.steps
 
     def resolved(self) -> dict[str, dict[str, Any]]:

@@ -158,7 +158,8 @@ def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Return e**x of a number or of each lane, of float64 by the C library.
 
     x is n ln(2) + r; the polynomial gives exp(r), and n is added to its exponent bits. At most 2 units in the last
-    place; x is clamped to -87 ... 88.72, so never 0 and never infinite; NaN stays NaN.
+    place; x is clamped to -87 ... 88.72, so never 0 and never infinite. A NaN that an operation makes stays NaN;
+    low bits that others have, as in damaged files, would be added to the exponent.
     """
     kind, bits = x.type, _like(x.type, I32)
     if getattr(kind, "element", kind) is F64:

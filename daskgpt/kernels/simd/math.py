@@ -4,7 +4,8 @@ They have no branches, so that LLVM turns loops over them into vector code: 0.3 
 
 float64 uses the C library's exp and log. The float32 versions differ from the exact value by at most
 
-    exp       2 units in the last place; x is clamped to -87 ... 88.72, so never 0 and never infinite; NaN stays NaN
+    exp       2 units in the last place; x is clamped to -87 ... 88.72, so never 0 and never infinite; NaN stays NaN,
+              unless its low bits are set (`lanes.exp`)
     log       2 units in the last place, of normal numbers above 0; infinity and NaN stay what they are
     sigmoid   3 units in the last place, from x = -87 on
 """
