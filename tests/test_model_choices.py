@@ -55,6 +55,7 @@ CHOICES = {
     "normalized heads, not turned": replace(SMALL, qk_norm="rmsnorm"),
     "from outside": replace(SMALL, position="custom_layers:NO_POSITIONS", attention="custom_layers:SAME_ATTENTION"),
     "activation from outside": EXTENDED,
+    "cheap activation of two results": replace(SMALL, activation="custom_layers:CHEAP_WITH_MASK"),
 }
 
 
