@@ -1,4 +1,4 @@
-"""Tests of the parts of kernels: exp, log, sigmoid, maximum, sums over a row, and flush-to-zero."""
+"""Tests of the parts of kernels: exp, log, sigmoid, maximum, sums over a row, embedding, and flush-to-zero."""
 
 import platform
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +9,7 @@ import pytest
 
 from daskgpt.kernels import elementwise
 from daskgpt.kernels.compilation import wide_vectors
+from daskgpt.kernels.decoding.decode_step import _embed
 from daskgpt.kernels.native import flush_to_zero
 from daskgpt.kernels.simd import math as elementary
 from daskgpt.kernels.simd.lanes import address_of
@@ -94,6 +95,11 @@ def run_at(x, y):
     return dot_at(address_of(x), address_of(y), x.size)
 
 
+@numba.njit
+def embed(tokens, positions, rows, x):
+    _embed(0, tokens, positions, rows, x, x.shape[1])
+
+
 def in_lanes(terms: np.ndarray) -> np.ndarray:
     """Rows of 32 numbers, added up one after the other; then the upper half to the lower one."""
     rows = np.zeros((-(-terms.size // 32), 32), terms.dtype)
@@ -162,3 +168,13 @@ def test_a_thread_has_its_own_state():
     with pytest.raises(KeyError), flush_to_zero():
         raise KeyError
     assert not flushes()
+
+
+def test_embedded_tokens_are_written_once():
+    """Every thread writes them, and others read them then: a sum of what was written before would be seen, or added to.
+
+    Here that sum is seen: the table of positions, all zeros, is where the result is written.
+    """
+    tokens, x = np.arange(1, 41, dtype="f4").reshape(1, 40), np.zeros((1, 40), "f4")
+    embed(tokens.ctypes.data, x.ctypes.data, np.zeros((1, 3), "i8"), x)
+    assert x.tolist() == tokens.tolist()

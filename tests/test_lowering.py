@@ -9,16 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from custom_layers import squared_relu
 from one_number import MODELS, Dials, bits_after_steps, start_values
 from steps import run_step, state_of, step_of
 
 from daskgpt.config.run import OptimizerConfig
-from daskgpt.graph.calls import KernelCall
+from daskgpt.graph.calls import KernelCall, is_ours
 from daskgpt.graph.lowering import Form, Lowered, NativeRun, lower
 from daskgpt.graph.program import Call, calls_of
+from daskgpt.graph.update_in_place import Update
 from daskgpt.kernels import elementwise, linear
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16, words
 from daskgpt.kernels.tracing import Buffer, NotNative, Operand, Trace
+from daskgpt.model.optimizer import Clipped
+from daskgpt.model.precision import OfArrays
 from daskgpt.schedulers.local import local_scheduler
 
 CONFIG, BATCH = MODELS["odd"].config, MODELS["odd"].batch
@@ -61,6 +65,13 @@ def test_only_norms_and_what_is_from_outside_stay_in_python(changes, optimizer, 
     kinds = kinds_in_python(items_after_steps(replace(CONFIG, **changes), **optimizer))
     assert kinds.keys() == set(in_python)
     assert kinds["norm"] == ("norm" in in_python)
+
+
+def test_what_is_from_outside_stays_so_when_it_is_wrapped():
+    """A kernel that Numba compiles takes arrays alone: traced, it would end the step."""
+    for wrapped in (OfArrays, Clipped, Update, lambda kernel: OfArrays(Clipped(kernel))):
+        assert is_ours(wrapped(elementwise.gelu))
+        assert not is_ours(wrapped(squared_relu))
 
 
 def test_arrays_of_another_form_are_refused_and_others_are_made_contiguous(random):

@@ -44,6 +44,7 @@ CHOICES = {
     "grouped queries": replace(SMALL, heads=4, kv_heads=2, channels=16),
     "queries of one head, odd": replace(SMALL, heads=3, kv_heads=1, channels=9),
     "other head size": replace(SMALL, head_size=5),
+    "heads that do not divide the channels": replace(SMALL, heads=3, channels=16, head_size=5),
     "bias of qkv": replace(SMALL, bias="qkv"),
     "untied": replace(SMALL, head="untied"),
     "rotary": replace(SMALL, position="rotary", rope_theta=500.0, activation="relu2"),
@@ -54,6 +55,7 @@ CHOICES = {
     "normalized heads, not turned": replace(SMALL, qk_norm="rmsnorm"),
     "from outside": replace(SMALL, position="custom_layers:NO_POSITIONS", attention="custom_layers:SAME_ATTENTION"),
     "activation from outside": EXTENDED,
+    "cheap activation of two results": replace(SMALL, activation="custom_layers:CHEAP_WITH_MASK"),
 }
 
 
@@ -110,6 +112,13 @@ def test_no_dial_changes_a_bit(name, optimizer, precision, cluster):
 def test_choices_that_do_not_fit_are_refused(settings, keyword):
     with pytest.raises(ValueError, match=keyword):
         replace(SMALL, heads=4, channels=16, **settings)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_shortest_form_has_the_same_sizes(name):
+    config = CHOICES[name]
+    sizes = {"kv_heads": config.key_heads, "head_size": config.head_channels, "hidden": config.hidden_channels}
+    assert replace(config, **sizes).shortest() == config.shortest() == config
 
 
 def test_published_sizes():

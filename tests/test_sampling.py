@@ -2,7 +2,9 @@
 
 import io
 import re
+from types import SimpleNamespace
 
+import dask
 import numpy as np
 import pytest
 from conftest import SMALL, random_parameters
@@ -110,6 +112,12 @@ def test_interrupted_reading_is_done_again(parameters, monkeypatch):
         list(texts.write(5, Choice(), seed=2))
     list(texts.write(5, Choice(), seed=2))
     assert texts.tokens[0][5:] == list(daskgpt.sample(SMALL, parameters, [1, 2, 3, 4, 5], 5, seed=2))
+
+
+def test_threads_are_those_of_the_decoder_whatever_pool_dask_has(parameters):
+    """With fewer threads than shares of a step, which wait for each other, it would never end."""
+    with dask.config.set(pool=SimpleNamespace(submit=None, _max_workers=1)):
+        assert len(list(daskgpt.sample(SMALL, parameters, [1], 3, threads=2))) == 3
 
 
 NO_ARGUMENTS = [

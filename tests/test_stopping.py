@@ -82,6 +82,20 @@ def test_ignored_signal_stays_ignored():
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_handler_from_outside_of_python_stays(monkeypatch):
+    """Of a program that Python runs in: its handler reads as None, and could not be set again."""
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    try:
+        with finishing_first(print) as asked:
+            signal.raise_signal(signal.SIGTERM)
+            assert not asked()
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_other_threads_leave_signals_alone():
     def entered():
         with finishing_first(print) as asked, heeding_interrupts() as check:

@@ -102,7 +102,8 @@ class ModelConfig(Checked):
 
     def shortest(self) -> ModelConfig:
         """Return the same model with a 0 for each size that follows from others."""
-        usual = {"kv_heads": self.heads, "head_size": self.channels // self.heads, "hidden": 4 * self.channels}
+        # If heads do not divide the channels, no head_size follows from them: none is equal to the fraction.
+        usual = {"kv_heads": self.heads, "head_size": self.channels / self.heads, "hidden": 4 * self.channels}
         unneeded: dict[str, Any] = {name: 0 for name, size in usual.items() if getattr(self, name) == size}
         return replace(self, **unneeded)
 

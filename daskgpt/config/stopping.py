@@ -91,13 +91,15 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: Handler, *signals: signal.Signals) -> Iterator[None]:
-    """Handle these signals, unless they are ignored; only Python's main thread may set handlers."""
+    """Handle these signals, unless they are ignored, or handled by a program that Python runs in (which Python does not
+    know, and could not set again); only Python's main thread may set handlers.
+    """
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in signals if main}
+    before = {number: former for number, former in before.items() if former not in (None, signal.SIG_IGN)}
     try:
-        for number, former in before.items():
-            if former is not signal.SIG_IGN:
-                signal.signal(number, handler)
+        for number in before:
+            signal.signal(number, handler)
         yield
     finally:
         for number, former in before.items():

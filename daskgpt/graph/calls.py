@@ -150,8 +150,9 @@ class TaskCall:
 
 
 def is_ours(kernel: Any) -> bool:
-    """Return whether a kernel belongs to the package."""
-    return getattr(kernel, "__module__", "").startswith("daskgpt.")
+    """Return whether a kernel belongs to the package; one that calls another `kernel` does only if that one does."""
+    ours = getattr(kernel, "__module__", "").startswith("daskgpt.")
+    return ours and (not hasattr(kernel, "kernel") or is_ours(kernel.kernel))
 
 
 @dataclass(eq=False)

@@ -39,7 +39,7 @@ class Layer:
     backward   argument -> row of its gradient, whose arrays are among "dy", the arguments of forward and its outputs;
                PASS if the gradient is dy itself. Arguments that are left out have no gradient.
     new_axes   sizes of axes that occur in an output but in no argument
-    cheap      whether the output is computed again in backward instead of being kept
+    cheap      whether the first output is computed again in backward instead of being kept
     dropped    the layer that replaces this one in training with dropout, if that is another one
     widens     for an activation: channels of its input per channel of its output
     """

@@ -238,7 +238,7 @@ class ReadLater(Mapping[str, np.ndarray]):
 class RandomParameters(ReadLater):
     """GPT-2's initial values. Tensors are generated when they are read; the mapping holds only the configuration.
 
-    Every tensor has its own random stream, so its values do not depend on the size or order of others.
+    Every tensor has its own random stream, of its number in the table: no value depends on what else was read, or when.
 
     Source   Radford et al. 2019, section 2.3; nanoGPT and llm.c use the same values
     """

@@ -128,16 +128,17 @@ class Tape:
         gradients[array.name] = dx
 
     def _again(self, array: da.Array, after: tuple[da.Array, str]) -> da.Array:
-        """Return an array; the output of a cheap layer is computed again once the gradient is available."""
+        """Return an array; the first output of a cheap layer is computed again once the gradient is available."""
         if array.name in self.recomputed:
             return self.recomputed[array.name]
-        record = next((r for r in self.records if r.layer.cheap and r.arrays[r.layer.outputs].name == array.name), None)
+        cheap = (record for record in self.records if record.layer.cheap)
+        record = next((r for r in cheap if r.arrays[r.layer.outputs.split()[0]].name == array.name), None)
         if record is None:
             return array
         row = record.layer.forward
         arguments = [self._again(record.arrays[name], after) for name in row.arguments.split()]
         origin = Origin(record.layer.name, "backward", record.where, again=True)
-        (again,) = self._apply(origin, row, arguments, record.options, new_axes=record.new_axes, after=after)
+        again, *_ = self._apply(origin, row, arguments, record.options, new_axes=record.new_axes, after=after)
         self.recomputed[array.name] = again
         return again
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -121,12 +121,3 @@ def local_scheduler(name: str, threads: int) -> LocalScheduler:
         return LocalScheduler(dask.local.get_sync, f"Dask's synchronous scheduler{share}")
     get = partial(dask.threaded.get, num_workers=threads)
     return LocalScheduler(get, f"Dask's threaded scheduler, {threads} threads{share}", threads)
-
-
-def at_once(functions: Sequence[Callable[[], Any]]) -> None:
-    """Call functions concurrently in threads of Dask's threaded scheduler; a single one in this thread."""
-    if len(functions) == 1:
-        functions[0]()
-        return
-    graph = {("at-once", number): (function,) for number, function in enumerate(functions)}
-    dask.threaded.get(graph, list(graph), num_workers=len(functions))

@@ -98,9 +98,9 @@ def _embed(halves, wte, wpe, rows, x, channels):
     for i in range(rows.shape[0]):
         position, token = rows[i, _POSITION], rows[i, _TOKEN]
         for j in range(channels):
-            x[i, j] = _weight(halves, wte, token * channels + j)
-            if wpe != 0:
-                x[i, j] += read_real(wpe, position * channels + j)
+            number = _weight(halves, wte, token * channels + j)
+            # Written once: another thread may read it already, and writes the same.
+            x[i, j] = number + read_real(wpe, position * channels + j) if wpe != 0 else number
 
 
 @helper
