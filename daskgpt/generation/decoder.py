@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache, partial
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from daskgpt.model.layers import Layer
 from daskgpt.model.parameters import check_finite, merged, tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.model.transformer import logits
-from daskgpt.schedulers.local import own_threads
+from daskgpt.schedulers.local import at_once, own_threads
 
 # Rows of layers that the decoding kernel has, by field of the configuration.
 DECODED = {
@@ -97,7 +97,7 @@ class Decoder:
     def __init__(self, weights: Weights, texts: int, capacity: int, threads: int) -> None:
         self.weights, config = weights, weights.config
         self.threads = threads or max(1, min(own_threads(), weights.bytes // BYTES_A_THREAD))
-        self.pool = ThreadPoolExecutor(self.threads)  # Dask's configuration may name one of fewer threads
+        self.pool = ThreadPoolExecutor(self.threads)
         size, heads, key_heads = config.head_channels, config.heads, config.key_heads
         self.capacity, width = ceiling(capacity, GROUP), ceiling(size, LANES)
         dtype = np.uint16 if weights.halves else np.float32
@@ -156,12 +156,9 @@ class Decoder:
         angles = angles_of(config.rope, config.head_channels // 2)
         numbers, last = (angles, config.norm_eps), (self.scores, self.row, scores, self.counters)
         share: Any = partial(decode_step, *kept, part, scored, *numbers, self.x[:n], *by_thread, *by_row, *last)
-        if self.threads == 1:
-            share(0, 1)
-            return scores
         # Threads wait for each other; if one were interrupted before it began, the others would wait forever.
-        with delayed_interrupts():
-            list(self.pool.map(share, range(self.threads), repeat(self.threads)))
+        with delayed_interrupts() if self.threads > 1 else nullcontext():
+            at_once([partial(share, thread, self.threads) for thread in range(self.threads)], self.pool)
         return scores
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -121,3 +122,16 @@ def local_scheduler(name: str, threads: int) -> LocalScheduler:
         return LocalScheduler(dask.local.get_sync, f"Dask's synchronous scheduler{share}")
     get = partial(dask.threaded.get, num_workers=threads)
     return LocalScheduler(get, f"Dask's threaded scheduler, {threads} threads{share}", threads)
+
+
+def at_once(functions: Sequence[Callable[[], Any]], pool: Executor) -> None:
+    """Call functions concurrently by Dask's threaded scheduler, in a pool of as many threads; a single one here.
+
+    Without `pool`, Dask would take one that its configuration may name, perhaps of fewer threads than functions that
+    wait for each other.
+    """
+    if len(functions) == 1:
+        functions[0]()
+        return
+    graph = {("at-once", number): (function,) for number, function in enumerate(functions)}
+    dask.threaded.get(graph, list(graph), pool=pool)
