@@ -322,6 +322,16 @@ def test_concurrent_runs_keep_their_plugins(same, threads, client, small_text):
         wait_until(lambda: not plugins(), "all plugins go")
 
 
+def test_workers_make_the_calls_of_concurrent_runs_in_one_order(threads, client):
+    """Otherwise calls that wait for each other wait forever where a worker has fewer threads than there are runs."""
+    addresses, runs = sorted(threads.scheduler.workers), [ClusterScheduler(client, "") for _ in range(2)]
+    calls = [(address, os.getpid) for address in addresses]
+    graphs = [run.submit_together("rank.window", calls) for run in runs * 5]
+    wait_until(lambda: all(future.done() for graph in graphs for future in graph), "all calls are made")
+    priorities = [[threads.scheduler.tasks[future.key].priority for future in graph] for graph in graphs]
+    assert all(priorities == sorted(priorities, key=lambda graph: graph[place]) for place in range(len(addresses)))
+
+
 @pytest.mark.parametrize("setting", ["20ms", "40ms"])
 def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
     tick, asked = next(iter(connect.BETWEEN_TASKS)), {}
