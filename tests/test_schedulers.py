@@ -53,6 +53,7 @@ def client(threads):
         (None, " node0:8786/", "tcp://node0:8786"),
         (None, "[::1]:8786", "tcp://[::1]:8786"),
         (None, "tls://[::1]:8786/", "tls://[::1]:8786"),
+        (None, "gateway://node0:443/cluster", "gateway://node0:443/cluster"),
     ],
 )
 def test_resolved_addresses(setting, address, resolved, tmp_path):
