@@ -246,6 +246,24 @@ def test_recovery_continues_from_the_newest_state(client, small_text, run, again
     assert not pending, "later steps change a state in place"
 
 
+def test_run_does_not_wait_for_a_worker_that_it_does_without(client, small_text, tmp_path, monkeypatch):
+    """Such a worker may be noticed while a recovery point is made, which ends without an error."""
+    steps_run = RankEngine.run
+
+    def without_one(self, *batches):
+        if self.made == 5 and not self.scheduler.apart.left_out:
+            self.scheduler.apart.add(self.addresses[0])
+        return steps_run(self, *batches)
+
+    fit(small_text, tmp_path / "whole", dataflow={"scheduler": "threads"}, groups=4)
+    monkeypatch.setattr(RankEngine, "run", without_one)
+    monkeypatch.setattr("daskgpt.training.rank_engine.WINDOW_SECONDS", 0)  # a step each
+    monkeypatch.setattr(cluster, "LEAST_LEFT_OUT", 2.0)
+    fit(small_text, tmp_path / "run", client=client, groups=4, snapshot_every=0)
+    assert [record["lost_steps"] for record in metrics_of(tmp_path / "run") if "lost_steps" in record] == [5]
+    assert same(tmp_path / "run", tmp_path / "whole")
+
+
 def test_run_without_progress_between_losses_ends():
     job = SimpleNamespace(run=SimpleNamespace(snapshot_every=0))
     counted = recovery.Recovery(SimpleNamespace(scheduler=None, job=job), None, print, {})
