@@ -53,6 +53,7 @@ def client(threads):
         (None, " node0:8786/", "tcp://node0:8786"),
         (None, "[::1]:8786", "tcp://[::1]:8786"),
         (None, "tls://[::1]:8786/", "tls://[::1]:8786"),
+        (None, "gateway://node0:443/cluster", "gateway://node0:443/cluster"),
     ],
 )
 def test_resolved_addresses(setting, address, resolved, tmp_path):
@@ -245,6 +246,24 @@ def test_recovery_continues_from_the_newest_state(client, small_text, run, again
     assert not pending, "later steps change a state in place"
 
 
+def test_run_does_not_wait_for_a_worker_that_it_does_without(client, small_text, tmp_path, monkeypatch):
+    """Such a worker may be noticed while a recovery point is made, which ends without an error."""
+    steps_run = RankEngine.run
+
+    def without_one(self, *batches):
+        if self.made == 5 and not self.scheduler.apart.left_out:
+            self.scheduler.apart.add(self.addresses[0])
+        return steps_run(self, *batches)
+
+    fit(small_text, tmp_path / "whole", dataflow={"scheduler": "threads"}, groups=4)
+    monkeypatch.setattr(RankEngine, "run", without_one)
+    monkeypatch.setattr("daskgpt.training.rank_engine.WINDOW_SECONDS", 0)  # a step each
+    monkeypatch.setattr(cluster, "LEAST_LEFT_OUT", 2.0)
+    fit(small_text, tmp_path / "run", client=client, groups=4, snapshot_every=0)
+    assert [record["lost_steps"] for record in metrics_of(tmp_path / "run") if "lost_steps" in record] == [5]
+    assert same(tmp_path / "run", tmp_path / "whole")
+
+
 def test_run_without_progress_between_losses_ends():
     job = SimpleNamespace(run=SimpleNamespace(snapshot_every=0))
     counted = recovery.Recovery(SimpleNamespace(scheduler=None, job=job), None, print, {})
@@ -320,6 +339,16 @@ def test_concurrent_runs_keep_their_plugins(same, threads, client, small_text):
         wait_until(lambda: not plugins(), "all plugins go")
         assert fit(small_text, client=client, on_step=run_another).losses == wanted.losses
         wait_until(lambda: not plugins(), "all plugins go")
+
+
+def test_workers_make_the_calls_of_concurrent_runs_in_one_order(threads, client):
+    """Otherwise calls that wait for each other wait forever where a worker has fewer threads than there are runs."""
+    addresses, runs = sorted(threads.scheduler.workers), [ClusterScheduler(client, "") for _ in range(2)]
+    calls = [(address, os.getpid) for address in addresses]
+    graphs = [run.submit_together("rank.window", calls) for run in runs * 5]
+    wait_until(lambda: all(future.done() for graph in graphs for future in graph), "all calls are made")
+    priorities = [[threads.scheduler.tasks[future.key].priority for future in graph] for graph in graphs]
+    assert all(priorities == sorted(priorities, key=lambda graph: graph[place]) for place in range(len(addresses)))
 
 
 @pytest.mark.parametrize("setting", ["20ms", "40ms"])

@@ -263,7 +263,8 @@ class ClusterScheduler(Scheduler):
         """
         keyed = {f"{name}-{uuid4().hex}": call for call in calls}
         with losses_as_errors(self.client), dask.annotate(span=self.span):
-            return list(self.client.get(pinned(keyed), list(keyed), sync=False))
+            # By default, Dask orders the graphs of a minute together, by their keys.
+            return list(self.client.get(pinned(keyed), list(keyed), sync=False, fifo_timeout=0))
 
     def _annotated(self) -> Any:
         """Annotate tasks that are submitted: they belong to the run, and run on the workers that it uses."""

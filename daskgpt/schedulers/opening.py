@@ -23,6 +23,7 @@ from daskgpt.schedulers.protocol import Scheduler
 
 LOCAL_SCHEDULERS = ("auto", "sync", "threads", "local")  # those that no address names
 CHOICES = ["sync", "threads", "local", "tcp://HOST:PORT", "tls://HOST:PORT", "[IPV6]:PORT", "file:scheduler.json"]
+UNPARSED = ("file:", "inproc://", "ws://", "wss://", "ucx://", "gateway://")  # of files, and of Clients of any cluster
 SETTING = "DASK_SCHEDULER_ADDRESS"
 FILE_SECONDS = 10  # to wait for a scheduler file
 
@@ -103,7 +104,7 @@ def chosen_address(address: str) -> str:
         if not (address := str(dask.config.get("scheduler-address", None) or "")):
             return "threads"
         got["scheduler"] = f"{address} ({SETTING})"
-    if address in LOCAL_SCHEDULERS or address.startswith(("file:", "inproc://")):
+    if address in LOCAL_SCHEDULERS or address.startswith(UNPARSED):
         return address
     match = re.fullmatch(r"(?:(tcp|tls)://)?(\[[^]]+\]|[^][:/]+):(\d{1,5})/?", address, re.ASCII)
     valid = match is not None and 0 < int(match[3]) < 1 << 16

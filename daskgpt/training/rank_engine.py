@@ -309,10 +309,10 @@ class RankEngine(Engine):
     def _wait_for_ranks(self) -> None:
         """Wait while the worker of a rank takes no tasks; if it leaves, another rank has its rows.
 
-        Errors   WorkerLost if one is gone that has not left in good order
+        Errors   WorkerLost if one is gone that has not left in good order, or the run does without it
         """
-        while not self.heirs and set(self.addresses) - self.scheduler.addresses():
-            if self.scheduler.look() and not self._left():
+        while not self.heirs and (missing := set(self.addresses) - self.scheduler.addresses()):
+            if missing & self.scheduler.apart.now or (self.scheduler.look() and not self._left()):
                 raise loss(self.scheduler.client, "a worker")
             time.sleep(PAUSE)
 

@@ -157,7 +157,7 @@ def fit(
     on_step      called with (step, metrics) after each step, counted from 0; if it returns True the run ends as with
                  Ctrl-C, with a checkpoint, and can be resumed
     callbacks    instruments that observe steps, such as `daskgpt.TimelineCallback`
-    quiet        whether to print nothing: no header, no progress
+    quiet        whether to print no header and no progress; what precedes the run, such as compiling, is printed
 
     Errors       ValueError where the configurations do not fit each other or a setting must not change,
                  TypeError for a client of another kind, FileNotFoundError for missing data or no run to continue,
