@@ -275,7 +275,7 @@ def _prepared(folder: Path) -> Dataset:
             old = path.stat().st_mtime_ns <= written
             same = rows[-1].size == shard.tokens and (old or digest_of_file(path) == shard.sha256)
             got = {"path": path, "tokens": rows[-1].size}
-            require(same, WHERE, "a shard must be unchanged", got, "Prepare it again.")
+            require(same, WHERE, "a shard must be unchanged", got, "Remove the folder, and prepare it again.")
             shards.append(shard.sha256)
     training, validation = map(MappedTokens, parts)
     origin = f"{folder} ({number_of(len(shards), 'shard')})"
