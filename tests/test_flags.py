@@ -93,6 +93,7 @@ CODES = [
     (OSError(5, "Input/output error"), 2, "Input/output"),
     (BrokenPipeError(32, "Broken pipe"), 2, "Broken pipe"),
     (noted(RuntimeError("wrong"), "(in steps 5 to 8)"), 2, "wrong (in steps 5 to 8)"),
+    (RuntimeError("can't start new thread"), 2, "permit more threads; got can't start new thread. Raise the limit"),
     (CanGoOn("a cluster has gone"), STOPPED, "gone"),
     (KeyboardInterrupt(), 130, "stopped"),
     (SystemExit(2), 2, ""),

@@ -177,6 +177,9 @@ def _failed(error: Exception) -> int:
     if isinstance(error, OSError) and error.errno and name:
         rule, got = "the system must give access to a file", {"path": name, "error": error.strerror}
         error = refusal(OSError, "daskgpt", rule, got, "Check the path, its permissions and its disk.")
+    if str(error) == "can't start new thread":
+        rule, advice = "the system must permit more threads", "Raise the limit (ulimit -u, a container's of processes)."
+        error = refusal(RuntimeError, "daskgpt", rule, str(error), advice)
     if isinstance(error, MemoryError):
         rule, advice = "the computation must fit in memory", "Make the model, the batch or the text smaller."
         error = refusal(MemoryError, "daskgpt", rule, str(error) or "no memory left", advice)
