@@ -144,7 +144,7 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
         except SystemExit as ended:  # from --help and wrong flags
             code = ended.code
         finally:  # what follows takes no time: until Python has ended, Ctrl-C just ends it
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
         if sys.stdout is not None:
             sys.stdout.flush()
