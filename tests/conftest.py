@@ -78,6 +78,14 @@ def whole(small_text, tmp_path_factory):
     return fit_in_parts(small_text, tmp_path_factory.mktemp("whole") / "run", "threads", steps=DISTURBED_STEPS)
 
 
+@pytest.fixture(autouse=True)
+def interrupts():
+    """Handle Ctrl-C after a test as before: once a command has ended, it would end the process of the tests."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def called(capsys, monkeypatch):
     """Call a command line in this process: its exit code and what it prints, where somebody has typed something."""

@@ -3,6 +3,7 @@
 import io
 import os
 import pkgutil
+import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -87,9 +88,12 @@ CODES = [
     (ValueError("wrong"), 2, "wrong"),
     (OSError(28, "No space left"), 2, "stdout"),
     (OSError(28, "No space left", "file"), 2, "file"),
+    (PermissionError(13, "Permission denied", "file"), 2, "access to a file; got path=file, error=Permission denied."),
+    (FileNotFoundError(2, "No such file"), 2, "got path=., error=No such file."),
     (OSError(5, "Input/output error"), 2, "Input/output"),
     (BrokenPipeError(32, "Broken pipe"), 2, "Broken pipe"),
     (noted(RuntimeError("wrong"), "(in steps 5 to 8)"), 2, "wrong (in steps 5 to 8)"),
+    (RuntimeError("can't start new thread"), 2, "permit more threads; got can't start new thread. Raise the limit"),
     (CanGoOn("a cluster has gone"), STOPPED, "gone"),
     (KeyboardInterrupt(), 130, "stopped"),
     (SystemExit(2), 2, ""),
@@ -127,6 +131,21 @@ def test_what_is_typed_need_not_be_text(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\nb\n"), "utf-8"))
     assert ended(lambda arguments: print(input(), input()) or 0) == 0
     assert capsys.readouterr().out == "a\\xff b\n"
+
+
+def test_closed_input_is_empty(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert ended(lambda arguments: len(sys.stdin.read())) == 0
+
+
+HANDLERS = [(signal.default_int_handler, signal.SIG_DFL), (signal.SIG_IGN, signal.SIG_IGN)]
+
+
+@pytest.mark.parametrize(("before", "after"), HANDLERS)
+def test_an_ended_command_has_no_handler_of_interrupts(before, after):
+    signal.signal(signal.SIGINT, before)
+    assert ended(lambda arguments: signal.getsignal(signal.SIGINT) is not before) == 0
+    assert signal.getsignal(signal.SIGINT) is after
 
 
 def test_command_ends_when_its_output_is_closed(monkeypatch):

@@ -225,6 +225,26 @@ def test_stopped_preparation_continues_to_the_same_bytes(corpus, expected, tmp_p
     assert len({name for begun in rounds for name in begun}) == 4
 
 
+DAMAGED_PARTITIONS = [
+    ("train_*.bin", lambda path: path.unlink()),
+    ("train_*.bin", lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!")),
+    (".partition_*.json", lambda path: path.write_bytes(b"")),
+    (".partition_*.json", lambda path: path.write_bytes(b"[]")),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGED_PARTITIONS)
+def test_partitions_that_were_damaged_after_a_stop_are_made_again(
+    name, damage, corpus, expected, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        stop_within(3, patch)
+        with pytest.raises(RuntimeError, match="stopped"):
+            prepared(tmp_path, corpus, *BYTES, "--scheduler", "sync")
+    damage(next((tmp_path / "out").glob(name)))
+    assert files_of(prepared(tmp_path, corpus, *BYTES)) == files_of(expected)
+
+
 def stop_within(partitions: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Raise an error in this partition of those that are begun, whose numbers are returned."""
     replacing, begun = preparation.replacing, []

@@ -1,8 +1,10 @@
 """Tests of resumed runs: the bits of an uninterrupted run, settings that may change, and errors."""
 
+import errno
 import math
 import os
 import shutil
+from unittest.mock import Mock
 
 import pytest
 from small_runs import (
@@ -25,6 +27,7 @@ from daskgpt import audit, train
 from daskgpt.data.dataset import load_dataset
 from daskgpt.formats.encoding import get_encoding
 from daskgpt.formats.huggingface import tokenizer_files
+from daskgpt.training import checkpoint
 from daskgpt.training.run_folder import RunFolder
 
 THREADS = {"scheduler": "threads", "threads": 2, "batch_chunk": 2, "sequence_chunk": 16}
@@ -136,6 +139,22 @@ def test_damaged_checkpoint_is_reported_and_skipped(copy, whole, capfd, name, da
     aside = copy / "step-00000007.damaged-1"
     assert len(list(aside.iterdir())) == (3 if damage else 2)
     assert not damage or (aside / name).read_bytes() == damage(content)
+
+
+@pytest.mark.parametrize("reader", ["read_json", "digest_of_file"])
+def test_a_checkpoint_that_may_not_be_read_is_not_damaged(reader, copy, monkeypatch):
+    monkeypatch.setattr(checkpoint, reader, Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(PermissionError, match="Permission denied"):
+        resume(copy)
+    assert steps_in(copy) == [5, 7]
+
+
+def test_a_run_without_metrics_continues(copy, whole, capfd):
+    (copy / "metrics.jsonl").unlink()
+    (copy / "config.toml").unlink()
+    assert daskgpt.fit(resume=copy).first == 7
+    assert "7 of 7 steps are missing" in capfd.readouterr().out
+    assert tensors_of(copy) == tensors_of(whole)
 
 
 def test_a_run_without_a_good_checkpoint_is_refused(copy, tmp_path, whole):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
-from io import TextIOWrapper
+from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -131,6 +131,7 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
 
     A command whose output is no longer read (`| head`) ends without a message, as other programs do.
     """
+    sys.stdin = sys.stdin or StringIO()  # a closed one is empty
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):  # what a terminal cannot show, or is no text, must not end a run
             stream.reconfigure(errors="backslashreplace")
@@ -142,6 +143,9 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
             code = main(sys.argv[1:])
         except SystemExit as ended:  # from --help and wrong flags
             code = ended.code
+        finally:  # what follows takes no time: until Python has ended, Ctrl-C just ends it
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
         if sys.stdout is not None:
             sys.stdout.flush()
     except (ValueError, TypeError, RuntimeError, OSError, MemoryError) as error:
@@ -168,6 +172,14 @@ def _failed(error: Exception) -> int:
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
         advice = "Free space there, or send the output elsewhere."
         error = refusal(OSError, "stdout", "standard output must be writable", str(error.strerror), advice)
+    # The folder that a command runs in has no name where it has been removed.
+    name = getattr(error, "filename", None) or "." * isinstance(error, FileNotFoundError)
+    if isinstance(error, OSError) and error.errno and name:
+        rule, got = "the system must give access to a file", {"path": name, "error": error.strerror}
+        error = refusal(OSError, "daskgpt", rule, got, "Check the path, its permissions and its disk.")
+    if str(error) == "can't start new thread":
+        rule, advice = "the system must permit more threads", "Raise the limit (ulimit -u, a container's of processes)."
+        error = refusal(RuntimeError, "daskgpt", rule, str(error), advice)
     if isinstance(error, MemoryError):
         rule, advice = "the computation must fit in memory", "Make the model, the batch or the text smaller."
         error = refusal(MemoryError, "daskgpt", rule, str(error) or "no memory left", advice)

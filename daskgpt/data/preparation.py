@@ -161,7 +161,7 @@ class Preparation:
         with token_files.begun_folder(Path(self.config.out), decides) as folder:
             self.existed = (folder / MANIFEST).is_file()
             if self.existed:
-                open_prepared(folder)
+                open_prepared(folder)  # refuses files that have changed
                 return token_files.read_manifest(folder)
             partitions, encoding = partitions_of(self.files), self.encoding
             if encodings.is_to_be_learned(encoding):
@@ -218,7 +218,7 @@ class Preparation:
 def tokenize(
     partition: tuple[int, list[Section]], encoding: str, config: PrepareConfig, folder: Path, ended: list[bool]
 ) -> list[Part]:
-    """Write the token files of a partition into a folder, unless they are there; return what is in them.
+    """Write the token files of a partition into a folder, unless they are there unchanged; return what is in them.
 
     partition  its number and its sections
     encoding   name; the file of a learned one is in the folder
@@ -230,7 +230,7 @@ def tokenize(
     rule, advice = "a worker must find the folder that the client has made", "Name one on a file system that both have."
     require(folder.is_dir(), WHERE, rule, {"out": config.out}, advice, FileNotFoundError)
     number, sections = partition
-    if (parts := token_files.read_contents(folder, number)) is not None:
+    if (parts := token_files.read_contents(folder, number, compare=True)) is not None:
         return parts
     if encodings.is_learned(encoding) and encoding not in encodings.KNOWN:
         encodings.read_vocabulary(folder / VOCABULARY_FILE)

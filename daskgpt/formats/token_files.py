@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from daskgpt.config.errors import refusing, require
-from daskgpt.config.files import digest_of, locked, remove, sync, sync_folder, write_file, written
+from daskgpt.config.files import digest_of, digest_of_file, locked, remove, sync, sync_folder, write_file, written
 from daskgpt.formats.encoding import is_learned, read_vocabulary
 from daskgpt.formats.stored_model import mapped, require_file
 
@@ -241,13 +241,19 @@ def write_contents(folder: Path, number: int, parts: list[Part]) -> None:
     write_file(_contents_path(folder, number), json.dumps(contents).encode(), WHERE)
 
 
-def read_contents(folder: Path, number: int) -> list[Part] | None:
-    """Return what is in the files of a partition; None if they are not complete."""
-    path = _contents_path(folder, number)
-    if not path.is_file():
+def read_contents(folder: Path, number: int, *, compare: bool = False) -> list[Part] | None:
+    """Return what is in the files of a partition; None if they are not complete.
+
+    compare   whether files that have changed since count as not complete, which reads all of them
+    """
+    try:
+        contents = json.loads(_contents_path(folder, number).read_bytes())
+        parts = [_part(contents[name]) for name in PARTS]
+        shards = [shard for part in parts for shard in part.shards] if compare else []
+        unchanged = all(digest_of_file(folder / shard.file) == shard.sha256 for shard in shards)
+    except (OSError, ValueError, TypeError, KeyError):  # missing, or damaged
         return None
-    contents = json.loads(path.read_bytes())
-    return [_part(contents[name]) for name in PARTS]
+    return parts if unchanged else None
 
 
 def _contents_path(folder: Path, number: int) -> Path:

@@ -220,10 +220,12 @@ def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
     model_only   whether the optimizer's files are not checked
 
     Cost     reads all files once
-    Errors   DamagedCheckpoint; ValueError for a state of another version
+    Errors   DamagedCheckpoint; ValueError for a state of another version; PermissionError, which is no damage
     """
     try:
         state = read_json(folder / STATE, "read_checkpoint", STATE)
+    except PermissionError:
+        raise
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{STATE} {'is missing' if isinstance(error, OSError) else 'is no JSON'}") from error
     if state.pop(DIGEST, None) != digest_of(state):
@@ -244,6 +246,8 @@ def _check_file(path: Path, size: int, sha256: str) -> None:
         if (bytes_here := path.stat().st_size) != size:
             raise DamagedCheckpoint(f"{path.name} has {bytes_here:,} bytes instead of {size:,}")
         digest = digest_of_file(path)
+    except PermissionError:
+        raise
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name} cannot be read ({error.strerror})") from error
     if digest != sha256:

@@ -69,16 +69,19 @@ class RunFolder:
         self.open_files.callback(lambda: self.lock and self.lock.close())
         with written(path, "RunFolder"):  # its name may be too long
             present = [(self.path / name).exists() for name in (CONFIG, METRICS)]
+            made = checkpoints(self.path)
         where, got = "RunFolder", {"out": self.path}
         folders = [str(self.path / name) for name in FILES if (self.path / name).is_dir()]
         rule, advice = "no folder may have the name of a run's file", "Rename it, or name another folder."
         require(not folders, where, rule, ", ".join(folders), advice)
         if resumed:
-            rule, advice = f"the folder must hold a run ({CONFIG} and {METRICS})", "Check the path of --resume."
-            require(all(present), where, rule, {"resume": self.path}, advice, FileNotFoundError)
+            rule, advice = "the folder must hold a run", "Check the path of --resume."
+            require(bool(all(present) or made), where, rule, {"resume": self.path}, advice, FileNotFoundError)
             self._lock()
+            with written(self.path / METRICS, where):
+                RecordFile(self.path / METRICS).close()  # if it was lost: checkpoints have all but the metrics
             return
-        if any(present) or checkpoints(self.path) or os.path.lexists(self.path / BASE):
+        if any(present) or made or os.path.lexists(self.path / BASE):
             raise self._taken()
         parent = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if os.path.lexists(p))
         what = "a link to nothing" if not parent.exists() else "a file"
