@@ -60,7 +60,7 @@ SIGN = Optimizer(
     kernel=sign,
     moments=(),
     options=lambda config, tensor: {},
-    hyper=lambda config, step, steps: np.array([config.learning_rate]),
+    hyper=lambda config, step, steps: config.learning_rate,
 )
 
 
