@@ -46,6 +46,8 @@ def broken(x):
 
 BROKEN = replace(SQUARED_RELU, forward=Row(broken, "btC -> btC", "x"))
 NO_GRADIENT = replace(RMSNORM, backward={"x": RMSNORM.backward["x"]})
+NO_RESULT = replace(SQUARED_RELU, forward=Row(lambda x: None, "btC -> btC", "x"))
+NO_OPTION = replace(SQUARED_RELU, forward=Row(squared_relu, "btC -> btC", "x", "slope"))
 OTHER_AXES = replace(SQUARED_RELU, forward=Row(squared_relu, "btC -> btQ", "x"))
 
 
@@ -71,7 +73,7 @@ SIGN = Optimizer(
     kernel=sign,
     moments=(),
     options=lambda config, tensor: {},
-    hyper=lambda config, step, steps: np.array([config.learning_rate]),
+    hyper=lambda config, step, steps: config.learning_rate,
 )
 
 

@@ -74,3 +74,19 @@ def test_invalid_layers_are_refused():
         apply("linear", LINEAR.forward.kernel, LINEAR.forward.signature, [x.rechunk((2, 3, 4)), weight, bias])
     with pytest.raises(ValueError, match=r"add: arrays must share the chunks of axis b; got \(2, 2\) and \(4,\)"):
         apply("add", None, "btC, btC -> btC", [x, other])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": "send.totals"},
+        {"outputs": "y scale"},
+        {"forward": replace(FORWARD, arguments="x")},
+        {"forward": replace(FORWARD, signature="btC, C")},
+        {"backward": {"x": replace(BACKWARD["x"], arguments="dx x weight")}},
+        {"backward": {"x": replace(BACKWARD["x"], arguments="x x weight")}},
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(wrong):
+    with pytest.raises(TypeError, match=r"^layer.*; got (signature|name)="):
+        replace(RMSNORM, **wrong)

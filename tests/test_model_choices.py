@@ -239,6 +239,8 @@ def test_workers_with_another_module_are_refused(cluster, small_text, monkeypatc
         ({"activation": "math:sin"}, TypeError, "of the kind Layer"),
         ({"activation": "custom_layers:NO_ROW"}, TypeError, "of the kind Layer; got .*type=str"),
         ({"activation": "custom_layers:OTHER_AXES"}, ValueError, "an axis of a result must be.*btC -> btQ"),
+        ({"activation": "custom_layers:NO_OPTION"}, ValueError, "h.0.mlp: an option must be.*option=slope"),
+        ({"activation": "custom_layers:NO_RESULT"}, TypeError, r"squared_relu.forward-h.0.mlp: .*; got \[None\], None"),
         ({"norm": "custom_layers:NO_GRADIENT"}, ValueError, "must have a gradient.*h.0.ln_1.weight"),
     ],
 )

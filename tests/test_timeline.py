@@ -179,12 +179,12 @@ def test_a_summary_worked_out_by_hand():
 
 
 def test_waits_for_other_workers_are_idle():
-    """As on the dashboard's page: c, from 3 to 5, is a message."""
+    """As on the dashboard's page: c, from 3 to 5, is a message of the next step."""
     timeline = hand_made()
-    events = [replace(event, layer="receive.c") if event.layer == "c" else event for event in timeline.events]
+    events = [replace(event, layer="receive.c", step=1) if event.layer == "c" else event for event in timeline.events]
     summary = replace(timeline, events=tuple(events)).summary
     assert summary.busy == {"thread 1": pytest.approx(0.6), "thread 2": 0}
-    assert (summary.overlap, summary.inside_share) == (0, 0)
+    assert (summary.overlap, summary.steps_overlap, summary.inside_share) == (0, 0, 0)
     assert summary.waiting_share == pytest.approx(12 / 20)
 
 

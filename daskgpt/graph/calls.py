@@ -190,6 +190,17 @@ class KernelCall(TaskCall):
     def run(self, *arguments: Any) -> Any:
         return self.kernel(*arguments, **self.options)
 
+    def check(self, key: Key, result: Any) -> None:
+        """Check what a kernel from outside of the package returned: the next kernel would blame its own arguments.
+
+        Errors   TypeError for other arrays than the signature says
+        """
+        made = result if len(self.outputs) > 1 and isinstance(result, tuple | list) else [result]
+        shapes, dtype = [getattr(array, "shape", None) for array in made], getattr(made[0], "dtype", None)
+        rule, got = f"its kernel must return {self.shapes(key)}, {self.dtype}", f"{shapes}, {dtype}"
+        fits = is_ours(self.kernel) or (shapes, dtype) == (self.shapes(key), self.dtype)
+        require(fits, key[0].rpartition("_-")[0], rule, got, "Compare it with its row's signature.", TypeError)
+
     def on_rows(self) -> KernelCall:
         """Return the call for some rows of each argument, which are passed without Dask's lists."""
         call = replace(self, inputs=("",) * len(self.inputs))

@@ -10,6 +10,7 @@ from threading import Lock, get_ident
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from daskgpt.graph.calls import KernelCall
 from daskgpt.graph.lowering import Lowered, NativeRun, filled, form_of, lower
 from daskgpt.graph.nodes import Graph, GraphNode, Key, key_trees, task
 from daskgpt.kernels.native import flush_to_zero
@@ -179,6 +180,8 @@ class Program:
         with flush_to_zero():
             for call in self.calls:
                 yield self._made(call, slots)
+                if type(made_by := getattr(call.function, "__self__", None)) is KernelCall:
+                    made_by.check(call.key, slots[call.slot])
                 forms[call.slot] = form_of(slots[call.slot])
                 _drop(slots, call.ended)
         if self.lowered is not None:

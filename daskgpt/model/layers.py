@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from daskgpt.config.errors import require
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.settings import row_of
 from daskgpt.kernels import attention, crossentropy, dropout, elementwise, embedding, linear, norms, rotary
@@ -52,6 +53,19 @@ class Layer:
     cheap: bool = False
     dropped: Layer | None = None
     widens: int = 1
+
+    def __post_init__(self) -> None:
+        """Errors   TypeError for the name of a message, or a row whose signature and names do not fit each other"""
+        fits, rule = self.name.partition(".")[0] not in ("send", "receive"), "its name must not be that of messages"
+        require(fits, "layer", rule, {"name": self.name}, "Give it another one.", TypeError)
+        own, results = self.forward.arguments.split(), self.outputs.split()
+        gradients = [(row, {"dy", *own, *results}, 1) for row in self.backward.values() if row]
+        for row, known, count in [(self.forward, {*own}, len(results)), *gradients]:
+            names, counts = row.arguments.split(), [len(side.split(",")) for side in row.signature.split("->")]
+            fits = counts == [len(names), count] and {*names} <= known and ("dy" in known) == ("dy" in names)
+            rule = "a row must have axes for each argument and result, and a gradient read dy, arguments and results"
+            got = {"signature": row.signature, "arguments": row.arguments}
+            require(fits, f"layer {self.name}", rule, got, "Compare it with daskgpt.model.layers.", TypeError)
 
 
 PASS = None

@@ -68,7 +68,7 @@ class Optimizer:
     moments   names of the arrays that are kept from step to step, zero at the start, in the shape of the weight
     per_row   names of moments that have one number per row of the weight instead
     options   returns the constants of a tensor
-    hyper     returns the numbers that change from step to step, float64 (S,), from the step and the number of steps
+    hyper     returns what changes from step to step, float64 (S,) or a number, from the step and the number of steps
     fused     summing kernel -> kernel that computes that sum and this update in one pass, on a unit for bfloat16
     whole     whether all rows of a tensor must be updated together
     updates   returns whether this row updates a tensor
@@ -79,7 +79,7 @@ class Optimizer:
     kernel: Kernel
     moments: tuple[str, ...]
     options: Callable[[OptimizerConfig, Tensor], Mapping[str, float]]
-    hyper: Callable[[OptimizerConfig, int, int], np.ndarray]
+    hyper: Callable[[OptimizerConfig, int, int], np.ndarray | float]
     fused: Mapping[Kernel, Kernel] = field(default_factory=dict)
     per_row: tuple[str, ...] = ()
     whole: bool = False

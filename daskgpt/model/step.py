@@ -154,7 +154,7 @@ class CompiledStep(CompiledGraph):
         steps    number of steps of the run, on which the learning rate depends
         seed     of dropout
         """
-        hyper = optimizer_of(self.optimizer.optimizer).hyper(self.optimizer, step, steps)
+        hyper = np.atleast_1d(optimizer_of(self.optimizer.optimizer).hyper(self.optimizer, step, steps))
         rows = self.sequences
         for name, ids in zip(("tokens", "targets"), batch):
             checked_indices("step", name, ids, self.config.vocabulary)  # native calls do not
@@ -182,7 +182,7 @@ def compile_step(
     shape, precision, row = (rows.stop - rows.start, batch_shape[1]), dials.precision, optimizer_of(optimizer.optimizer)
     groups = rank.groups_of(rank.number) if rank else Groups(dials.groups)
     tape = Tape(precision, groups, dials.threads * dials.accumulate)  # micro-batches follow each other
-    inputs = input_leaves(tape, shape, dials.chunk, len(row.hyper(optimizer, 0, 1)))
+    inputs = input_leaves(tape, shape, dials.chunk, np.size(row.hyper(optimizer, 0, 1)))
     table = trained_tensors(config)
     state, weights = state_leaves(tape, config, precision, row.state(table))
     loss = mean_loss(tape, config, weights, inputs, optimizer.dropout)

@@ -75,7 +75,11 @@ class Forward:
     def _option(self, at: str, name: str) -> Any:
         if name == "rate":
             return self.rate
-        return place_of(at) if name == "place" else getattr(self.config, name)
+        if name == "place":
+            return place_of(at)
+        rule = "an option must be rate, place, or a field of the configuration"
+        require(hasattr(self.config, name), at, rule, {"option": name}, "Put constants into the kernel.")
+        return getattr(self.config, name)
 
     def normalize(self, at: str, x: Any) -> Any:
         """Return x normalized."""

@@ -34,7 +34,7 @@ class Plan:
     """A step before it runs; `str` is what `daskgpt.train --plan` prints.
 
     job        what would be trained
-    tasks      their number; of the first worker if there are several
+    tasks      their number; of several workers, all but `sent` is of the one that needs most memory
     made       bytes of all arrays of a class that the step holds or makes
     at_peak    bytes of each class when most bytes are held
     sent       bytes that each worker sends, by kind; empty without a number of workers
@@ -68,7 +68,7 @@ class Plan:
             "encoding": f"{title_of(data.encoding_name)}, {data.vocabulary:,} ids" if data else "",
             "precision": texts["precision"],
             "grain": f"{self.grain} ({self.why})" if self.why else self.grain,
-            "tasks": f"{self.tasks:,} a step" + f" of each of {len(self.sent)} workers" * bool(self.sent),
+            "tasks": f"{self.tasks:,} a step" + f" of the fullest of {len(self.sent)} workers" * bool(self.sent),
         }
         memory = [["", "held or made", "at the peak"]]
         memory += [[kind, _mb(self.made[kind]), _mb(self.at_peak[kind])] for kind in CLASSES]
@@ -124,7 +124,7 @@ def predict(job: Job, workers: int = 0, *, timed: bool = False) -> Plan:
     scratch, the interpreter and its libraries. Chunks and grain that are auto are those of a run's first step, or those
     that a run would settle by the predicted times.
 
-    workers   of a cluster, which share the batch: tasks and memory are then those of the first one
+    workers   of a cluster, which share the batch: tasks and memory are then those of the one that needs most memory
     timed     whether to predict the time of a step
     """
     predicted, unknown = None, ""
@@ -138,10 +138,13 @@ def predict(job: Job, workers: int = 0, *, timed: bool = False) -> Plan:
             unknown = str(error)
     if workers:
         job = replace(job, dataflow=replace(job.dataflow, scheduler="local", threads=workers))
-    engine, steps = engines[0], list(map(planned_step, engines))
-    step, auto = steps[0], "auto" * (job.dataflow.grain == "auto")
-    trial = Trial(step)
-    together = Trial(step, job.dataflow.window) if job.dataflow.barrier == "none" and step.dials.in_place else trial
+    steps, auto = list(map(planned_step, engines)), "auto" * (job.dataflow.grain == "auto")
+    window = job.dataflow.window if job.dataflow.barrier == "none" and steps[0].dials.in_place else 1
+    trials = [Trial(step, window) for step in steps]
+    # Shares of a batch differ where its groups cannot be divided evenly.
+    number = max(range(len(trials)), key=lambda number: trials[number].peak)
+    engine, step, together = engines[number], steps[number], trials[number]
+    trial = together if window == 1 else Trial(step)
     return Plan(
         job=job,
         chunks=engine.chunks.described(step.dials.chunk),

@@ -249,7 +249,7 @@ class Summary:
     scheduling_share   share of all lanes' time in which a task was ready and a lane had none
     waiting_share      share of all lanes' time in which a lane had none and none was ready, or waited for a worker
     overlap            share of the wall time in which two or more different layers ran at once, without messages
-    steps_overlap      share of the wall time in which two or more different steps ran at once
+    steps_overlap      share of the wall time in which two or more different steps ran at once, without messages
     critical_path      the longest chain of tasks that had to wait for one another, by their measured times
     critical           (layer, phase) -> seconds of it on the critical path
     kernels            (layer, phase) -> seconds and calls, all lanes
@@ -324,8 +324,7 @@ def summarise(timeline: Timeline) -> Summary:
     all_time = wall * len(timeline.lanes)
     in_tasks = sum(end - start for start, end in spans.values())
     scheduling = _scheduling(timeline, spans)
-    # All updates count as one layer.
-    layers = [(event.start, event.end, event.stage) for event in events if not is_message(event.layer)]
+    working = [event for event in events if not is_message(event.layer)]
     return Summary(
         steps=len(timeline.steps),
         wall=wall,
@@ -333,8 +332,9 @@ def summarise(timeline: Timeline) -> Summary:
         inside_share=max(in_tasks - sum(busy) - messages, 0.0) / all_time,
         scheduling_share=scheduling / all_time,
         waiting_share=max(all_time - in_tasks - scheduling + messages, 0.0) / all_time,
-        overlap=seconds_at_once(layers, 2) / wall,
-        steps_overlap=seconds_at_once(((event.start, event.end, event.step) for event in events), 2) / wall,
+        # All updates count as one layer.
+        overlap=seconds_at_once(((event.start, event.end, event.stage) for event in working), 2) / wall,
+        steps_overlap=seconds_at_once(((event.start, event.end, event.step) for event in working), 2) / wall,
         critical_path=sum(spans[task][1] - spans[task][0] for task in path if task in spans),
         critical=dict(sorted(critical.items(), key=lambda item: -item[1])),
         kernels=kernels,
