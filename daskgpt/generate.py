@@ -150,13 +150,14 @@ def chat(writer: Writer, form: str) -> Texts | None:
         import readline  # noqa: F401  # for editing and recalling lines
     texts: Texts | None = None
     length = 0  # number of tokens before a reply to a message
+    ends = {writer.encoding.eot_token, writer.encoding.specials.get(writer.options.until)}  # of replies
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             print()
             return texts
-        if line or texts is None or (writer.template and writer.encoding.eot_token in texts.tokens[0][length:]):
+        if line or texts is None or (writer.template and not ends.isdisjoint(texts.tokens[0][length:])):
             if writer.template:
                 messages.append((USER, line))
                 ids = writer.ids(writer.asking(messages))
@@ -171,7 +172,7 @@ def chat(writer: Writer, form: str) -> Texts | None:
             writer.print(tokens[0] for tokens in writer.write(texts))
         print(flush=True)
         if writer.template:
-            reply = [token for token in texts.tokens[0][length:] if token != writer.encoding.eot_token]
+            reply = [token for token in texts.tokens[0][length:] if token not in ends]
             messages.append((ASSISTANT, writer.encoding.decode(reply)))
 
 

@@ -299,9 +299,14 @@ def test_models_with_a_chat_template_answer(path, encoding, called):
         said("", "--template", "{}", "--system", "Hush")
 
 
-@pytest.mark.parametrize(("answer", "messages"), [("ab", [1]), ("a<|end|>", [1, 3]), ("", [1])])
-def test_an_empty_line_continues_an_answer_that_has_not_ended(answer, messages, path, encoding, monkeypatch, capsys):
-    """After a complete one it is a message."""
+ANSWERS = [("ab", "", [1]), ("a<|end|>", "", [1, 3]), ("a<|text|>", "<|text|>", [1, 3]), ("", "", [1])]
+
+
+@pytest.mark.parametrize(("answer", "until", "messages"), ANSWERS)
+def test_an_empty_line_continues_an_answer_that_has_not_ended(
+    answer, until, messages, path, encoding, monkeypatch, capsys
+):
+    """After a complete one it is a message. The template ends messages: the text of an answer has no end."""
     asked, answers = [], [encoding.encode(text, "test").tolist() if text else [] for text in (answer, "c")]
     answers[1].append(encoding.n_vocab)  # a model may have more ids
 
@@ -312,12 +317,13 @@ def test_an_empty_line_continues_an_answer_that_has_not_ended(answer, messages, 
 
     def asking(writer, said):
         asked.append(len(said))
+        assert "<|" not in str(said)
         return writer.template.text(said, reply=True)
 
     monkeypatch.setattr(generate.Writer, "write", write)
     monkeypatch.setattr(generate.Writer, "asking", asking)
     monkeypatch.setattr("sys.stdin", io.StringIO("a 1\n\n"))
-    assert generate.main([str(path), "-i"]) == 0
+    assert generate.main([str(path), "-i"] + ["--until", until] * bool(until)) == 0
     assert (asked[1:], answers) == (messages, [])  # the first one is of --prompt
     capsys.readouterr()
 

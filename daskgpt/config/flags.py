@@ -168,6 +168,7 @@ def _failed(error: Exception) -> int:
     """Print the error that ended a command; return its exit code."""
     if isinstance(error, BrokenPipeError) and _is_unread():
         return 128 + signal.SIGPIPE
+    notes = getattr(error, "__notes__", [])
     # The error of a file has its path; without one, it is that of standard output.
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
         advice = "Free space there, or send the output elsewhere."
@@ -178,7 +179,7 @@ def _failed(error: Exception) -> int:
         rule, got = "the system must give access to a file", {"path": name, "error": error.strerror}
         error = refusal(OSError, "daskgpt", rule, got, "Check the path, its permissions and its disk.")
     if str(error) == "can't start new thread":
-        rule, advice = "the system must permit more threads", "Raise the limit (ulimit -u, a container's of processes)."
+        rule, advice = "the system must permit more threads", "Raise the process limit (ulimit -u, or a container's)."
         error = refusal(RuntimeError, "daskgpt", rule, str(error), advice)
     if isinstance(error, MemoryError):
         rule, advice = "the computation must fit in memory", "Make the model, the batch or the text smaller."
@@ -186,7 +187,7 @@ def _failed(error: Exception) -> int:
     if isinstance(error, UnicodeEncodeError):  # Python reads other bytes of arguments and names as lone surrogates
         got = {"text": ascii(error.object[max(0, error.start - 20) : error.end + 20])}
         error = refusal(ValueError, "daskgpt", "text must be UTF-8", got, "Convert or rename it (iconv, convmv).")
-    _print_error(" ".join([str(error), *getattr(error, "__notes__", [])]))
+    _print_error(" ".join([str(error), *notes]))
     return STOPPED if isinstance(error, CanGoOn) else 2
 
 

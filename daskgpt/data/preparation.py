@@ -210,7 +210,7 @@ class Preparation:
             val.add(parts[1])
         got = {"documents": train.documents + val.documents, "validation_fraction": self.config.validation_fraction}
         for kind, part in (("training", train), ("validation", val)):
-            rule, advice = f"the {kind} part must hold text", "Name a new --out, and more text or another fraction."
+            rule, advice = f"the {kind} part must hold text", "Give more text or another fraction, and a new --out."
             require(part.tokens > 0, WHERE, rule, got, advice)
         return Manifest(train, val, encoding, encodings.vocabulary_size(encoding), self.settings, inputs)
 

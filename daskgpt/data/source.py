@@ -262,7 +262,7 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> tuple[list[Path]
         others += (left_out := [path for path in no_files if path.is_symlink() or _folder_kind(path)[0]])
         folders[:] = [path.name for path in below if path not in left_out]
     # By parts, not by the text of the path, so that the order does not depend on the separator of folders.
-    return sorted(files, key=lambda path: path.parts), others
+    return sorted(files, key=lambda path: path.parts), sorted(others)
 
 
 # Copies of other programs, an editor, and tables in the form of modules, from which a model would learn little.

@@ -223,6 +223,7 @@ def checked_state(folder: Path, *, model_only: bool = False) -> dict[str, Any]:
     Errors   DamagedCheckpoint; ValueError for a state of another version; PermissionError, which is no damage
     """
     try:
+        os.stat(folder / STATE)  # in Python 3.14, a file in a folder that may not be entered counts as missing
         state = read_json(folder / STATE, "read_checkpoint", STATE)
     except PermissionError:
         raise
