@@ -258,7 +258,6 @@ def test_run_does_not_wait_for_a_worker_that_it_does_without(client, small_text,
     fit(small_text, tmp_path / "whole", dataflow={"scheduler": "threads"}, groups=4)
     monkeypatch.setattr(RankEngine, "run", without_one)
     monkeypatch.setattr("daskgpt.training.rank_engine.WINDOW_SECONDS", 0)  # a step each
-    monkeypatch.setattr(cluster, "LEAST_LEFT_OUT", 2.0)
     fit(small_text, tmp_path / "run", client=client, groups=4, snapshot_every=0)
     assert [record["lost_steps"] for record in metrics_of(tmp_path / "run") if "lost_steps" in record] == [5]
     assert same(tmp_path / "run", tmp_path / "whole")
