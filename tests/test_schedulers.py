@@ -348,6 +348,7 @@ def test_workers_make_the_calls_of_concurrent_runs_in_one_order(threads, client)
     wait_until(lambda: all(future.done() for graph in graphs for future in graph), "all calls are made")
     priorities = [[threads.scheduler.tasks[future.key].priority for future in graph] for graph in graphs]
     assert all(priorities == sorted(priorities, key=lambda graph: graph[place]) for place in range(len(addresses)))
+    assert len({tuple(place[-1] for place in graph) for graph in priorities}) == 1, "runs in tasks have no other order"
 
 
 @pytest.mark.parametrize("setting", ["20ms", "40ms"])
