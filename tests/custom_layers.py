@@ -47,6 +47,8 @@ def broken(x):
 BROKEN = replace(SQUARED_RELU, forward=Row(broken, "btC -> btC", "x"))
 NO_GRADIENT = replace(RMSNORM, backward={"x": RMSNORM.backward["x"]})
 NO_RESULT = replace(SQUARED_RELU, forward=Row(lambda x: None, "btC -> btC", "x"))
+NO_RESULTS = replace(CHEAP_WITH_MASK, forward=Row(lambda x: (), "btC -> btC, btC", "x"))
+NO_PLACE = replace(SQUARED_RELU, forward=Row(squared_relu, "btC -> btC", "x", "place"))
 NO_OPTION = replace(SQUARED_RELU, forward=Row(squared_relu, "btC -> btC", "x", "slope"))
 OTHER_AXES = replace(SQUARED_RELU, forward=Row(squared_relu, "btC -> btQ", "x"))
 

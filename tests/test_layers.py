@@ -85,8 +85,9 @@ def test_invalid_layers_are_refused():
         {"forward": replace(FORWARD, signature="btC, C")},
         {"backward": {"x": replace(BACKWARD["x"], arguments="dx x weight")}},
         {"backward": {"x": replace(BACKWARD["x"], arguments="x x weight")}},
+        {"backward": {"wieght": BACKWARD["weight"]}},
     ],
 )
 def test_rows_that_do_not_fit_are_refused(wrong):
-    with pytest.raises(TypeError, match=r"^layer.*; got (signature|name)="):
+    with pytest.raises(TypeError, match=r"^layer.*; got (signature|name|backward)="):
         replace(RMSNORM, **wrong)

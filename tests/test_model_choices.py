@@ -77,7 +77,7 @@ def test_gradients_agree_with_a_numeric_derivative(name, random):
 
 
 TRAINED = [("from outside", "adamw", precision) for precision in ("float32", "bfloat16")]
-TRAINED += [("activation from outside", "custom_layers:SIGN", "float32")]
+TRAINED += [("activation from outside", "custom_layers:SIGN", "bfloat16")]
 DIALS = [
     Dials((4, 12)),
     Dials((2, 6), "layer", "kernel"),
@@ -240,6 +240,8 @@ def test_workers_with_another_module_are_refused(cluster, small_text, monkeypatc
         ({"activation": "custom_layers:NO_ROW"}, TypeError, "of the kind Layer; got .*type=str"),
         ({"activation": "custom_layers:OTHER_AXES"}, ValueError, "an axis of a result must be.*btC -> btQ"),
         ({"activation": "custom_layers:NO_OPTION"}, ValueError, "h.0.mlp: an option must be.*option=slope"),
+        ({"activation": "custom_layers:NO_PLACE"}, ValueError, "h.0.mlp: an option must be.*option=place"),
+        ({"activation": "custom_layers:NO_RESULTS"}, TypeError, r"cheap_with_mask.forward-h.0.mlp: .*; got \[\], None"),
         ({"activation": "custom_layers:NO_RESULT"}, TypeError, r"squared_relu.forward-h.0.mlp: .*; got \[None\], None"),
         ({"norm": "custom_layers:NO_GRADIENT"}, ValueError, "must have a gradient.*h.0.ln_1.weight"),
     ],

@@ -258,7 +258,6 @@ def test_run_does_not_wait_for_a_worker_that_it_does_without(client, small_text,
     fit(small_text, tmp_path / "whole", dataflow={"scheduler": "threads"}, groups=4)
     monkeypatch.setattr(RankEngine, "run", without_one)
     monkeypatch.setattr("daskgpt.training.rank_engine.WINDOW_SECONDS", 0)  # a step each
-    monkeypatch.setattr(cluster, "LEAST_LEFT_OUT", 2.0)
     fit(small_text, tmp_path / "run", client=client, groups=4, snapshot_every=0)
     assert [record["lost_steps"] for record in metrics_of(tmp_path / "run") if "lost_steps" in record] == [5]
     assert same(tmp_path / "run", tmp_path / "whole")
@@ -349,6 +348,7 @@ def test_workers_make_the_calls_of_concurrent_runs_in_one_order(threads, client)
     wait_until(lambda: all(future.done() for graph in graphs for future in graph), "all calls are made")
     priorities = [[threads.scheduler.tasks[future.key].priority for future in graph] for graph in graphs]
     assert all(priorities == sorted(priorities, key=lambda graph: graph[place]) for place in range(len(addresses)))
+    assert len({tuple(place[-1] for place in graph) for graph in priorities}) == 1, "runs in tasks have no other order"
 
 
 @pytest.mark.parametrize("setting", ["20ms", "40ms"])

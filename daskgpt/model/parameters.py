@@ -360,5 +360,5 @@ def check_finite(where: str, arrays: Mapping[str, np.ndarray]) -> None:
     """
     for name, values in arrays.items():
         count = values.size - int(np.count_nonzero(np.isfinite(values)))
-        rule, advice = f"every number of {name} must be finite", "The model has diverged or is damaged: take another."
+        rule, advice = f"every number of {name} must be finite", "Training diverged, or a file is damaged: use another."
         require(not count, where, rule, {"not finite": count}, advice)

@@ -75,9 +75,9 @@ class Forward:
     def _option(self, at: str, name: str) -> Any:
         if name == "rate":
             return self.rate
-        if name == "place":
+        if name == "place" and at.endswith((EMBEDDED, *DROPPED)):
             return place_of(at)
-        rule = "an option must be rate, place, or a field of the configuration"
+        rule = "an option must be rate, place where something is dropped, or a field of the configuration"
         require(hasattr(self.config, name), at, rule, {"option": name}, "Put constants into the kernel.")
         return getattr(self.config, name)
 

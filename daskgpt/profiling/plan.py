@@ -22,7 +22,7 @@ from daskgpt.profiling.simulate import Forecast, engines_of, forecast
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.machine import usable_cores
 from daskgpt.schedulers.opening import active_client
-from daskgpt.training.autotune import CLASSES, Trial, rounded
+from daskgpt.training.autotune import CLASSES, Trial, most_bytes, rounded
 from daskgpt.training.engine import LocalEngine, TaskEngine
 from daskgpt.training.job import Job, facts
 
@@ -34,7 +34,7 @@ class Plan:
     """A step before it runs; `str` is what `daskgpt.train --plan` prints.
 
     job        what would be trained
-    tasks      their number; of several workers, all but `sent` is of the one that needs most memory
+    tasks      their number; of several workers, all but `sent` is of one with the largest share
     made       bytes of all arrays of a class that the step holds or makes
     at_peak    bytes of each class when most bytes are held
     sent       bytes that each worker sends, by kind; empty without a number of workers
@@ -124,7 +124,7 @@ def predict(job: Job, workers: int = 0, *, timed: bool = False) -> Plan:
     scratch, the interpreter and its libraries. Chunks and grain that are auto are those of a run's first step, or those
     that a run would settle by the predicted times.
 
-    workers   of a cluster, which share the batch: tasks and memory are then those of the one that needs most memory
+    workers   of a cluster, which share the batch: tasks and memory are then those of one with the largest share
     timed     whether to predict the time of a step
     """
     predicted, unknown = None, ""
@@ -139,12 +139,10 @@ def predict(job: Job, workers: int = 0, *, timed: bool = False) -> Plan:
     if workers:
         job = replace(job, dataflow=replace(job.dataflow, scheduler="local", threads=workers))
     steps, auto = list(map(planned_step, engines)), "auto" * (job.dataflow.grain == "auto")
-    window = job.dataflow.window if job.dataflow.barrier == "none" and steps[0].dials.in_place else 1
-    trials = [Trial(step, window) for step in steps]
     # Shares of a batch differ where its groups cannot be divided evenly.
-    number = max(range(len(trials)), key=lambda number: trials[number].peak)
-    engine, step, together = engines[number], steps[number], trials[number]
-    trial = together if window == 1 else Trial(step)
+    engine, step = max(zip(engines, steps), key=lambda one: most_bytes(one[1]))
+    trial = Trial(step)
+    together = Trial(step, job.dataflow.window) if job.dataflow.barrier == "none" and step.dials.in_place else trial
     return Plan(
         job=job,
         chunks=engine.chunks.described(step.dials.chunk),

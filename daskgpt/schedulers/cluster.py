@@ -261,9 +261,9 @@ class ClusterScheduler(Scheduler):
         They reach the scheduler as one graph, and every worker in the same order as those of other runs: of two runs
         that share workers of one thread, neither waits for a call that is behind one of the other, which waits too.
         """
-        keyed = {f"{name}-{uuid4().hex}": call for call in calls}
+        keyed = {f"{name}-{number:06}-{uuid4().hex}": call for number, call in enumerate(calls)}
         with losses_as_errors(self.client), dask.annotate(span=self.span):
-            # By default, Dask orders the graphs of a minute together, by their keys.
+            # By default, Dask orders the graphs of a minute together, by their keys; those that tasks submit always.
             return list(self.client.get(pinned(keyed), list(keyed), sync=False, fifo_timeout=0))
 
     def _annotated(self) -> Any:
