@@ -201,4 +201,8 @@ def test_page_is_there_while_runs_are(cluster):
     client.run_on_scheduler(lambda dask_scheduler: dask_setup(dask_scheduler))
     client.run_on_scheduler(lambda dask_scheduler: (begin(dask_scheduler, "run"), end(dask_scheduler, "run")))
     assert status(client) == 200, "a preload stays"
-    client.run_on_scheduler(lambda dask_scheduler: end(dask_scheduler, ""))
+    local.scheduler.log_event(TOPIC, {"step": 2, "validation_loss": 1.5, "lost_steps": 1})
+    client.run_on_scheduler(lambda dask_scheduler: begin(dask_scheduler, "next"))
+    collected = local.scheduler.plugins[Collected.name]
+    assert (collected.step, collected.recoveries) == ({}, 0), "the next run has numbers of its own"
+    client.run_on_scheduler(lambda dask_scheduler: (end(dask_scheduler, "next"), end(dask_scheduler, "")))

@@ -10,7 +10,7 @@ import pytest
 from small_runs import STEPS, fit
 
 from daskgpt import plot
-from daskgpt.profiling.plots import picture, read_runs
+from daskgpt.profiling.plots import COLORS, picture, read_runs
 
 
 def write_run(folder, steps=300, slower=1.0, **changes):
@@ -76,6 +76,8 @@ def test_picture_has_the_panels_of_its_runs(two, tmp_path):
     odd = write_run(tmp_path / "one", 1), write_run(tmp_path / "broken", 3, loss=None, norm=1.0)
     drawn = picture(read_runs(odd), "svg")
     assert len(panels(drawn)) == 4
+    points = re.findall(rf"<use [^>]*fill: {COLORS[0]}".encode(), drawn)
+    assert len(points) == 4, "a single step is a point in its three panels and in the legend"
     assert drawn == picture(read_runs(odd), "svg"), "no date, no random names"
     with (tmp_path / "one" / "metrics.jsonl").open("a") as more:
         more.write('no record\n{"step": 3, "lo')

@@ -12,7 +12,7 @@ from daskgpt.graph.nodes import Graph, Key, is_leaf, task, waiting_for
 from daskgpt.graph.update_in_place import squares_in
 
 LOOKAHEAD = 2  # number of blocks, and with up to two threads of chunks in the head, that may be in progress
-THREADS_OF_BLOCK = 8  # more threads leave each other behind, and may be in a block more for each so many
+THREADS_OF_BLOCK = 8  # more threads leave each other behind, and may be in a block for each so many
 
 
 def with_barriers(graph: Graph, stages: Mapping[Key, str], *, name: str, tokens: bool) -> Graph:

@@ -56,7 +56,10 @@ def begin(scheduler: Any, run: str) -> bool:
     prefix = dashboard_prefix(scheduler)
     if Collected.name not in scheduler.plugins:
         scheduler.add_plugin(Collected(scheduler, prefix))
-    scheduler.plugins[Collected.name].users.add(run)
+    collected = scheduler.plugins[Collected.name]
+    if not any(collected.users):  # a page that stays has the numbers of an earlier run
+        collected.step, collected.recoveries = {}, 0
+    collected.users.add(run)
     return prefix is not None
 
 
@@ -264,8 +267,7 @@ class Page:
         part = collected.latest()
         if part.calls:
             self._show_calls(part)
-        if collected.step:
-            self.numbers.text = self._described(collected, part)
+        self.numbers.text = self._described(collected, part) if collected.step else WAITING
         return True
 
     def _show_calls(self, part: Part) -> None:

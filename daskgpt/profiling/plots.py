@@ -108,7 +108,8 @@ def _draw(axes: Any, run: Curves, name: str, label: str, color: str) -> None:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
         values = list(map(EMA(1 / max(10, len(values) // 100)), values))
     label = label.replace("$", r"\$")  # matplotlib sets text between dollars as a formula
-    axes.plot(steps, values, color=color, label=f" {label}" if label.startswith("_") else label)  # it leaves out _names
+    label = f" {label}" if label.startswith("_") else label  # it leaves out _names
+    axes.plot(steps, values, "." if len(values) == 1 else "-", color=color, label=label)  # no line has one point
     if name == "loss":
         axes.plot(run["step"][validated], run["validation_loss"][validated], "o--", color=color, markersize=4)
 
