@@ -9,11 +9,12 @@ Repetitions take turns, so that noise affects all settings alike.
 Every combination of the values in the lists below is run. Without lists, and with --threads alone, that is each
 barrier on these numbers of threads (1, 2, 4 ... up to all cores): fork-join, phases, tasks, and barrier-free. Settings
 without a list are barrier step, grain block, half of the sequences in a chunk, and all cores. Barrier layer always has
-grain kernel, and the scheduler sync one thread.
+grain kernel, the scheduler sync one thread, and a cluster at an address the threads of its workers.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -40,7 +41,7 @@ from daskgpt.model.parameters import parameter_count
 from daskgpt.profiling.measure import BenchConfig, Spread, job_of, rounded
 from daskgpt.schedulers import machine
 from daskgpt.schedulers.machine import on_cores, usable_cores
-from daskgpt.schedulers.opening import require_scheduler
+from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, chosen_address, open_scheduler
 from daskgpt.training.job import compile_kernels
 
 BARRIERS = {"layer": "layer (fork-join)", "phase": "phase", "step": "step (tasks)", "none": "none (barrier-free)"}
@@ -113,8 +114,6 @@ def main(arguments: list[str]) -> int:
     points = grid(study, cores, chosen)
     for point in points:
         job_of(model, study, point)
-    for address in {point.scheduler for point in points}:
-        require_scheduler(address)
     import daskgpt.profiling.plots  # noqa: F401 # refuses to be imported without matplotlib
 
     folder = Path(study.out or Path("studies") / time.strftime("%Y%m%d-%H%M%S"))
@@ -136,12 +135,24 @@ def main(arguments: list[str]) -> int:
 
 
 def runnable(point: DataflowConfig) -> DataflowConfig:
-    """Return a point without contradictions: one thread with the synchronous scheduler, engine tasks on clusters
-    only, and tasks of one kernel with fork-join, which waits after each layer.
+    """Return a point without contradictions: one thread with the synchronous scheduler, and those of a cluster at an
+    address, engine tasks on clusters only, and tasks of one kernel with fork-join, which waits after each layer.
+
+    Errors   as of `open_scheduler`
     """
-    threads = 1 if point.scheduler == "sync" else point.threads or usable_cores()
-    engine = point.engine if point.scheduler == "local" else "ranks"
-    return replace(point, threads=threads, engine=engine, grain="kernel" if point.barrier == "layer" else point.grain)
+    scheduler = chosen_address(point.scheduler)
+    threads = 1 if scheduler == "sync" else point.threads or usable_cores()
+    threads = threads if scheduler in LOCAL_SCHEDULERS else threads_at(scheduler)
+    grain = "kernel" if point.barrier == "layer" else point.grain
+    engine = "ranks" if scheduler in ("sync", "threads") else point.engine
+    return replace(point, scheduler=scheduler, threads=threads, engine=engine, grain=grain)
+
+
+@functools.cache
+def threads_at(address: str) -> int:
+    """Return how many threads all workers of the cluster at an address have. Errors   as of `open_scheduler`"""
+    with open_scheduler(address) as scheduler:
+        return scheduler.threads
 
 
 def base_point(study: StudyConfig, cores: int) -> DataflowConfig:
@@ -169,7 +180,7 @@ def grid(study: StudyConfig, cores: int, chosen: Mapping[str, Sequence[Any]]) ->
 
 def described(point: DataflowConfig, among: Iterable[DataflowConfig] = ()) -> str:
     """Return a point in one line: its settings, or only those in which the points `among` differ."""
-    dials = [dial for dial in DIALS if dial != "engine" or point.scheduler == "local"]
+    dials = [dial for dial in DIALS if dial != "engine" or point.scheduler not in ("sync", "threads")]
     varied = [dial for dial in dials if not among or len({getattr(other, dial) for other in among}) > 1]
     values = {dial: getattr(point, dial) or "auto" for dial in varied}
     return ", ".join(f"{dial.replace('_', ' ')} {BARRIERS.get(value, value)}" for dial, value in values.items())

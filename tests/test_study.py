@@ -13,7 +13,7 @@ from daskgpt import bench, study
 from daskgpt.config.model import ModelConfig
 from daskgpt.profiling.measure import Spread, rounded
 from daskgpt.schedulers import machine
-from daskgpt.study import BARRIERS, DIALS, base_point, caption, figure_of, grid, main, table_of
+from daskgpt.study import BARRIERS, DIALS, base_point, caption, described, figure_of, grid, main, table_of
 
 MODEL = ModelConfig(blocks=1, heads=2, channels=32, vocabulary=64, positions=16)
 STUDY = study.StudyConfig(batch_size=4, sequence_length=64)
@@ -123,6 +123,13 @@ def test_chosen_values_are_combined():
     auto = study.parser().parse_args(["--threads", "1,2", "--batch-chunk", "auto,2"])
     assert (auto.threads, auto.batch_chunk) == ([1, 2], [0, 2])
     assert [study.thread_counts(cores) for cores in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_a_cluster_at_an_address_has_its_own_threads_and_both_engines(cluster):
+    cluster.have(2)
+    points = grid(STUDY, 1, {"scheduler": [cluster.address], "engine": ["ranks", "tasks"], "threads": [1, 3]})
+    assert [(point.engine, point.threads) for point in points] == [("ranks", 2), ("tasks", 2)]
+    assert [described(point, points) for point in points] == ["engine ranks", "engine tasks"]
 
 
 # Table and figure of numbers by hand.

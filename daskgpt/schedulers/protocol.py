@@ -41,8 +41,7 @@ class WorkerLost(RuntimeError):
     """
 
     def __init__(self, where: str, rule: str, got: str) -> None:
-        advice = "Start again, or continue from a checkpoint with --resume."
-        super().__init__(str(refusal(RuntimeError, where, rule, got, advice)))
+        super().__init__(str(refusal(RuntimeError, where, rule, got, "Start again.")))  # a run gives its own advice
         self.where, self.rule, self.got = where, rule, got
 
 
