@@ -26,7 +26,16 @@ from daskgpt.training.checkpoint import BEST, step_of
 from daskgpt.training.engine import State
 from daskgpt.training.job import LENGTHS, Job, require_one_length
 from daskgpt.training.run_folder import new_folder
-from daskgpt.training.start import SECTIONS, Start, WarmStart, changeable, may_not_change, new_run, resumed_run
+from daskgpt.training.start import (
+    SECTIONS,
+    NoStepsLeft,
+    Start,
+    WarmStart,
+    changeable,
+    may_not_change,
+    new_run,
+    resumed_run,
+)
 from daskgpt.training.trainer import Callback, Observers, Result, train
 
 DEFAULT = "tiny"  # the preset
@@ -103,7 +112,11 @@ def main(arguments: list[str]) -> int:
         if values.preset:
             raise may_not_change(values.resume, "preset", values.preset)
         changes = {name: given_flags(kind, values) for name, kind in SECTIONS.items()}
-        job, start = resumed_run(values.resume, changes, connects=not values.plan)
+        try:
+            job, start = resumed_run(values.resume, changes, connects=not values.plan)
+        except NoStepsLeft as complete:  # a script that starts a run again until it ends with 0 must come to an end
+            print(f"nothing to do: {complete}")
+            return 0
     else:
         job, start = run_of(values)
     if values.plan:

@@ -157,7 +157,7 @@ def test_a_run_without_metrics_continues(copy, whole, capfd):
     assert tensors_of(copy) == tensors_of(whole)
 
 
-def test_a_run_without_a_good_checkpoint_is_refused(copy, tmp_path, whole):
+def test_a_run_without_a_good_checkpoint_or_steps_left(copy, tmp_path, whole, capsys):
     for folder in copy.glob("step-*"):
         (folder / "state.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="2 damaged.*step-00000007.*step-00000005.*another --out"):
@@ -174,7 +174,9 @@ def test_a_run_without_a_good_checkpoint_is_refused(copy, tmp_path, whole):
     with pytest.raises(ValueError, match="must name the folder of a run"):
         resume(whole / "latest")
     with pytest.raises(ValueError, match="must have steps left"):
-        resume(whole, "--steps", STEPS)
+        resume(whole, "--steps", STEPS - 1)
+    assert resume(whole) == 0
+    assert "nothing to do" in capsys.readouterr().out
     assert not (tmp_path / ".lock").exists()
 
 

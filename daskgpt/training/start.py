@@ -88,6 +88,10 @@ def given_settings(where: str, section: str, given: Any) -> Mapping[str, Any]:
     return {f.name: value for f in fields(kind) if (value := getattr(given, f.name)) != f.default}
 
 
+class NoStepsLeft(ValueError):
+    """All steps of a run that is to be continued are done."""
+
+
 @dataclass(frozen=True, eq=False)
 class Start:
     """Beginning of a run: its first parameters, or those of a checkpoint, and what earlier processes have done.
@@ -325,7 +329,7 @@ def resumed_run(path: str, changes: Mapping[str, Mapping[str, Any]], *, connects
 
     Errors    FileNotFoundError if there is no run or no good checkpoint; RuntimeError if another process trains it,
               or no scheduler answers; ValueError for a change that is refused, other data than the run's, and no step
-              left
+              left (`NoStepsLeft` if all are done)
     """
     require_compiler()
     if connects and (address := changes.get("dataflow", {}).get("scheduler")) is not None:
@@ -375,7 +379,8 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
 
 def _require_steps_left(job: Job, state: Mapping[str, Any], path: str) -> None:
     rule, got = "the run must have steps left", {"steps": job.steps, "resume": f"{path} ({state['step']} done)"}
-    require(job.steps > state["step"], "train", rule, got, "Give more --steps.")
+    kind = NoStepsLeft if job.steps == state["step"] else ValueError
+    require(job.steps > state["step"], "train", rule, got, "Give more --steps.", kind)
 
 
 def _changed_configuration(
