@@ -89,15 +89,18 @@ def test_arrays_of_another_form_are_refused_and_others_are_made_contiguous(rando
 
     read_only = x.copy()
     read_only.flags.writeable = False
-    for array in (x, read_only, x.transpose(0, 2, 1).copy().transpose(0, 2, 1)):
+    other_type = x.view(type("Array", (np.ndarray,), {}))
+    for array in (x, read_only, x.transpose(0, 2, 1).copy().transpose(0, 2, 1), other_type):
         np.testing.assert_array_equal(result(array), elementwise.gelu(x))
     for array, word in ((x[:1], "shape"), (x.astype(np.float64), "float64")):
         with pytest.raises(ValueError, match=word):
             result(array)
     # An array without axes keeps its shape beside one that is made contiguous.
-    run.fetched.append(run.fetched[0]._replace(source=(1,), form=Form((), x.dtype)))
-    number = np.zeros((), np.float32)
-    assert run._arguments([x.transpose(0, 2, 1).copy().transpose(0, 2, 1), number])[1] is number
+    run.fetched.append(run.fetched[0]._replace(slot=1, form=Form((), x.dtype)))
+    slots = [x.transpose(0, 2, 1).copy().transpose(0, 2, 1), number := np.zeros((), np.float32)]
+    run._check(slots)
+    assert slots[0].flags.c_contiguous
+    assert slots[1] is number
 
 
 def operand(trace, *shape):

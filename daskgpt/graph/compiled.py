@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import dask.array as da
@@ -18,17 +19,17 @@ from daskgpt.graph.barriers import with_barriers
 from daskgpt.graph.calls import origin_of
 from daskgpt.graph.fuse import fuse
 from daskgpt.graph.lowering import Lowered
-from daskgpt.graph.nodes import Graph, Key, is_leaf, keys_of, pieces, renamed, waiting_for
+from daskgpt.graph.nodes import Graph, Key, cuts_of, is_leaf, keys_of, pieces, renamed, waiting_for
 from daskgpt.graph.program import Place, Recorder, calls_of, in_run
 from daskgpt.graph.update_in_place import Rewritten
 
-STATE = "state"
+STATE, INPUTS = "state", ("inputs",)
 
 
 class Submission(NamedTuple):
     """A submission to a scheduler.
 
-    leaves    data by key: arrays, or packs of the state as the scheduler returned them
+    leaves    data by key: the chunks of a run's inputs, and packs of the state as the scheduler returned them
     keys      keys of the wanted results
     runs      number of runs of one compiled graph in it
     recorder  of its programs
@@ -69,6 +70,7 @@ class KernelGraph:
 
     token    distinguishes this graph's keys on a cluster
     inputs   those that the graph reads
+    cuts     name and index of each of their chunks
     leaves   state name -> its leaf
     results  state name -> the task whose value replaces it; empty if a run overwrites the state or leaves it
     written  the tasks that make the new state
@@ -92,6 +94,7 @@ class KernelGraph:
         self.token, self.outputs = token, outputs
         self.graph, self.after, self.in_place = rewritten.graph, rewritten.after, bool(rewritten.updates)
         self.inputs = {name: array for name, array in inputs.items() if keys_of(array)[0] in self.graph}
+        self.cuts = [(name, index) for name, array in self.inputs.items() for index in cuts_of(array)]
         self.leaves = {name: keys_of(array)[0] for name, array in state.items()}
         self.results = {} if self.in_place else {name: keys_of(array)[0] for name, array in updated.items()}
         self.written = rewritten.updates or list(self.results.values())
@@ -122,6 +125,8 @@ def compile_graph(
     kept = [name for name in kernels.leaves if name not in kernels.results]
     layout = layout or Layout(tuple(tuple(names) for names in (*packs.values(), kept) if names))
     places = {kernels.leaves[name]: place for name, place in layout.places().items() if name in kernels.leaves}
+    input_keys = chain(*map(keys_of, kernels.inputs.values()))
+    places |= {key: Place(INPUTS, number) for number, key in enumerate(input_keys)}
     output_keys = {name: keys_of(array) for name, array in kernels.outputs.items()}
     wanted = [*(key for keys in output_keys.values() for key in keys), *kernels.written]
     waits = waits or {}
@@ -188,8 +193,7 @@ class CompiledGraph:
         """Return one run on data and a state, or several on the data of each, as one graph: see `window`."""
         runs, leaves = len(values), {(STATE, number): pack for number, pack in enumerate(packs)}
         for run, inputs in enumerate(values):
-            for name, array in self.kernels.inputs.items():
-                leaves |= {_in_run(key, run, runs): part for key, part in pieces(array, inputs[name]).items()}
+            leaves[_in_run(INPUTS, run, runs)] = tuple(inputs[name][index] for name, index in self.kernels.cuts)
         keys = [_in_run(key, run, runs) for run in range(runs) for key in self.output_keys]
         keys += [_in_run(key, runs - 1, runs) for key in self.updates]
         return Submission(self.window(runs), leaves, keys, runs, self.kernels.recorder)
@@ -207,7 +211,7 @@ class CompiledGraph:
             return self.graph
         if runs not in self.windows:
             updates = self.needs_of_last_run()
-            keys = self.graph.keys() | {key for array in self.kernels.inputs.values() for key in keys_of(array)}
+            keys = self.graph.keys() | {INPUTS}
             graph: Graph = {}
             for run in range(runs):
                 new = {key: _in_run(key, run, runs) for key in keys}

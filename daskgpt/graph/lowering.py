@@ -15,18 +15,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import groupby
-from operator import attrgetter, getitem
+from operator import getitem
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.native import ALIGNMENT, DATA, MOST_WORDS, NANOSECONDS, STEP, run_calls
+from daskgpt.kernels.native import ALIGNMENT, CONTIGUOUS, DATA, MOST_WORDS, NANOSECONDS, STEP, WRITABLE, run_calls
 from daskgpt.kernels.tracing import FLOATS, RETURNS, Buffer, NativeCall, NotNative, Operand, Trace
 
 WORDS, ARENA = 0, 1  # bases of every run, before those of arrays
 UNTIMED = np.empty(0, np.int64)
-LIKE, WRITABLE = attrgetter("shape", "dtype", "flags.c_contiguous"), attrgetter("flags.writeable")
+ANYTHING = np.empty((0, 4), np.int64)
 
 
 class Form(NamedTuple):
@@ -71,7 +71,7 @@ class View(NamedTuple):
 class Fetched(NamedTuple):
     """An array that a run takes out of a value of the program.
 
-    slot     for it
+    slot     for it; its own if it is such a value
     source   slot of the value, and places in nested tuples
     written  whether the run writes into it
     """
@@ -111,19 +111,26 @@ class NativeRun:
     constants: list[np.ndarray]
 
     def __post_init__(self) -> None:
-        self.expected = [(*one.form, True) for one in self.fetched]
-        self.written = [place for place, one in enumerate(self.fetched) if one.written]
+        most = max((len(one.form.shape) for one in self.fetched), default=0)
+        self.expected = np.zeros((len(self.arrays), 4 + most), np.int64)
+        for one in self.fetched:
+            shape, flags = one.form.shape, CONTIGUOUS | (WRITABLE if one.written else 0)
+            row = [flags, id(np.ndarray), id(one.form.dtype), len(shape), *shape]
+            self.expected[self.arrays.index(one.slot), : len(row)] = row
+        self.parts = [one for one in self.fetched if one.source != (one.slot,)]
 
     def run(self, slots: list[Any], timed: bool) -> Iterator[tuple[Any, float, float, int]]:
         """Run; yield each member with its start, its end and the bytes of its result if they are timed."""
-        for one, array in zip(self.fetched, self._arguments(slots)):
-            slots[one.slot] = array
+        for one in self.parts:
+            slots[one.slot] = reduce(getitem, one.source, slots)
         for slot, form in self.made.items():
             slots[slot] = np.empty(*form)
         words = np.empty(len(self.template) + (self.arena + ALIGNMENT) // 8, np.int64)
-        bases = np.array([0, 0, *map(id, map(slots.__getitem__, self.arrays))])
         times = np.empty(len(self.calls) + 1, np.int64) if timed else UNTIMED
-        done = run_calls(self.calls, self.template, self.places, bases, DATA, words, times, timed)
+        done = self._run(slots, self.expected, words, times)
+        if done < 0:
+            self._check(slots)
+            done = self._run(slots, ANYTHING, words, times)
         if done < len(self.calls):
             key = next(call.key for call, first, _ in reversed(self.members) if first <= done)
             raise refusal(MemoryError, str(key[0]), "a kernel must get its memory", {"call": done}, "Free some memory.")
@@ -136,21 +143,24 @@ class NativeRun:
             for (call, first, size), end in zip(self.members, ends):
                 yield call, times[first] * NANOSECONDS, times[end] * NANOSECONDS, size
 
-    def _arguments(self, slots: Any) -> list[np.ndarray]:
-        """Return the arrays that lie in slots, contiguous, after a check of their forms."""
-        arrays = [reduce(getitem, one.source, slots) for one in self.fetched]
-        if [*map(LIKE, arrays)] == self.expected and all(map(WRITABLE, map(arrays.__getitem__, self.written))):
-            return arrays
-        for array, one in zip(arrays, self.fetched):
-            flags = array.flags
+    def _run(self, slots: Sequence[Any], expected: np.ndarray, words: np.ndarray, times: np.ndarray) -> Any:
+        """Make all calls; see `run_calls`."""
+        bases = np.array([0, 0, *map(id, map(slots.__getitem__, self.arrays))])
+        return run_calls(self.calls, self.template, self.places, bases, expected, DATA, words, times, len(times) > 0)
+
+    def _check(self, slots: list[Any]) -> None:
+        """Check the arrays that lie in values, and make those contiguous that are only read."""
+        for one in self.fetched:
+            array, flags = slots[one.slot], slots[one.slot].flags
             if form_of(array) != one.form or (one.written and not (flags.c_contiguous and flags.writeable)):
                 rule = f"the array must have shape {one.form.shape} and type {one.form.dtype}"
                 rule += ", be contiguous and writable" * one.written
                 got = {"shape": array.shape, "type": array.dtype}
                 got |= {"contiguous": flags.c_contiguous, "writable": flags.writeable}
                 raise refusal(ValueError, str(self.members[0][0].key[0]), rule, got, "Compile the step again.")
-        # NumPy's function gives an array without axes one, so what is contiguous is left alone.
-        return [array if array.flags.c_contiguous else np.ascontiguousarray(array) for array in arrays]
+            # NumPy's function gives an array without axes one, so what is contiguous is left alone.
+            if not flags.c_contiguous:
+                slots[one.slot] = np.ascontiguousarray(array)
 
 
 def _result(view: Any, slots: Sequence[Any]) -> Any:
@@ -248,12 +258,15 @@ class _Plan:
         shared = {buffer for buffer, numbers in users.items() if numbers[0] != numbers[-1] or buffer.source}
         shared |= {operand.buffer for slot in self.kept for operand in _operands_in(self.values[slot])}
         self.slots = {buffer: slot for slot, buffer in enumerate(shared, 1 + max(self.values))}
+        # A view of it may be used after the program has dropped it, but not within one run.
+        own = {buffer for buffer in shared if len(buffer.source or ()) == 1 and len({*users.get(buffer, ())}) == 1}
+        self.slots |= {buffer: buffer.source[0] for buffer in own}
         for number, group in enumerate(groups):
             if group[0].native is None:
                 self.items += [entry.call for entry in group]
                 continue
             used = {buffer: None for entry in group for buffer in _buffers(entry)}
-            last = [buffer for buffer in used if buffer in self.slots and users[buffer][-1] == number]
+            last = [buffer for buffer in used if buffer in self.slots.keys() - own and users[buffer][-1] == number]
             first = [buffer for buffer in used if buffer in self.slots and users[buffer][0] == number]
             self.items.append(self._run(group, used, first, last))
 

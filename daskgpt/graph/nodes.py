@@ -26,10 +26,15 @@ def keys_of(array: da.Array) -> list[Key]:
     return [(array.name, *index) for index in product(*map(range, array.numblocks))]
 
 
+def cuts_of(array: da.Array) -> list[Any]:
+    """Return the indices of an array's chunks in the whole, which are views."""
+    # The ellipsis makes the chunk of an array without axes a view, too.
+    return [(*index, ...) for index in slices_from_chunks(array.chunks)]
+
+
 def pieces(array: da.Array, value: np.ndarray) -> dict[Key, np.ndarray]:
     """Return the chunks of `array` if the whole is `value`, as views."""
-    # The ellipsis makes the chunk of an array without axes a view, too.
-    return {key: value[(*index, ...)] for key, index in zip(keys_of(array), slices_from_chunks(array.chunks))}
+    return {key: value[index] for key, index in zip(keys_of(array), cuts_of(array))}
 
 
 def array_of(name: str, chunks: Chunks, dtype: np.typing.DTypeLike, value: np.ndarray | None = None) -> da.Array:

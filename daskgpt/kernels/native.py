@@ -22,7 +22,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from daskgpt.kernels.compilation import instruction, kernel
+from daskgpt.kernels.compilation import helper, instruction, kernel
 from daskgpt.kernels.simd.lanes import F64, I8, I32, I64, POINTER, VOID, X86, address_of, at, call, load, read, whole
 from daskgpt.kernels.tracing import FLOATS
 
@@ -83,6 +83,11 @@ def _distance_of_data() -> int:
 
 
 DATA = _distance_of_data()
+# What else an array has there (PyArrayObject_fields in numpy/ndarraytypes.h), by its distance in words of 64 bits: its
+# type, number of axes, their lengths, the dtype, and flags; two of the flags.
+TYPE, AXES, LENGTHS, DTYPE, FLAGS = -1, 1, 2, 5, 6
+CONTIGUOUS, WRITABLE = 1, 0x400
+_INT = 0xFFFFFFFF  # of a word, what a C int takes
 
 
 @instruction("n n n", "n")
@@ -113,17 +118,34 @@ def _now(builder):
     return builder.add(builder.mul(seconds, whole(10**9)), rest)
 
 
-@kernel("l2 l1 l2 L1 n L1 L1 n")
-def run_calls(calls, template, places, bases, data, words, times, timed):
-    """Make calls (rows of address, first word, number of words); return the number of those that succeeded.
+@helper
+def _is_as_expected(array, expected, data):
+    """Return whether an array, by its address as an object, is as `run_calls` expects."""
+    place, flags, axes = array + data, expected[0], expected[3]
+    is_array = read(place, TYPE, data) == expected[1] and read(place, DTYPE, data) == expected[2]
+    same = is_array and read(place, FLAGS, data) & flags == flags and read(place, AXES, data) & _INT == axes
+    for axis in range(axes if same else 0):
+        same = same and read(read(place, LENGTHS, data), axis, data) == expected[4 + axis]
+    return same
+
+
+@kernel("l2 l1 l2 L1 l2 n L1 L1 n")
+def run_calls(calls, template, places, bases, expected, data, words, times, timed):
+    """Make calls (rows of address, first word, number of words); return the number of those that succeeded, or -1 and
+    make none if an array is not as expected.
 
     template   words of all calls, after RETURNS words for what they return
     places     rows of a word, a base and a distance: the word is the address at this distance from the base
     bases      room for the addresses of the words and of the memory after them; then those of arrays as objects, which
                become those of their data
+    expected   of these arrays: flags, type and dtype by their addresses as objects, number of axes, and their lengths;
+               anything is as expected without a flag, and without a row
     data       DATA
     times      nanoseconds at the start of each call and at the end of the last one, if timed
     """
+    for i in range(expected.shape[0]):
+        if expected[i, 0] and not _is_as_expected(bases[2 + i], expected[i], data):
+            return -1
     previous = _read_state()
     _write_state(previous | _FLUSH)
     start = address_of(words)

@@ -15,10 +15,9 @@ from typing import Any
 from uuid import uuid4
 
 import dask
-import numpy as np
 from distributed import Future, KilledWorker, span, wait
 
-from daskgpt.graph.compiled import Submission
+from daskgpt.graph.compiled import STATE, Submission
 from daskgpt.graph.nodes import Key, in_one_layer, pinned, renamed, with_leaves
 from daskgpt.graph.program import in_run
 from daskgpt.schedulers import dask_internals as internals
@@ -236,7 +235,7 @@ class ClusterScheduler(Scheduler):
         graph, leaves, keys, runs, _ = submission
         number, self.runs = self.runs, self.runs + runs
         new: dict[Key, Any] = {key: (f"{key[0]}-{number}", *key[1:]) for key in graph.keys() | leaves.keys()}
-        held = {key: self.held(value) for key, value in leaves.items() if not isinstance(value, np.ndarray)}
+        held = {key: self.held(value) for key, value in leaves.items() if key[0] == STATE}
         new |= {key: future.key for key, future in held.items()}
         data = with_leaves(graph, {key: value for key, value in leaves.items() if key not in held})
         layer = in_one_layer({key: in_run(node, number) for key, node in renamed(data, new).items()})
