@@ -140,9 +140,10 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
     """Return the conversations of a source's files, their places there, and those of what was left out: conversations
     with an empty text, or nothing that the assistant says.
 
-    A prompt of two fields, an instruction and its input, has a line break between them.
+    A prompt of several fields, such as an instruction and its input, has line breaks between them. What a record's
+    field `system` says begins its conversation.
 
-    Errors   ValueError naming the first record without such texts
+    Errors   ValueError naming the first record without such texts, or with a field of LOST that is not empty
     """
     conversations, places, left_out = list[Conversation](), list[str](), list[str]()
     rule = 'a record must have texts: "prompt" and "response", or "messages", each with "role" and "content"'
@@ -156,8 +157,7 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
 
 def _conversation(record: object) -> Conversation:
     fields = _fields(record, "record")
-    system = whole(fields.get(SYSTEM), SYSTEM)
-    told = [(SYSTEM, system)] if system else []
+    told = [(SYSTEM, text)] if (text := whole(fields.get(SYSTEM), SYSTEM)) else []
     for asking, answering in PAIR_FIELDS:
         if asking[0] in fields and answering in fields:
             prompt = "\n".join(filter(None, (whole(fields.get(name), name) for name in asking)))
@@ -178,10 +178,10 @@ def _message(record: object, role: str, content: str) -> Message:
 
 
 def _fields(record: object, kind: str) -> dict[str, object]:
-    """Return the fields of a record or message. Errors   TypeError, also for one that has no place in a conversation"""
+    """Return the fields of a record or message. Errors   TypeError, also for one of LOST that is not empty"""
     fields: dict[str, object] = of_kind(dict, record, kind)
-    if lost := [name for name in LOST if fields.get(name)]:
-        raise TypeError(f"a {kind} whose {lost[0]} would be lost")
+    for name in filter(fields.get, LOST):
+        raise TypeError(f"a {kind} whose {name} would be lost")
     return fields
 
 
