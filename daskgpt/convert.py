@@ -9,8 +9,9 @@ alone, as a folder for Hugging Face's library peft.
 Files of pickled Python objects are never opened, since they can run anything. If you trust one, these lines convert
 it. A pytorch_model.bin of Hugging Face, with PyTorch and transformers installed:
 
-    from transformers import GPT2LMHeadModel
-    GPT2LMHeadModel.from_pretrained("FOLDER").save_pretrained("NEW_FOLDER")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    AutoModelForCausalLM.from_pretrained("FOLDER").save_pretrained("NEW_FOLDER")
+    AutoTokenizer.from_pretrained("FOLDER").save_pretrained("NEW_FOLDER")
 
 A ckpt.pt of nanoGPT, with PyTorch and safetensors installed. nanoGPT has the exact GELU; GPT-2 and daskgpt have the
 tanh form, which changes logits by some thousandths:

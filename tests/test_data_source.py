@@ -129,10 +129,29 @@ def test_pairs_are_recognized(name, records, tmp_path):
         prepare.main([str(tmp_path / name), "--out", str(tmp_path / "tokens")])
 
 
-def test_an_instruction_is_followed_by_its_input(tmp_path):
-    rows = [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Hi.", "output": "Ho."}]
-    pairs, _ = pairs_of(recognize(written(tmp_path / "a.jsonl", lines(rows))))
-    assert pairs == [("Add.\n1, 2", "3"), ("Hi.", "Ho.")]
+FIRST = {"instruction": "Add.", "output": "3"}  # the first line decides what a file is
+BEYOND_PROMPTS = [
+    ({"input": "1, 2"}, ("Add.\n1, 2", "3")),
+    ({"context": "1, 2", "input": None}, ("Add.\n1, 2", "3")),
+    ({"question": "Sum?", "context": "1, 2", "answer": "3", "output": None}, ("Sum?\n1, 2", "3")),
+    ({"system": "Be kind.", "tools": []}, ("Be kind.", "Add.", "3")),
+    ({"system": "", "conversations": None}, ("Add.", "3")),
+]
+
+
+@pytest.mark.parametrize(("more", "texts"), BEYOND_PROMPTS)
+def test_what_a_record_says_beside_its_prompt_is_kept(more, texts, tmp_path):
+    record = more if "question" in more else FIRST | more
+    assert pairs_of(recognize(written(tmp_path / "a.jsonl", lines([FIRST, record]))))[0] == [("Add.", "3"), texts]
+
+
+@pytest.mark.parametrize("name", ["tools", "history", "tool_calls", "function_call"])
+def test_what_has_no_place_in_a_conversation_is_refused(name, tmp_path):
+    message = TALK | {"role": "assistant", name: [{"name": "f"}]}
+    for record, kind in ((FIRST | {name: "[1]"}, "record"), ({"messages": [TALK, message]}, "message")):
+        source = recognize(written(tmp_path / "a.jsonl", lines([FIRST, record])))
+        with pytest.raises(ValueError, match=rf"line 2, found=a {kind} whose {name} would be lost\."):
+            read_pairs(source)
 
 
 def test_lists_of_records_are_refused(tmp_path):

@@ -61,8 +61,13 @@ def test_prefixes_masks_and_a_tied_head(tmp_path, prefix):
     more = {f"{prefix}h.{n}.attn.bias": np.tril(np.ones((1, 1, 16, 16), np.uint8)) for n in range(CONFIG.blocks)}
     more |= {f"{prefix}h.{n}.attn.masked_bias": np.array(-1e4, np.float32) for n in range(CONFIG.blocks)}
     assert_the_model(write(tmp_path / "a", arrays(prefix)))
-    head = {"lm_head.weight": np.zeros(3)}  # transformers, too, takes the embedding for it
+    head = {"lm_head.weight": PARAMETERS["wte.weight"]}
     assert_the_model(write(tmp_path / "b", arrays(prefix) | more | head))
+    without = {name: values for name, values in arrays(prefix).items() if "wte" not in name}
+    assert_the_model(write(tmp_path / "b", without | head))  # of tied tensors some writers keep the first name
+    for other in (np.zeros(3), PARAMETERS["wte.weight"] + np.float32(1)):  # which transformers does not tie
+        with pytest.raises(ValueError, match="lm_head.weight must equal the embedding"):
+            daskgpt.load(write(tmp_path / "b", arrays(prefix) | {"lm_head.weight": other}))
 
 
 @pytest.mark.parametrize("other", [None, {"format": "pt", "total_size": "9"}])
@@ -169,6 +174,7 @@ REFUSED = [
     ({"scale_attn_weights": False}, "scale_attn_weights must be true"),
     ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be false"),
     ({"tie_word_embeddings": False}, "tie_word_embeddings must be true"),
+    ({"is_causal": False}, "is_causal must be true"),
     ({"quantization_config": {"bits": 4}}, "quantization_config must be null"),
     ({"model_type": "bert"}, "model_type must be gpt2 or llama"),
     ({"n_layer": 10**4}, "every block must have its tensors"),

@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from daskgpt.config.errors import number_of, refusing, require, short
 from daskgpt.config.files import digest_of
 from daskgpt.data.source import Source
-from daskgpt.data.text import CHATS, PAIR_FIELDS, WHERE, of_kind, records, runs, whole
+from daskgpt.data.text import CHATS, LOST, PAIR_FIELDS, SYSTEM, WHERE, of_kind, records, runs, whole
 from daskgpt.formats.encoding import Encoding, title_of
 
 Message = tuple[str, str]  # role and content
@@ -140,9 +140,10 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
     """Return the conversations of a source's files, their places there, and those of what was left out: conversations
     with an empty text, or nothing that the assistant says.
 
-    A prompt of two fields, an instruction and its input, has a line break between them.
+    A prompt of several fields, such as an instruction and its input, has line breaks between them. What a record's
+    field `system` says begins its conversation.
 
-    Errors   ValueError naming the first record without such texts
+    Errors   ValueError naming the first record without such texts, or with a field of LOST that is not empty
     """
     conversations, places, left_out = list[Conversation](), list[str](), list[str]()
     rule = 'a record must have texts: "prompt" and "response", or "messages", each with "role" and "content"'
@@ -155,24 +156,33 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
 
 
 def _conversation(record: object) -> Conversation:
-    fields = of_kind(dict, record, "record")
+    fields = _fields(record, "record")
+    told = [(SYSTEM, text)] if (text := whole(fields.get(SYSTEM), SYSTEM)) else []
     for asking, answering in PAIR_FIELDS:
         if asking[0] in fields and answering in fields:
             prompt = "\n".join(filter(None, (whole(fields.get(name), name) for name in asking)))
-            return (USER, prompt), (ASSISTANT, whole(fields[answering], answering))
+            return *told, (USER, prompt), (ASSISTANT, whole(fields[answering], answering))
     for field, names in CHATS.items():
         if field in fields:
             messages = [] if fields[field] is None else of_kind(list, fields[field], field)
-            return tuple(_message(message, *names) for message in messages)
+            return *told, *(_message(message, *names) for message in messages)
     raise TypeError(f"a record with the fields {', '.join(fields)}")
 
 
 def _message(record: object, role: str, content: str) -> Message:
-    fields = of_kind(dict, record, "message")
+    fields = _fields(record, "message")
     if role not in fields or content not in fields:
         raise TypeError(f"a message with the fields {', '.join(fields)}")
     name = whole(fields[role], role)
     return ROLES.get(name, name), whole(fields[content], content)
+
+
+def _fields(record: object, kind: str) -> dict[str, object]:
+    """Return the fields of a record or message. Errors   TypeError, also for one of LOST that is not empty"""
+    fields: dict[str, object] = of_kind(dict, record, kind)
+    for name in filter(fields.get, LOST):
+        raise TypeError(f"a {kind} whose {name} would be lost")
+    return fields
 
 
 @dataclass(frozen=True, eq=False)

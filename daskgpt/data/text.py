@@ -31,18 +31,22 @@ WHERE = "data"
 T = TypeVar("T")
 LINES, PARQUET = "JSON lines", "Parquet"  # what records are written in
 FIELD = "text"  # of records, by default
-# Names of a prompt and its response in records. The second name of a prompt may be missing or empty.
+# Names of a prompt and its response in records. The further names of a prompt may be missing or empty.
 PAIR_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("prompt",), "response"),
     (("prompt",), "completion"),
-    (("instruction", "input"), "output"),
-    (("instruction", "input"), "response"),
-    (("question",), "answer"),
+    (("instruction", "input", "context"), "output"),
+    (("instruction", "input", "context"), "response"),
+    (("question", "context"), "answer"),
     (("input",), "output"),
 )
 # Names of the messages of a chat, with those of role and content in each.
 CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-CONVERSED = [*CHATS, *dict.fromkeys(name for asking, answering in PAIR_FIELDS for name in (*asking, answering))]
+SYSTEM = "system"  # a field of records: what the model is told before; and the role that says it
+# Fields of records and of messages that decide what the assistant says, and have no place in a conversation here.
+LOST = ("tools", "history", "tool_calls", "function_call")
+CONVERSED = [*CHATS, SYSTEM, *LOST]
+CONVERSED += dict.fromkeys(name for asking, answering in PAIR_FIELDS for name in (*asking, answering))
 BLOCK_BYTES = 2**22  # bytes of text that are read together
 LAST = sys.maxsize  # behind the end of every file
 ROWS = 16  # of Parquet that are read together: few, since a text may be a book

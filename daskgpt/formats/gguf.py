@@ -70,7 +70,8 @@ ENTRIES: dict[str, dict[str, str]] = {
 OPTIONAL = {"attention.head_count_kv": "kv_heads", "attention.key_length": "head_size", "rope.freq_base": "rope_theta"}
 HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
 # Entries that change the computation of a model, with the only values that are supported.
-MEANT = {"expert_count": 0, "attention.sliding_window": 0, "rope.scaling.type": "none", "rope.scale_linear": 1.0}
+MEANT = {"expert_count": 0, "attention.sliding_window": 0, "attention.causal": True, "rope.scaling.type": "none"}
+MEANT |= {"rope.scaling.factor": 1.0, "rope.scale_linear": 1.0}  # a factor without a type is one of linear scaling
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 DIVISORS = "rope_freqs.weight"  # what each angle of rotary positions is divided by
 TOKENIZER, TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
@@ -113,7 +114,7 @@ def _config_of(path: Path, entries: Mapping[str, Any], stored: dict[str, StoredT
     shape = stored[EMBEDDING].shape if EMBEDDING in stored else ()
     require(len(shape) == 2, READ, f"{EMBEDDING} must be a matrix", {"path": path, "shape": shape}, OTHERS)
     table, head = stored[EMBEDDING], stored.get(HEAD)
-    if head and head.dtype == table.dtype and np.array_equal(head.values, table.values):
+    if head and head.equals(table):
         del stored[HEAD]
     made |= {"vocabulary": shape[0], "head": "untied" if HEAD in stored else "tied"}
     if family == LLAMA:

@@ -92,6 +92,7 @@ _GPT2_MEANT: dict[str, tuple[object, ...]] = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
+    "is_causal": (True,),
     "tie_word_embeddings": (True,),
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
@@ -104,6 +105,7 @@ LLAMA3 = "llama3"  # a kind of rotary positions, with these numbers
 _SCALING = {"factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"}
 _SCALING |= {"original_max_position_embeddings": "rope_positions"}
 _ROTARY_MEANT: dict[str, tuple[object, ...]] = {
+    "is_causal": (True,),
     "hidden_act": ("silu", "swish"),
     "tie_word_embeddings": (False, True),
     "rope_type": ("default", LLAMA3),
@@ -155,8 +157,11 @@ def open_huggingface(folder: Path) -> StoredModel:
             got = {"path": file, "tensor": short(bare)}
             require(bare not in stored, READ, "every tensor must occur once", got, DAMAGED)
             stored[bare] = tensor
-    if config.head == "tied":
-        stored.pop(HEAD, None)  # as transformers does, whatever it holds
+    if config.head == "tied" and HEAD in stored:  # the table may be stored under either name, or under both
+        head = stored.pop(HEAD)
+        table = stored.setdefault("wte.weight" if family == GPT2 else "model.embed_tokens.weight", head)
+        rule, got = f"{HEAD} must equal the embedding, to which {CONFIG} ties it", {"path": file}
+        require(head.equals(table), READ, rule, got, "If it is a layer of its own, say tie_word_embeddings: false.")
     parameters = open_tensors(file, stored, config, READ, lambda tensor: parts_of(config, tensor, family))
     dtypes = ", ".join(sorted({DTYPES[tensor.dtype][0] for tensor in stored.values()}))
     listed = dict.fromkeys((folder / CONFIG, file, *files.files))

@@ -47,6 +47,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
 
+    def equals(self, other: StoredTensor) -> bool:
+        """Return whether two tensors of a file are the same to the bit."""
+        return self.dtype == other.dtype and self.shape == other.shape and np.array_equal(self.values, other.values)
+
     def read(self) -> np.ndarray:
         """Return the values as they are in the file: mapped, read-only; bfloat16 as uint16. Blocks become float32."""
         if self.dtype in DTYPES:
