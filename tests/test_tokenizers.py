@@ -109,15 +109,6 @@ def test_every_command_uses_a_folders_own_tokenizer(folder, tmp_path, capsys):
         train.main(["--init", str(folder), "--data", str(text), "--encoding", "learn:300", *SHORT.split()])
 
 
-@pytest.mark.parametrize(("vocabulary", "encoding"), [(257, "bytes"), (300, "bytes"), (50304, "gpt2"), (256, "")])
-def test_model_without_encoding(vocabulary, encoding):
-    if encoding:
-        assert encodings.encoding_of_model(vocabulary) == encoding
-    else:
-        with pytest.raises(ValueError, match="--encoding"):
-            encodings.encoding_of_model(vocabulary)
-
-
 # Added tokens
 
 ADDED = [
