@@ -16,7 +16,6 @@ from command_lines import SMALL
 from llmc_samples import write_tokens
 from pyarrow import parquet
 
-import daskgpt
 from daskgpt import evaluate, prepare, train
 from daskgpt.data import source as source_module
 from daskgpt.data.dataset import load_dataset, read_text
@@ -344,40 +343,7 @@ def test_nothing_is_no_source(source, tmp_path, monkeypatch):
         recognize(source)
 
 
-# Evaluation, and data for validation
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "model.safetensors"
-    config = daskgpt.ModelConfig(blocks=1, heads=2, channels=16, vocabulary=257, positions=48)
-    daskgpt.save(path, config, daskgpt.initial_parameters(config, seed=1), encoding="bytes")
-    return path
-
-
-@pytest.fixture
-def evaluated(model, called):
-    """The figures of a source and flags."""
-    return lambda *words: json.loads(called(evaluate, model, "--json", "--data", *words)[1])
-
-
-def test_every_source_of_training_is_evaluated(evaluated, tmp_path):
-    written(tmp_path / "t.txt", TEXT)
-    prepare.main([str(tmp_path / "t.txt"), "--encoding", "bytes", "--out", str(tmp_path / "tokens")])
-    whole, shards = (evaluated(tmp_path / name) for name in ("tokens", "tokens/val_*.bin"))
-    assert whole | {"data": 0} == shards | {"data": 0}
-    assert whole["tokens"] == load_dataset(str(tmp_path / "tokens")).validation.size - 1
-
-
-def test_the_loss_of_pairs_is_that_of_their_responses(model, evaluated, tmp_path, called):
-    path = written(tmp_path / "pairs.jsonl", lines(pairs_as("prompt", "response")))
-    flags = ["--data", path, "--validation-data", path, "--init", str(model), "--sequence-length", "48"]
-    flags += ["--batch-size", "4", "--validation-batches", "99", "--learning-rate", "0", "--final-learning-rate", "0"]
-    _, said = called(train, *flags, "--steps", 1, "--sample-tokens", 0, "--out", tmp_path / "run")
-    figures = evaluated(path)
-    assert (figures["pairs"], figures["bytes"]) == (60, sum(len(answer) for _, answer in PAIRS))
-    assert f"{figures['loss']:.3f} on held-out text" in said
-    assert evaluated(path, "--limit", 7)["pairs"] == 7
+# Data for validation
 
 
 def test_validation_data_replaces_the_held_out_part(tmp_path):

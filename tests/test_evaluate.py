@@ -1,4 +1,4 @@
-"""Tests of the loss of texts and token files against the layers of training."""
+"""Tests of the loss of texts, token files and pairs against the layers of training."""
 
 import json
 import math
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from conftest import random_parameters, whole_logits
 from llmc_samples import write_tokens
+from prepared_texts import BYTES, prepared, text_of, tokens_of
 
 import daskgpt
-from daskgpt import evaluate
+from daskgpt import evaluate, train
 from daskgpt.data.pairs import Examples
 from daskgpt.formats.encoding import get_encoding
 from daskgpt.generation.decoder import Weights
@@ -63,6 +64,26 @@ def test_loss_perplexity_and_bits(length, threads, evaluated, parameters, tmp_pa
     told = evaluated("--data", files[0], "--limit", 30, "--sequence-length", 40)
     assert "30 tokens, 30 bytes" in told
     assert f"{nats_of(parameters, ids[:31]).mean():.4f} nats a token" in told
+
+
+def test_prepared_tokens_are_those_that_are_held_out(evaluated, tmp_path):
+    (tmp_path / "text.txt").write_text(text_of(2000))
+    tokens = prepared(tmp_path, tmp_path / "text.txt", *BYTES)
+    whole, shards = (json.loads(evaluated("--json", "--data", data)) for data in (tokens, tokens / "val_*.bin"))
+    assert whole | {"data": 0} == shards | {"data": 0}
+    assert whole["tokens"] == tokens_of(tokens, "val").size - 1
+
+
+def test_the_loss_of_pairs_is_that_of_their_responses(model, evaluated, tmp_path, called):
+    records, path = [{"prompt": f"{n} plus 1 is", "response": f" {n + 1}."} for n in range(60)], tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = ["--data", path, "--validation-data", path, "--init", model, "--sequence-length", 40, "--batch-size", 4]
+    flags += ["--validation-batches", 99, "--learning-rate", 0, "--final-learning-rate", 0, "--sample-tokens", 0]
+    _, said = called(train, *flags, "--steps", 1, "--out", tmp_path / "run")
+    figures = json.loads(evaluated("--json", "--data", path))
+    assert (figures["pairs"], figures["bytes"]) == (60, sum(len(record["response"]) for record in records))
+    assert f"{figures['loss']:.3f} on held-out text" in said
+    assert json.loads(evaluated("--json", "--data", path, "--limit", 7))["pairs"] == 7
 
 
 def test_a_perplexity_beyond_every_float(tmp_path, parameters, evaluated, monkeypatch):
