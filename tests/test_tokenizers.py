@@ -324,18 +324,17 @@ class PanicException(BaseException):
     """What Rust's panics are in Python."""
 
 
-@pytest.mark.parametrize("error", [ValueError("Max stack size exceeded"), PanicException("bad split")])
-def test_a_failure_in_a_tokenizer_names_the_text(error, tmp_path, monkeypatch):
+def test_a_failure_in_a_tokenizer_names_the_text(tmp_path, monkeypatch):
     codec = get_encoding(encoding_named(str(written(tmp_path / "folder"))))
     whole = encodings.Encoding._ids
 
     def failing(self, text):
         if "bad" in text:
-            raise error
+            raise PanicException("bad split")
         return whole(self, text)
 
     monkeypatch.setattr(encodings.Encoding, "_ids", failing)
-    with pytest.raises(ValueError, match=rf"encode: .*text=a.txt, error={type(error).__name__}: {error}"):
+    with pytest.raises(ValueError, match="encode: .*text=a.txt, error=PanicException: bad split"):
         codec.encode("good\nbad", "a.txt")
     (tmp_path / "t.txt").write_text("good\n" * 10 + "bad\n")
     with pytest.raises(ValueError, match=r"t.txt, from byte 0 on, error="):
