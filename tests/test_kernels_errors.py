@@ -60,7 +60,7 @@ def read_only(array):
     return array
 
 
-# Kernels with arguments that fit; the last one of some is a total.
+# Kernels with arguments that fit. The last one of a sum is its total.
 SUMS = {
     "linear weight": (total_last(linear.backward_weight), DY, X, np.ones((6, 8))),
     "linear bias": (total_last(linear.backward_bias), DY, np.ones(6)),
