@@ -79,11 +79,12 @@ def whole(small_text, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def interrupts():
-    """Handle Ctrl-C after a test as before: once a command has ended, it would end the process of the tests."""
-    before = signal.getsignal(signal.SIGINT)
+def handlers():
+    """Handle signals after a test as before: once a command has ended, Ctrl-C would end the process of the tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -59,9 +59,7 @@ def unchanged(x):
 
 # In place of positions: none at all.
 NO_POSITIONS = Layer(
-    "no_positions",
-    Row(unchanged, "btX -> btX", "x"),
-    backward={"x": Row(unchanged, "btX -> btX", "dy")},
+    "no_positions", Row(unchanged, "btX -> btX", "x"), backward={"x": Row(unchanged, "btX -> btX", "dy")}
 )
 SAME_ATTENTION = replace(ATTENTION, name="same_attention")
 

@@ -10,6 +10,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import small_runs
+from conftest import random_parameters
 from one_number import LLAMA, ODD
 from small_runs import MODEL, fit_in_parts, same, stopping_at
 
@@ -36,10 +37,6 @@ ADAPTED = replace(MODEL, lora=RANK)
 OPTIMIZER = daskgpt.OptimizerConfig(learning_rate=0.01, warmup=3)
 
 
-def random_values(config, random, dtype="float32"):
-    return {name: (random.normal(size=tensor.shape) * 0.1).astype(dtype) for name, tensor in tensors(config).items()}
-
-
 def with_other_base(run, copy):
     """Return a copy of a run whose base has the same size and other numbers."""
     shutil.copytree(run, copy, symlinks=True)
@@ -60,7 +57,7 @@ def whole(small_text, tmp_path_factory):
 def test_gradients_follow_from_those_of_the_merged_model(config, random):
     """With W + B A as the weight, dA = B^T dW and dB = dW A^T."""
     config = replace(config, lora=RANK)
-    parameters = random_values(config, random, "float64")
+    parameters = random_parameters(config, random, "float64")
     tokens, targets = (da.from_array(ids, chunks=(1, 5)) for ids in random.integers(0, 131, (2, 2, 10)).astype("i4"))
     loss, gradients = daskgpt.loss_and_gradients(config, parameters, tokens, targets)
     assert gradients.keys() == trained_tensors(config).keys()
@@ -207,7 +204,7 @@ def test_audit_from_the_beginning_needs_no_model_but_the_run_s(small_text, tmp_p
 
 
 def test_decoders_read_the_merged_model(random):
-    parameters = {name: value * (10 if "lora" in name else 1) for name, value in random_values(ADAPTED, random).items()}
+    parameters = random_parameters(ADAPTED, random)
     base = {name: parameters[name] for name in tensors(MODEL)}
     ids = [
         list(sample(*model, [1, 2], 8, temperature=0.0))
@@ -243,7 +240,7 @@ def test_model_that_transformers_does_not_have_gets_no_files_of_peft(small_text,
 
 
 def test_saved_model_is_merged_and_finite(tmp_path, random):
-    parameters = random_values(ADAPTED, random)
+    parameters = random_parameters(ADAPTED, random)
     daskgpt.save(tmp_path / "model.safetensors", ADAPTED, parameters)
     config, values = daskgpt.load(tmp_path / "model.safetensors")
     assert config == MODEL

@@ -24,11 +24,8 @@ def test_honest_run_agrees_under_other_dials(whole, called):
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     code, told = called(audit, whole, *OTHER)
     assert code == 0, told
-    assert [line.split(": ")[0] for line in told.splitlines()[1:-1]] == [
-        "steps 1 to 3 agree",
-        "steps 4 to 9 agree",
-        "steps 10 to 12 agree",
-    ]
+    stretches = [line.split(": ")[0] for line in told.splitlines()[1:-1]]
+    assert stretches == [f"steps {steps} agree" for steps in ("1 to 3", "4 to 9", "10 to 12")]
     assert called(audit, whole, "--share", 0.3, "--seed", 1)[1].count(" agree: ") == 1
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
 
@@ -99,15 +96,8 @@ def test_chain_is_cut_behind_a_damaged_checkpoint(small_text, tmp_path, called):
 
 
 def test_other_ways_to_train(small_text, tmp_path, called):
-    fit(
-        small_text,
-        tmp_path / "run",
-        optimizer={"clip": 0.5},
-        dataflow={"precision": "bfloat16"},
-        steps=2000,
-        tokens=640,
-        save_every=4,
-    )
+    settings = {"optimizer": {"clip": 0.5}, "dataflow": {"precision": "bfloat16"}, "steps": 2000, "tokens": 640}
+    fit(small_text, tmp_path / "run", **settings, save_every=4)
     code, told = called(audit, tmp_path / "run", "--scheduler", "threads", "--threads", "2")
     assert code == 0, told
     assert " 0 differ" in told

@@ -17,7 +17,7 @@ from steps import run_step, state_of, step_of
 import daskgpt
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import is_sum, origin_of
-from daskgpt.kernels.optimizers import UNIT_ROWS, adamw_inplace, clipped_hyper, squares
+from daskgpt.kernels.optimizers import adamw_inplace, clipped_hyper, squares
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
@@ -47,16 +47,8 @@ def test_norms_and_clipped_updates_match_pytorch(clip):
         assert magnitude == pytest.approx(total, rel=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(1,), (5000,), (3, 7), (64, 31), (65, 32), (300, 129)])
-def test_squares_of_rows_add_up(random, shape):
-    gradient = random.normal(size=shape).astype("float32")
-    sums = squares(gradient)
-    np.testing.assert_allclose(sums.sum(), (gradient.astype("float64") ** 2).sum(), rtol=1e-14)
-    if len(shape) == 2:
-        parts = [squares(gradient[first : first + UNIT_ROWS]) for first in range(0, len(gradient), UNIT_ROWS)]
-        np.testing.assert_array_equal(np.concatenate(parts), sums)
-    large = (gradient * np.float32(1e30)).astype("float32")  # its squares are beyond float32
-    assert np.isfinite(squares(large)).all()
+def test_squares_beyond_float32_are_finite():
+    assert squares(np.full((65, 32), 1e30, "float32")).sum() == pytest.approx(65 * 32 * 1e60)
 
 
 def test_only_norms_above_the_limit_are_clipped():

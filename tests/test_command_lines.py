@@ -15,9 +15,7 @@ from terminals import left_lines, opened, read_to_end, shown_lines
 
 import daskgpt
 from daskgpt import generate, train
-from daskgpt.model.parameters import initial_parameters
 from daskgpt.training.metrics import Progress
-from daskgpt.training.trainer import Result
 
 
 def test_training_ends_with_a_working_next_command(small_text, tmp_path, called):
@@ -129,11 +127,3 @@ def test_fit_prints_the_header_unless_quiet(fitted, capfd):
     result = fitted(quiet=True)
     assert capfd.readouterr() == ("", "")
     assert len(result.losses) == 4
-
-
-def test_result_says_what_it_has_without_arrays():
-    result = Result(CONFIG, initial_parameters(CONFIG, 0), [5.5, float("nan"), 4.5, 3.5], 3.25, 1.5)
-    shown = "loss 5.500 nats a token in the first step, 3.500 in the last, 3.250 on held-out text\n4 steps in 1.5 s"
-    assert repr(result) == shown
-    assert repr(Result(CONFIG, {}, [5.5, 4.5], 3.25, 1.5, first=1)).endswith("\n1 of 2 steps in 1.5 s")
-    assert repr(Result(CONFIG, {}, [5.5], 3.25, 1.5)).endswith("\n1 step in 1.5 s")

@@ -184,22 +184,13 @@ def test_held_out_spans_by_fraction():
     assert split_text(["text", "more"], 0.0) == (["text", "more"], [])
 
 
-@pytest.mark.parametrize("files", [1, 3, 500])
-def test_text_is_cut_between_lines(files: int):
-    lines = [f"{n} {'x' * (n * 7 % 90)}\n" for n in range(20_000)]
-    documents = ["".join(lines[n::files]) for n in range(files)]
-    training, validation = split_text(documents, 0.1)
-    kept = [line for piece in training + validation for line in piece.splitlines(keepends=True)]
-    assert sorted(kept) == sorted(lines)
-    assert abs(sum(map(len, validation)) / sum(map(len, lines)) - 0.1) < 0.02
-    assert len(validation) >= 5
-    # Pieces of one document stand in its order.
-    text = "".join(lines)
+def test_a_piece_continues_as_long_as_its_part_does():
+    """Training pieces are nine spans long."""
+    text = "".join(f"{n} {'x' * (n * 7 % 90)}\n" for n in range(20_000))
     training, validation = split_text([text], 0.1)
     assert "".join(sorted(training + validation, key=text.index)) == text
-    # A piece continues as long as its part does: training pieces are nine spans long.
     assert max(map(len, training)) > 8 * SPAN_CHARACTERS
-    assert len(training) == len(validation) + 1
+    assert len(training) == len(validation) + 1 >= 6
 
 
 def test_text_without_lines_is_cut_at_spans():
@@ -316,16 +307,6 @@ def test_incomplete_files_are_refused(tmp_path: Path, content: bytes, keyword: s
 # Tokens in several files as one row, orders of epochs, and batches read ahead
 
 ROW = np.arange(1000, dtype=np.uint16)
-
-
-@pytest.mark.parametrize("cuts", [[], [1], [500], [10, 11, 990], list(range(1, 1000))])
-def test_parts_are_read_as_one_row(cuts):
-    tokens = MappedTokens(np.split(ROW, cuts))
-    assert (tokens.size, tokens.dtype) == (1000, np.uint16)
-    for part in (slice(None), slice(5, 700), slice(-30, None), slice(10, 10), slice(3, 900, 7)):
-        np.testing.assert_array_equal(tokens[part], ROW[part])
-    places = np.random.default_rng(1).integers(0, 1000, (7, 9))
-    np.testing.assert_array_equal(tokens[places], ROW[places])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 1000, 4097])

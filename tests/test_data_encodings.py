@@ -119,19 +119,16 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return {"folder": tmp_path / encodings.FILE, "package": package / "data" / encodings.FILE}
 
 
-@pytest.mark.parametrize("place", ["folder", "package"])
+@pytest.mark.parametrize("place", ["folder", "package", "tiktoken"])
 def test_each_place_of_the_vocabulary(places: dict[str, Path], place: str, monkeypatch: pytest.MonkeyPatch):
-    places[place].write_bytes(CONTENT)
+    ranks, specials = {b"a": 0, b" b": 1}, {"<|endoftext|>": 2}
     if place == "folder":
         monkeypatch.setenv("DASKGPT_VOCABULARY", str(places[place].parent))
-    assert get_encoding("gpt2").ranks == {b"a": 0, b" b": 1}
-    encodings.KNOWN.pop("gpt2")
-
-
-def test_tiktoken_loads_the_vocabulary(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
-    ranks, specials = {b"a": 0, b" b": 1}, {"<|endoftext|>": 2}
-    loaded = tiktoken.Encoding("gpt2", pat_str=r"\S+| \S+", mergeable_ranks=ranks, special_tokens=specials)
-    monkeypatch.setattr(encodings.tiktoken, "get_encoding", lambda name: loaded)
+    if place == "tiktoken":
+        loaded = tiktoken.Encoding("gpt2", pat_str=r"\S+| \S+", mergeable_ranks=ranks, special_tokens=specials)
+        monkeypatch.setattr(encodings.tiktoken, "get_encoding", lambda name: loaded)
+    else:
+        places[place].write_bytes(CONTENT)
     assert get_encoding("gpt2").ranks == ranks
     encodings.KNOWN.pop("gpt2")
 

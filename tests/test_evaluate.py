@@ -1,4 +1,4 @@
-"""Tests of the loss of texts and token files against the layers of training."""
+"""Tests of the loss of texts, token files and pairs against the layers of training."""
 
 import json
 import math
@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from conftest import random_parameters, whole_logits
 from llmc_samples import write_tokens
-from numpy.testing import assert_allclose
-from tolerances import TOLERANCES
+from prepared_texts import BYTES, prepared, text_of, tokens_of
 
 import daskgpt
-from daskgpt import evaluate
+from daskgpt import evaluate, train
 from daskgpt.data.pairs import Examples
 from daskgpt.formats.encoding import get_encoding
 from daskgpt.generation.decoder import Weights
@@ -45,34 +44,46 @@ def nats_of(parameters, tokens):
     return np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1) - likely
 
 
-def test_every_token_but_the_first_is_predicted_once(parameters, random):
-    tokens = random.integers(0, 257, 100)
-    for length in (24, 40, 33, 1):
-        expected = np.concatenate([nats_of(parameters, tokens[s : s + length + 1]) for s in range(0, 99, length)])
-        assert expected.size == 99
-        rows = evaluate.rows_of(tokens, 0, length)
-        for threads in (1, 2):
-            losses = evaluate.losses_of(Weights(CONFIG, parameters, "float32"), rows, length, threads)
-            assert_allclose(np.concatenate(list(losses)), expected, **TOLERANCES["nats a token"])
-
-
-def test_loss_perplexity_and_bits(evaluated, parameters, tmp_path):
-    (tmp_path / "text.txt").write_text(text := "Größe, naïve: €\n" * 12)
+@pytest.mark.parametrize(("length", "threads"), [(24, 2), (40, 1), (33, 2), (1, 1)])
+def test_loss_perplexity_and_bits(length, threads, evaluated, parameters, tmp_path):
+    """Every token but the first is predicted once."""
+    (tmp_path / "text.txt").write_text(text := "Größe, naïve: €\n" * 5)
     ids = np.array([256, *text.encode()])
     write_tokens(tmp_path / "tokens.bin", ids)
-    expected = np.concatenate([nats_of(parameters, ids[s : s + 25]) for s in range(0, len(ids) - 1, 24)])
+    sequences = [ids[first : first + length + 1] for first in range(0, len(ids) - 1, length)]
+    nats = np.concatenate([nats_of(parameters, tokens) for tokens in sequences])
     files = [str(tmp_path / name) for name in ("text.txt", "tokens.bin")]
-    figures, other = (json.loads(evaluated("--data", file, "--json", "--threads", 2)) for file in files)
+    flags = ["--json", "--threads", threads, *(["--sequence-length", length] if length != 24 else [])]
+    figures, other = (json.loads(evaluated("--data", file, *flags)) for file in files)
     assert [figures.pop("data"), other.pop("data")] == files
     assert figures == other
-    count = len(text.encode())
-    assert (figures["tokens"], figures["bytes"], figures["sequence_length"]) == (count, count, 24)
-    assert figures["loss"] == pytest.approx(expected.mean(), abs=1e-5)
-    assert figures["perplexity"] == pytest.approx(math.exp(expected.mean()), rel=1e-4)
-    assert figures["bits_a_byte"] == pytest.approx(expected.mean() / math.log(2), abs=1e-5)
+    assert (figures["tokens"], figures["bytes"], figures["sequence_length"]) == (nats.size, nats.size, length)
+    assert figures["loss"] == pytest.approx(nats.mean(), abs=1e-5)
+    assert figures["perplexity"] == pytest.approx(math.exp(nats.mean()), rel=1e-4)
+    assert figures["bits_a_byte"] == pytest.approx(nats.mean() / math.log(2), abs=1e-5)
     told = evaluated("--data", files[0], "--limit", 30, "--sequence-length", 40)
     assert "30 tokens, 30 bytes" in told
     assert f"{nats_of(parameters, ids[:31]).mean():.4f} nats a token" in told
+
+
+def test_prepared_tokens_are_those_that_are_held_out(evaluated, tmp_path):
+    (tmp_path / "text.txt").write_text(text_of(2000))
+    tokens = prepared(tmp_path, tmp_path / "text.txt", *BYTES)
+    whole, shards = (json.loads(evaluated("--json", "--data", data)) for data in (tokens, tokens / "val_*.bin"))
+    assert whole | {"data": 0} == shards | {"data": 0}
+    assert whole["tokens"] == tokens_of(tokens, "val").size - 1
+
+
+def test_the_loss_of_pairs_is_that_of_their_responses(model, evaluated, tmp_path, called):
+    records, path = [{"prompt": f"{n} plus 1 is", "response": f" {n + 1}."} for n in range(60)], tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = ["--data", path, "--validation-data", path, "--init", model, "--sequence-length", 40, "--batch-size", 4]
+    flags += ["--validation-batches", 99, "--learning-rate", 0, "--final-learning-rate", 0, "--sample-tokens", 0]
+    _, said = called(train, *flags, "--steps", 1, "--out", tmp_path / "run")
+    figures = json.loads(evaluated("--json", "--data", path))
+    assert (figures["pairs"], figures["bytes"]) == (60, sum(len(record["response"]) for record in records))
+    assert f"{figures['loss']:.3f} on held-out text" in said
+    assert json.loads(evaluated("--json", "--data", path, "--limit", 7))["pairs"] == 7
 
 
 def test_a_perplexity_beyond_every_float(tmp_path, parameters, evaluated, monkeypatch):

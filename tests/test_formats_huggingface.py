@@ -6,7 +6,7 @@ from importlib.metadata import files
 import numpy as np
 import pytest
 from conftest import random_parameters
-from llmc_samples import in_shards
+from llmc_samples import assert_same_bits, in_shards
 from safetensors.numpy import load_file, save_file
 
 import daskgpt
@@ -42,11 +42,7 @@ def write(folder, values=None, fields=FIELDS):
 def assert_the_model(path, parameters=PARAMETERS):
     config, tensors = daskgpt.load(path)
     assert config == CONFIG
-    assert list(tensors) == list(parameters)
-    for name, values in parameters.items():
-        assert tensors[name].flags.c_contiguous
-        assert tensors[name].flags.writeable
-        np.testing.assert_array_equal(tensors[name], values.astype("f4"), err_msg=name, strict=True)
+    assert_same_bits(parameters, tensors)
 
 
 def opened(parameters=PARAMETERS, config=CONFIG, **more):

@@ -7,13 +7,10 @@ import pytest
 from conftest import SMALL
 
 import daskgpt
-from daskgpt.config.run import DataflowConfig
 from daskgpt.graph.calls import apply
 from daskgpt.graph.sum_order import Groups, groups_of_batch
 from daskgpt.kernels import embedding, linear
-from daskgpt.profiling.measure import BenchConfig, job_of
 from daskgpt.training.inference import loss_and_gradients
-from daskgpt.training.job import facts
 
 B, T, C, V = 12, 6, 5, 7
 CHUNKS = [(12, 6), (12, 3), (4, 2), (2, 6), (3, 1), (1, 3), (1, 1), ((5, 7), (6,)), ((1, 10, 1), (4, 2))]
@@ -60,11 +57,6 @@ def test_groups_follow_from_the_shape():
     batches = {(12, 64): 2, (4, 16): 1, (8, 256): 4, (12, 128): 6, (7, 4096): 7, (9, 130): 3, (7, 20): 1, (24, 64): 6}
     assert {batch: groups_of_batch(*batch) for batch in batches} == batches
     assert {groups_of_batch(*batch, 2) for batch in batches} == {2}
-
-
-def test_header_has_the_groups():
-    job = job_of(SMALL, BenchConfig(batch_size=4, sequence_length=12, groups=2), DataflowConfig())
-    assert facts(job)["batch"] == "4 x 12 tokens, summed in 2 groups of 2"
 
 
 def test_groups_that_do_not_divide_the_batch_are_refused():

@@ -60,29 +60,6 @@ def run(kernels, qkv, dy, heads, rate=0.0, key_heads=0):
     return y, logsumexp, kernels.backward(dy, qkv, y, logsumexp, keys, **options)
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] > 1], ids=str)
-def test_parts_of_the_heads_have_the_bits_of_all(kind, shape):
-    tokens, heads, key_heads, size = shape
-    qkv, dy = kind.arrays(tokens, heads * size, (heads + 2 * key_heads) * size)
-    y, _, gradient = run(kind.kernels, qkv, dy, heads, 0, key_heads)
-    parts = next(n for n in range(2, key_heads + 1) if key_heads % n == 0)
-    of_qkv, of_y = ({"divided": d, "parts": parts} for d in ((heads, key_heads, key_heads), (heads,)))
-    cuts = [range(tokens)[first : first + 20] for first in range(0, tokens, 20)]
-    wholes = []
-    for part in np.arange(parts, dtype="i4"):
-        some, dsome = (
-            attention.gather([x[:, cut] for cut in cuts], None, np.array([part]), **options)
-            for x, options in ((qkv, of_qkv), (dy, of_y))
-        )
-        assert some.shape == (2, 1, tokens, qkv.shape[2] // parts)
-        y_some, _, gradient_some = run(kind.kernels, some, dsome, heads // parts, 0, key_heads // parts)
-        wholes.append((y_some, gradient_some))
-    for cut in cuts:
-        for whole, pieces, options in zip((y, gradient), zip(*wholes), (of_y, of_qkv)):
-            piece = attention.split(list(pieces), np.array(cut, "i4"), **options)
-            assert_same_bits(piece, whole[:, cut])
-
-
 @pytest.mark.parametrize("rate", [0, 0.3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_matches_an_independent_program(kind, shape, rate):

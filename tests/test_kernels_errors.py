@@ -50,35 +50,41 @@ def total_last(kernel, *options):
     return lambda *arrays: kernel(*arrays[:-1], *options, total=arrays[-1], accumulate=False)
 
 
+def rows_from(first, kernel, *arrays):
+    return lambda: kernel(*arrays, total=np.ones((3, 8)), accumulate=False, first_row=first)
+
+
 def read_only(array):
     array = array.copy()
     array.flags.writeable = False
     return array
 
 
-# Kernels with arguments that fit.
-FITTING = {
+# Kernels with arguments that fit. The last one of a sum is its total.
+SUMS = {
+    "linear weight": (total_last(linear.backward_weight), DY, X, np.ones((6, 8))),
+    "linear bias": (total_last(linear.backward_bias), DY, np.ones(6)),
+    "layernorm weight": (total_last(norms.layernorm_backward_weight), X, X, WEIGHT.copy()),
+    "rmsnorm weight": (total_last(norms.rmsnorm_backward_weight), X, X, WEIGHT.copy()),
+    "embedding wte": (total_last(embedding.backward), X, TOKENS, TABLE.copy()),
+    "embedding wpe": (total_last(embedding.backward), X, POSITIONS, TABLE.copy()),
+    "crossentropy wte": (total_last(crossentropy.backward_wte), LOSSES, LOGITS, X, TABLE.copy()),
+    "mean": (total_last(crossentropy.mean_forward), LOSSES, LOSSES, np.ones(())),
+}
+FITTING = SUMS | {
     "add": (elementwise.add, X, X),
     "gelu": (elementwise.gelu_backward, X, X),
     "relu2": (elementwise.relu2_backward, X, X),
     "linear": (linear.forward, X, TABLE, np.ones(9)),
     "linear without bias": (linear.forward, X, TABLE),
     "linear x": (linear.backward_x, LOGITS, TABLE),
-    "linear weight": (total_last(linear.backward_weight), DY, X, np.ones((6, 8))),
-    "linear bias": (total_last(linear.backward_bias), DY, np.ones(6)),
     "layernorm": (norms.layernorm, X, WEIGHT, WEIGHT),
     "layernorm x": (norms.layernorm_backward_x, X, X, WEIGHT),
-    "layernorm weight": (total_last(norms.layernorm_backward_weight), X, X, WEIGHT.copy()),
     "rmsnorm": (norms.rmsnorm, X, WEIGHT),
     "rmsnorm x": (norms.rmsnorm_backward_x, X, X, WEIGHT),
-    "rmsnorm weight": (total_last(norms.rmsnorm_backward_weight), X, X, WEIGHT.copy()),
     "embedding": (embedding.forward, TOKENS, TABLE, POSITIONS, TABLE),
-    "embedding wte": (total_last(embedding.backward), X, TOKENS, TABLE.copy()),
-    "embedding wpe": (total_last(embedding.backward), X, POSITIONS, TABLE.copy()),
     "crossentropy": (lambda x, wte, targets: crossentropy.forward(x, wte, targets, 9), X, TABLE, TOKENS),
     "crossentropy x": (crossentropy.backward_x, LOSSES, LOGITS, TABLE),
-    "crossentropy wte": (total_last(crossentropy.backward_wte), LOSSES, LOGITS, X, TABLE.copy()),
-    "mean": (total_last(crossentropy.mean_forward), LOSSES, LOSSES, np.ones(())),
     "dropout": (lambda *arrays: dropped(*arrays, 0, 0.1), X, streams(0, 0, 2), POSITIONS),
     "adamw": (partial(Update(adamw_inplace), **ADAMW), X, X, X, X, HYPER),
     "muon": (lambda *arrays: Update(muon_inplace)(*arrays, HYPER, **MUON), TABLE, TABLE, TABLE),
@@ -125,6 +131,8 @@ REFUSED = [
     (lambda: repacked(32, 16), "rows=(16, 48)"),
     (lambda: repacked(32, 64), "rows=(64, 96)"),
     (lambda: product_of_rows(2, 63), "total must be some of the 64 rows; got first_row=2"),
+    *((rows_from(first, linear.backward_weight, DY, X), "must be some of the 6 rows") for first in (-1, 4)),
+    *((rows_from(first, crossentropy.backward_wte, LOSSES, LOGITS, X), "of the 9 rows") for first in (-1, 7)),
     (lambda: update(groups=[1]), "got groups=[1]"),
     (lambda: linear_update([], [], None, (None,) * 4, 0, 64, **ADAMW), "got parts=[]"),
 ]
@@ -132,7 +140,6 @@ WRONG_TYPES = [
     (lambda: embedding.forward(TOKENS.astype("i8"), TABLE, POSITIONS, TABLE), "got dtypes=int64"),
     (lambda: to_bfloat16(X), "to_bfloat16: x must be float32"),
     (lambda: from_bfloat16(X.astype("f4")), "from_bfloat16: x must be bfloat16"),
-    (lambda: TrainedWeight.of(TABLE), "TrainedWeight.pack: values must be float32"),
     (lambda: update(start=np.zeros((64, 6))), "start must be float32"),
 ]
 BAD = [(*row, ValueError) for row in REFUSED] + [(*row, TypeError) for row in WRONG_TYPES]
@@ -161,6 +168,23 @@ def test_bad_values_and_wrong_types_are_refused(call, message, kind):
     with pytest.raises(kind) as error:
         call()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_bad_totals_are_refused(name):
+    call, *arrays, total = FITTING[name]
+    gaps = np.ones((*total.shape, 2))[..., 0] if total.ndim else read_only(total)  # a single number is contiguous
+    for bad in (read_only(total), total.astype("f4"), gaps):
+        before = bad.copy()
+        with pytest.raises(ValueError, match="total must be a writable contiguous float64 array"):
+            call(*arrays, bad)
+        np.testing.assert_array_equal(bad, before)
+
+
+def test_rows_of_a_table_without_tokens_are_zero():
+    total = np.ones((3, 8))
+    embedding.backward(X, TOKENS, total=total, accumulate=False, first_row=14)
+    assert not total.any()
 
 
 @pytest.mark.parametrize("bad", [-1, 9, 2**31 - 1])

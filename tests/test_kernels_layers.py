@@ -3,8 +3,6 @@
 They are called as their rows say, on arrays of odd sizes, and compared with independent formulas.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from layer_check import random_arguments
@@ -12,7 +10,7 @@ from product_cases import assert_all_same, at_once
 from tolerances import TOLERANCES
 
 from daskgpt.graph.calls import parse
-from daskgpt.kernels import crossentropy, embedding, linear, norms
+from daskgpt.kernels import crossentropy
 from daskgpt.kernels.native import flush_to_zero
 from daskgpt.model import layers
 from daskgpt.model.layers import CROSSENTROPY, Layer, Row
@@ -42,71 +40,24 @@ def result_of(row: Row, arrays: Arrays) -> np.ndarray | tuple[np.ndarray, ...]:
     return row.kernel(*given, **options)
 
 
-def results_of(layer: Layer, arrays: Arrays) -> Arrays:
-    """Every output of a layer and every gradient, by name; the gradient of the first output is random."""
+def with_outputs(layer: Layer, arrays: Arrays) -> Arrays:
+    """Also every output of a layer, by name, and a random gradient of the first one."""
     outputs = result_of(layer.forward, arrays)
     results = dict(zip(layer.outputs.split(), outputs if isinstance(outputs, tuple) else (outputs,)))
     y = next(iter(results.values()))
     dy = np.random.default_rng(6).standard_normal(y.shape, np.float32)
-    known = arrays | results | {"dy": np.asarray(dy, y.dtype)}
-    return results | {f"d{name}": result_of(row, known) for name, row in layer.backward.items() if row}
+    return arrays | results | {"dy": np.asarray(dy, y.dtype)}
 
 
-def _turned(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Queries and keys as complex numbers, multiplied by those of their angles; values as they are."""
-    heads = x.reshape(*x.shape[:2], OPTIONS["heads"] + 2 * OPTIONS["key_heads"], -1)
-    half = heads.shape[-1] // 2
-    base, factor, low, high, length = OPTIONS["rope"]
-    frequencies = base ** -(np.arange(half) / half)
-    left = np.interp(length * frequencies / (2 * np.pi), [low, high], [1 / factor, 1])
-    assert {1 / factor, 1} < set(left)  # all three kinds
-    angles = positions[:, None, None] * (frequencies * left)
-    pairs = (heads[..., :half] + 1j * heads[..., half:]) * np.exp(1j * angles)
-    turned = np.concatenate([pairs.real, pairs.imag], -1)
-    turned[:, :, -OPTIONS["key_heads"] :] = heads[:, :, -OPTIONS["key_heads"] :]
-    return turned.reshape(x.shape)
-
-
-def _normalized(x: np.ndarray, q_norm: np.ndarray, k_norm: np.ndarray) -> np.ndarray:
-    """Heads of queries and keys of length one, but for their weights; values as they are."""
-    heads, key_heads = OPTIONS["heads"], OPTIONS["key_heads"]
-    q, k, v = np.split(x.reshape(*x.shape[:2], -1, q_norm.size), [heads, heads + key_heads], axis=2)
-    q, k = (part / np.sqrt((part**2).mean(-1, keepdims=True) + OPTIONS["norm_eps"]) for part in (q, k))
-    return np.concatenate([q * q_norm, k * k_norm, v], 2).reshape(x.shape)
-
-
-# Of the arguments of layers that the independent program has not; that of the cross entropy is at the end.
-FORMULAS: dict[str, tuple[Layer, Callable[..., np.ndarray]]] = {
-    "rmsnorm": (
-        layers.RMSNORM,
-        lambda x, weight: x / np.sqrt((x**2).mean(-1, keepdims=True) + OPTIONS["norm_eps"]) * weight,
-    ),
-    "swiglu": (layers.SWIGLU, lambda x: x[..., :72] / (1 + np.exp(-x[..., :72])) * x[..., 72:]),
-    "relu2": (layers.RELU2, lambda x: np.maximum(x, 0) ** 2),
-    "rotary": (layers.ROTARY, _turned),
-    "qk_norm": (layers.QK_NORM, _normalized),
-}
+def results_of(layer: Layer, arrays: Arrays) -> Arrays:
+    """Every output of a layer and every gradient, by name."""
+    known = with_outputs(layer, arrays)
+    gradients = {f"d{name}": result_of(row, known) for name, row in layer.backward.items() if row}
+    return {name: known[name] for name in layer.outputs.split()} | gradients
 
 
 every_layer = pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
-B, T, C, O, V = 2, 37, 48, 70, 72
-RANDOM = np.random.default_rng(8)
-DY, X, WIDE, LOSSES, DLOGITS = (RANDOM.normal(size=(B, T, *axes)) for axes in ((C,), (C,), (O,), (), (V,)))
-TOKENS, POSITIONS = RANDOM.integers(0, V, (B, T)).astype("i4"), np.arange(3, T + 3, dtype="i4")
-# A kernel, what it sums, and the shape of its total; what the sums are is tested with the layers.
-SUMS = {
-    "embedding.wte": (embedding.backward, (DY, TOKENS), (V, C)),
-    "embedding.wpe": (embedding.backward, (DY, POSITIONS), (T + 4, C)),
-    "layernorm.weight": (norms.layernorm_backward_weight, (DY, X), (C,)),
-    "rmsnorm.weight": (norms.rmsnorm_backward_weight, (DY, X), (C,)),
-    "linear.weight": (linear.backward_weight, (WIDE, X), (O, C)),
-    "linear.bias": (linear.backward_bias, (WIDE,), (O,)),
-    "crossentropy.wte": (crossentropy.backward_wte, (LOSSES, DLOGITS, X), (V, C)),
-    "mean": (crossentropy.mean_forward, (LOSSES, DY[..., 0]), ()),
-}
-every_sum = pytest.mark.parametrize("name", SUMS)
-every_table = pytest.mark.parametrize("name", [name for name, case in SUMS.items() if len(case[2]) == 2])
 
 
 def in_float64(arrays):
@@ -122,14 +73,11 @@ def moved_in_memory(array, offset):
     return copy
 
 
-@pytest.mark.parametrize("name", FORMULAS)
 @every_dtype
-def test_forward_agrees_with_the_formula(name, dtype):
-    layer, formula = FORMULAS[name]
-    arrays = arrays_of(layer, dtype)
-    y, expected = next(iter(results_of(layer, arrays).values())), formula(**in_float64(arrays))
-    assert (y.dtype, y.shape) == (dtype, expected.shape)
-    np.testing.assert_allclose(y, expected, **TOLERANCES[f"kernel {dtype}"])
+def test_relu2_agrees_with_the_formula(dtype):
+    """Formulas of other layers are in the independent programs of `test_model.py` and `test_formats_llama.py`."""
+    x = arrays_of(layers.RELU2, dtype)["x"]
+    np.testing.assert_array_equal(layers.RELU2.forward.kernel(x), np.maximum(x, 0) ** 2, strict=True)
 
 
 @every_layer
@@ -172,42 +120,20 @@ def test_bits_do_not_depend_on_memory_or_thread(layer, dtype):
         assert_all_same(results, alone)
 
 
-@every_table
-@pytest.mark.parametrize("cut", [1, 16, 41])
-def test_rows_can_be_summed_in_pieces(name, cut):
-    kernel, arrays, shape = SUMS[name]
-    expected, whole = np.full((2, *shape), np.nan)
-    assert kernel(*arrays, total=expected, accumulate=False) is expected
+TABLES = [(layers.EMBEDDING, "wte"), (layers.EMBEDDING, "wpe"), (layers.LINEAR, "weight"), (CROSSENTROPY, "wte")]
+
+
+@pytest.mark.parametrize(("layer", "name"), TABLES)
+@pytest.mark.parametrize("cut", [1, 16, 40])
+def test_rows_can_be_summed_in_pieces(layer, name, cut):
+    row, known = layer.backward[name], with_outputs(layer, arrays_of(layer))
+    given, expected = [known[argument] for argument in row.arguments.split()], result_of(row, known)
+    whole = np.full_like(expected, np.nan)
     # A range of rows of one array: contiguous, but at any address.
-    kernel(*arrays, total=whole[:cut], accumulate=False, first_row=0)
+    row.kernel(*given, total=whole[:cut], accumulate=False, first_row=0)
     assert np.isnan(whole[cut:]).all()
-    kernel(*arrays, total=whole[cut:], accumulate=False, first_row=cut)
+    row.kernel(*given, total=whole[cut:], accumulate=False, first_row=cut)
     np.testing.assert_allclose(whole, expected, **TOLERANCES["kernel float64"])
-
-
-@every_table
-def test_rows_outside_of_the_gradient_are_refused_or_zero(name):
-    kernel, arrays, shape = SUMS[name]
-    total = np.ones((3, C))
-    if name.startswith("embedding"):
-        kernel(*arrays, total=total, accumulate=False, first_row=shape[0] + 5)
-        assert not total.any()
-        return
-    for first in (-1, shape[0] - 2):
-        with pytest.raises(ValueError, match=f"total must be some of the {shape[0]} rows"):
-            kernel(*arrays, total=total, accumulate=False, first_row=first)
-
-
-@every_sum
-def test_bad_totals_are_refused(name):
-    kernel, arrays, shape = SUMS[name]
-    read_only, gaps = np.zeros(shape), np.zeros((*shape, 2))[..., 0]
-    read_only.flags.writeable = False
-    # A single number is always contiguous.
-    for total in (read_only, np.zeros(shape, "float32"), gaps if shape else read_only):
-        with pytest.raises(ValueError, match="total must be a writable contiguous float64 array"):
-            kernel(*arrays, total=total, accumulate=False)
-        assert not total.any()
 
 
 def head(dtype):
@@ -221,7 +147,7 @@ def test_losses_and_dlogits_match_the_formula(dtype, scale):
     x *= scale
     wte[VOCABULARY:] = 1e9
     losses, dlogits = crossentropy.forward(x, wte, targets, VOCABULARY)
-    assert dlogits.shape == (B, T, V)
+    assert dlogits.shape == (SIZES["b"], SIZES["t"], SIZES["V"])
     logits = x.astype("f8") @ wte[:VOCABULARY].astype("f8").T
     assert scale == 1 or logits.max() > 5000  # exp(logit) would be infinite
     log_sum = np.logaddexp.reduce(logits, -1, keepdims=True)

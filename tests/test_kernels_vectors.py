@@ -1,4 +1,4 @@
-"""Tests of the parts of kernels: exp, log, sigmoid, maximum, sums over a row, embedding, and flush-to-zero."""
+"""Tests of the parts of kernels: exp, log, sigmoid, sums over a row, embedding, and flush-to-zero."""
 
 import platform
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from daskgpt.kernels.decoding.decode_step import _embed
 from daskgpt.kernels.native import flush_to_zero
 from daskgpt.kernels.simd import math as elementary
 from daskgpt.kernels.simd.lanes import address_of
-from daskgpt.kernels.simd.rows import dot, dot_at, maximum, sum_of
+from daskgpt.kernels.simd.rows import dot, dot_at, sum_of
 
 HALF_OF_THE_SMALLEST = np.full(40, 2.0**-127, np.float32)
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -66,23 +66,6 @@ def test_float64_uses_the_c_library():
     x = np.linspace(-30, 30, 10_001)
     np.testing.assert_allclose(exp(x), np.exp(x), rtol=1e-14, atol=1e-15)
     assert elementary.exp(1.0) == pytest.approx(np.e)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("size", [1, 2, 31, 64, 1000])
-def test_maximum_of_a_row(dtype, size):
-    random = np.random.default_rng(size)
-    for shift in (-1e4, 0.0, 1e4):
-        row = (random.normal(size=size) + shift).astype(dtype)
-        assert largest(row) == row.max()
-    assert largest(np.array([-np.inf, -0.0, -1e-30], dtype)) == 0
-    assert largest(np.array([1, np.inf], dtype)) == np.inf
-    assert largest(np.array([np.nan, -2, np.nan], dtype)) == -2
-
-
-@numba.njit
-def largest(row):
-    return maximum(row)
 
 
 @numba.njit

@@ -28,7 +28,7 @@ from daskgpt.schedulers.local import local_scheduler
 CONFIG, BATCH = MODELS["odd"].config, MODELS["odd"].batch
 
 
-def items_after_steps(config=CONFIG, chunk=(3, 20), grain="block", **optimizer):
+def items_after_steps(config, chunk=(3, 20), grain="block", **optimizer):
     """Return the lowered calls of a step that ran twice."""
     step = step_of(config, BATCH, chunk, OptimizerConfig(**optimizer), in_place=True, grain=grain)
     state = state_of(step, start_values(config))
@@ -38,21 +38,11 @@ def items_after_steps(config=CONFIG, chunk=(3, 20), grain="block", **optimizer):
     return [item for node in step.graph.values() if calls_of(node) for item in node.func.lowered.items]
 
 
-def kinds_in_python(items):
-    return Counter(item.kind for item in items if not isinstance(item, NativeRun))
-
-
 @pytest.mark.parametrize(
-    ("grain", "chunk"), [("kernel", (3, 20)), ("segment", (2, 5)), ("block", (2, 5)), ("chunk", (3, 20))]
-)
-def test_every_call_of_a_step_is_native(grain, chunk):
-    items = items_after_steps(chunk=chunk, grain=grain)
-    assert not kinds_in_python(items)
-
-
-@pytest.mark.parametrize(
-    ("changes", "optimizer", "in_python"),
+    ("changes", "settings", "in_python"),
     [
+        *(({}, {"grain": grain}, []) for grain in ("kernel", "chunk")),
+        *(({}, {"grain": grain, "chunk": (2, 5)}, []) for grain in ("segment", "block")),
         *(({}, {"optimizer": name, "clip": 0.1}, ["norm"]) for name in ("adamw", "muon")),
         ({"norm": "rmsnorm", "activation": "relu2", "qk_norm": "rmsnorm"}, {}, []),
         ({"position": "rotary", "channels": 24, "activation": "swiglu", "bias": "none", "head": "untied"}, {}, []),
@@ -61,8 +51,9 @@ def test_every_call_of_a_step_is_native(grain, chunk):
     ],
     ids=str,
 )
-def test_only_norms_and_what_is_from_outside_stay_in_python(changes, optimizer, in_python):
-    kinds = kinds_in_python(items_after_steps(replace(CONFIG, **changes), **optimizer))
+def test_only_norms_and_what_is_from_outside_stay_in_python(changes, settings, in_python):
+    items = items_after_steps(replace(CONFIG, **changes), **settings)
+    kinds = Counter(item.kind for item in items if not isinstance(item, NativeRun))
     assert kinds.keys() == set(in_python)
     assert kinds["norm"] == ("norm" in in_python)
 

@@ -128,13 +128,6 @@ def test_arguments_of_other_kinds_are_refused(random):
         loss_and_gradients(SMALL, {}, tokens, targets)
 
 
-def test_public_names():
-    for name in daskgpt.__all__:
-        assert getattr(daskgpt, name) is not None
-    with pytest.raises(AttributeError, match="nothing"):
-        daskgpt.nothing  # noqa: B018
-
-
 def test_digest_depends_on_every_bit(random):
     parameters = random_parameters(SMALL, random)
     digest = daskgpt.digest(parameters)

@@ -160,10 +160,7 @@ def test_chat_gives_lines_the_form_of_the_template(pairs, whole, called):
     ("line", "said"),
     [
         (b'{"prompt": "a", "response": ', "JSON in UTF-8.*line 42.*JSONDecodeError"),
-        (
-            b'{"prompt": "a", "text": "b"}',
-            '"response".*line 42, found=a record with the fields prompt, text[.]',
-        ),
+        (b'{"prompt": "a", "text": "b"}', '"response".*line 42, found=a record with the fields prompt, text[.]'),
         (b'{"prompt": "\xff", "response": "b"}', "not UTF-8"),
         (b'{"messages": [{"role": "user"}]}', "line 42, found=a message with the fields role[.]"),
     ],
@@ -362,9 +359,8 @@ def test_chats_are_conversations(tmp_path):
     assert talk == (("system", "s"), *TALK)
     assert left_out == ["chats.json line 2", "chats.json line 3"]
     assert read_pairs(write(tmp_path / "shared.json", SHARED)) == ([short], ["shared.json line 1"], [])
-    with pytest.raises(
-        ValueError, match='"messages", each with "role" and "content".*line 5, found=a message .* role, text[.]'
-    ):
+    rule = '"messages", each with "role" and "content".*line 5, found=a message .* role, text[.]'
+    with pytest.raises(ValueError, match=rule):
         read_pairs(write(tmp_path / "wrong.json", [*CHATS, {"messages": [{"role": "user", "text": "a"}]}]))
 
 

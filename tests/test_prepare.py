@@ -129,8 +129,7 @@ def test_partitions_change_no_token(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "rule"),
-    [(b"no json", "JSON in UTF-8"), (b'{"text": "b\xffd"}', "JSON in UTF-8"), (b"[1]", "field text")],
+    ("wrong", "rule"), [(b"no json", "JSON in UTF-8"), (b'{"text": "b\xffd"}', "JSON in UTF-8"), (b"[1]", "field text")]
 )
 def test_a_wrong_line_of_a_later_block_is_found(wrong, rule, tmp_path, monkeypatch):
     monkeypatch.setattr(text, "BLOCK_BYTES", 100)

@@ -211,10 +211,7 @@ def test_closed_terminal_stops_with_a_checkpoint(small_text, tmp_path):
             signal.raise_signal(signal.SIGHUP)
             signal.raise_signal(signal.SIGHUP)  # shells send it together with others
 
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, as it should be
-    try:
-        result = fit(small_text, tmp_path, on_step=close)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, as it should be
+    result = fit(small_text, tmp_path, on_step=close)
     assert result.stopped
     assert result.checkpoint.name == "step-00000005"

@@ -203,6 +203,7 @@ def test_end_of_text_is_not_shown_and_words_may_span_tokens():
     assert list(shown(encoding, [97, 256, 98], end)) == list(shown(encoding, [97, None], end)) == [97]
     assert list(shown(encoding, [97, 256, 98])) == [97, 256, 98]
     assert bytes(shown(encoding, "a né new".encode(), until="né")).decode() == "a né"
+    assert list(shown(encoding, [97, 257, 98, 99], until="b")) == [97, 257, 98], "an id beyond the encoding"
 
 
 def test_chat_continues_one_text(model, written, monkeypatch):
@@ -225,8 +226,3 @@ def test_chat_continues_one_text(model, written, monkeypatch):
 def test_a_chat_takes_no_prompts(flags, written):
     with pytest.raises(ValueError, match=f"-i takes one prompt after the other.*{flags[0][2:]}=.*Leave out"):
         written("-i", *flags)
-
-
-def test_ids_beyond_the_encoding_end_no_text_at_words():
-    encoding = get_encoding("bytes")
-    assert list(shown(encoding, [97, encoding.n_vocab, 98, 99], until="b")) == [97, encoding.n_vocab, 98]

@@ -78,11 +78,7 @@ WRONG_ADDRESSES = ["", "http://127.0.0.1:8787/status", "tcp://node0", "node0:878
         *((address, ValueError, "with a port from 1 to 65535; .*tcp://HOST:PORT") for address in WRONG_ADDRESSES),
         ("tcp://127.0.0.1:1", RuntimeError, r"must answer; got scheduler=tcp://127\.0\.0\.1:1 \(Timed out"),
         ("tcp://nobody.invalid:1", RuntimeError, r"must answer; .*check the address \(--scheduler, DASK_"),
-        (
-            "tls://127.0.0.1:1",
-            RuntimeError,
-            r"ssl_context.*, DASK_CONFIG=none.yaml \(no .* needs DASK_CONFIG",
-        ),
+        ("tls://127.0.0.1:1", RuntimeError, r"ssl_context.*, DASK_CONFIG=none.yaml \(no .* needs DASK_CONFIG"),
         ("inproc://192.0.2.9/1/1", RuntimeError, "must answer"),
         ("file:none.json", RuntimeError, "file must hold an address; .*no such file"),
         ("file:FILE", RuntimeError, "file must hold an address; .*has no address"),
@@ -136,10 +132,8 @@ def test_losses_raise_one_error():
     for status, kind, keyword in kinds:
         own = [RuntimeError("ConnectionPool is closed")] if status == "closed" else []
         for error in (*cluster.SIGNS[:1], *cluster.SIGNS[2:], *own):
-            with (
-                pytest.raises(kind, match=keyword) as caught,
-                cluster.losses_as_errors(SimpleNamespace(status=status, scheduler=True)),
-            ):
+            client = SimpleNamespace(status=status, scheduler=True)
+            with pytest.raises(kind, match=keyword) as caught, cluster.losses_as_errors(client):
                 raise error
             assert type(caught.value) is kind
 
@@ -294,7 +288,6 @@ def test_recovery_interval_follows_cost(monkeypatch):
     job = SimpleNamespace(run=SimpleNamespace(snapshot_every=-1))
     points = RecoveryPoints(SimpleNamespace(job=job, scheduler=None), print)
     points.cost = 0.1
-    assert points.interval == 10
     monkeypatch.setattr("daskgpt.training.recovery.time.monotonic", lambda: 0.0)
     due = []
     for points.soon, points.every, points.since in ((True, 0, 0), (False, -1, -7), (False, -1, -8), (False, 3, 0)):

@@ -74,10 +74,11 @@ def test_init_refuses_conflicting_flags(first, tmp_path, flags, said):
 
 def test_vocabulary_size_determines_the_encoding(small_text, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    assert begin("--init", model_of(tmp_path / "bytes.safetensors"), "--data", small_text, SHORT, "--out", out) == 0
+    model = model_of(tmp_path / "bytes.safetensors", vocabulary=300)
+    assert begin("--init", model, "--data", small_text, SHORT, "--out", out) == 0
     assert (config_of(out)["data"]["encoding"], config_of(out)["data"]["sequence_length"]) == ("bytes", 32)
     monkeypatch.setenv("DASKGPT_VOCABULARY", str(tmp_path))
-    for vocabulary, error, said in ((50257, FileNotFoundError, NOWHERE), (200, ValueError, "vocabulary=200")):
+    for vocabulary, error, said in ((50304, FileNotFoundError, NOWHERE), (256, ValueError, "--encoding")):
         path = model_of(tmp_path / f"{vocabulary}.safetensors", vocabulary=vocabulary, channels=2)
         with pytest.raises(error, match=said):
             begin("--init", path, "--data", small_text, SHORT, "--out", tmp_path / "other")
@@ -145,6 +146,8 @@ WRONG = [
     ("--init RUN --validation-data TEXT --validation-fraction 0.3", "divided; got validation_fraction=0.3"),
     ("--rope-theta 500", "must come with rotary positions; got rope_theta=500"),
     ("--resume RUN --steps 1", "must have steps left"),
+    ("--vocabulary 100", "must know every token id"),
+    ("--encoding learn:1024 --vocabulary 1023", "must know every token id"),
 ]
 
 
@@ -152,8 +155,7 @@ WRONG = [
 def nothing_slow(monkeypatch):
     """Fail where data are read, or kernels compiled."""
     monkeypatch.setattr(connect, "CONNECT_TIMEOUT", 0.3)
-    for place in ("training.start.load_dataset", "training.start.open_dataset"):
-        monkeypatch.setattr(f"daskgpt.{place}", lambda *_, **__: pytest.fail("data are read"))
+    monkeypatch.setattr("daskgpt.training.start.load_dataset", lambda *_, **__: pytest.fail("data are read"))
     for place in ("training.trainer", "bench", "study", "profiling.measure", "audit"):
         monkeypatch.setattr(f"daskgpt.{place}.compile_kernels", lambda *_: pytest.fail("kernels are compiled"))
 
@@ -168,13 +170,6 @@ def test_what_is_wrong_is_said_before_data_are_read(flags, said, first, small_te
     with pytest.raises((ValueError, OSError, RuntimeError), match=said):
         begin(*data, *out, flags)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("flags", ["--vocabulary 100", "--encoding learn:1024 --vocabulary 1023"])
-def test_small_vocabulary_is_refused_before_data_are_read(flags, small_text, tmp_path, monkeypatch):
-    monkeypatch.setattr("daskgpt.training.start.load_dataset", lambda *_, **__: pytest.fail("data are read"))
-    with pytest.raises(ValueError, match="must know every token id"):
-        begin("--data", small_text, "--batch-size 4 --out", tmp_path / "run", flags)
 
 
 @pytest.mark.usefixtures("nothing_slow")

@@ -72,28 +72,22 @@ def test_second_signal_interrupts(number):
 
 
 def test_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        with finishing_first(print) as asked:
-            signal.raise_signal(signal.SIGTERM)
-            assert not asked()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with finishing_first(print) as asked:
+        signal.raise_signal(signal.SIGTERM)
+        assert not asked()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 def test_a_handler_from_outside_of_python_stays(monkeypatch):
     """Of a program that Python runs in: its handler reads as None, and could not be set again."""
     heard = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     monkeypatch.setattr(signal, "getsignal", lambda number: None)
-    try:
-        with finishing_first(print) as asked:
-            signal.raise_signal(signal.SIGTERM)
-            assert not asked()
-        assert heard == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with finishing_first(print) as asked:
+        signal.raise_signal(signal.SIGTERM)
+        assert not asked()
+    assert heard == [signal.SIGTERM]
 
 
 def test_other_threads_leave_signals_alone():

@@ -109,15 +109,6 @@ def test_every_command_uses_a_folders_own_tokenizer(folder, tmp_path, capsys):
         train.main(["--init", str(folder), "--data", str(text), "--encoding", "learn:300", *SHORT.split()])
 
 
-@pytest.mark.parametrize(("vocabulary", "encoding"), [(257, "bytes"), (300, "bytes"), (50304, "gpt2"), (256, "")])
-def test_model_without_encoding(vocabulary, encoding):
-    if encoding:
-        assert encodings.encoding_of_model(vocabulary) == encoding
-    else:
-        with pytest.raises(ValueError, match="--encoding"):
-            encodings.encoding_of_model(vocabulary)
-
-
 # Added tokens
 
 ADDED = [
@@ -333,18 +324,17 @@ class PanicException(BaseException):
     """What Rust's panics are in Python."""
 
 
-@pytest.mark.parametrize("error", [ValueError("Max stack size exceeded"), PanicException("bad split")])
-def test_a_failure_in_a_tokenizer_names_the_text(error, tmp_path, monkeypatch):
+def test_a_failure_in_a_tokenizer_names_the_text(tmp_path, monkeypatch):
     codec = get_encoding(encoding_named(str(written(tmp_path / "folder"))))
     whole = encodings.Encoding._ids
 
     def failing(self, text):
         if "bad" in text:
-            raise error
+            raise PanicException("bad split")
         return whole(self, text)
 
     monkeypatch.setattr(encodings.Encoding, "_ids", failing)
-    with pytest.raises(ValueError, match=rf"encode: .*text=a.txt, error={type(error).__name__}: {error}"):
+    with pytest.raises(ValueError, match="encode: .*text=a.txt, error=PanicException: bad split"):
         codec.encode("good\nbad", "a.txt")
     (tmp_path / "t.txt").write_text("good\n" * 10 + "bad\n")
     with pytest.raises(ValueError, match=r"t.txt, from byte 0 on, error="):

@@ -34,6 +34,7 @@ def sample(parameters=PARAMETERS, prompt=(1,), config=CONFIG, **options):
 @pytest.mark.parametrize(
     ("call", "kind", "keyword"),
     [
+        (lambda: daskgpt.nothing, AttributeError, "nothing"),
         (lambda: daskgpt.fit("tiny"), TypeError, "ModelConfig"),
         (lambda: daskgpt.fit(CONFIG, 3), TypeError, "DataConfig"),
         (lambda: daskgpt.fit(CONFIG, {"dta": "text"}), ValueError, "Did you mean data"),

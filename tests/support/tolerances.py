@@ -27,8 +27,6 @@ TOLERANCES: dict[str, dict[str, float]] = {
     # Attention's gradient where scores are some hundreds, in units of the error of the textbook's formula in float32
     # (a stored softmax), which rounds the scores as ours does: only the order of the sums differs.
     "attention, saturated": {"factor": 2.0},
-    # Numbers of a float64 program in a float32 file: 6e-8 of each.
-    "float32 file": {"of largest": 2e-7},
     # The golden model beside its file of float32 numbers from a float64 program, in units of each tensor's largest
     # number. float32 sums of a few thousand products in another order differ by a few 1e-6. Operands rounded to 8 bits
     # differ by up to 2**-9 each; through three blocks that adds up to a few per cent at worst.
@@ -53,8 +51,6 @@ TOLERANCES: dict[str, dict[str, float]] = {
     "kept, float32": {"rtol": 0.0, "atol": 1e-5},
     # Weights, keys and values rounded to 8 bits: some tenths of a per cent were found.
     "kept, bfloat16": {"rtol": 0.0, "atol": 5e-2},
-    # Nats of a token from float32 scores of some units, whose sums have another order.
-    "nats a token": {"rtol": 0.0, "atol": 2e-5},
     # Most bytes at once of a micro-batch among others beside one alone: Dask orders tasks otherwise where more follow,
     # and the logits of another chunk exist at the same time (3 to 4 % if they are a tenth of all).
     "memory of a micro-batch": {"factor": 1.05},
