@@ -1,5 +1,6 @@
 """Tests of bfloat16: rounding, packed weights, scratch memory, the choice of a unit, and its three products."""
 
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from product_cases import UNITS, arrays, assert_all_same, assert_product, check_rounding, round_one_by_one, using
 
+from daskgpt.graph.distribute import read_rows, write_rows
 from daskgpt.kernels.bfloat16 import gemm, isa
 from daskgpt.kernels.bfloat16.gemm import TrainedWeight
 from daskgpt.kernels.bfloat16.isa import Unit, outruns_float32, unit, works
@@ -92,6 +94,18 @@ def test_inputs_are_only_read_wherever_they_lie(name):
         moved.flags.writeable = False
         assert_all_same((gemm.forward(moved, packed, bias), moved), (expected, x))
     assert_all_same([gemm.forward(np.repeat(x, 2, axis=1)[:, ::2], packed, bias)], [expected])
+
+
+def test_sent_weight_gives_the_owners_bits(name):
+    weight, old, x, dy = arrays(11, (600, 70), (600, 70), (9, 70), (9, 600))
+    trained, other = TrainedWeight.of(weight), TrainedWeight.of(old)
+    for rows in (slice(0, 320), slice(320, 600)):
+        sent = read_rows(trained, rows, rounded=True)
+        assert sent.nbytes == weight[rows].nbytes / 2
+        write_rows(other, rows, sent)
+    expected = gemm.forward(x, trained), gemm.backward_x(dy, trained)
+    for packed in (other, pickle.loads(pickle.dumps(trained))):
+        assert_all_same((gemm.forward(x, packed), gemm.backward_x(dy, packed)), expected)
 
 
 def test_shared_memory_is_counted_once(name):
