@@ -298,10 +298,13 @@ def main() -> None:
             return number, failed, seconds
 
         verdicts = []
-        for running in as_completed([pool.submit(tried, number) for number in faults]):
-            number, failed, seconds = running.result()
-            verdicts.append((bool(failed), seconds))
-            _report(arguments, number, faults[number], failed, seconds)
+        try:
+            for running in as_completed([pool.submit(tried, number) for number in faults]):
+                number, failed, seconds = running.result()
+                verdicts.append((bool(failed), seconds))
+                _report(arguments, number, faults[number], failed, seconds)
+        finally:
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C only the faults that are being tried come to their end
     found = [seconds for hit, seconds in verdicts if hit]
     print(f"{len(found)} of {len(verdicts)} found, after {median(found or [0]):.0f} s in the median")
 
