@@ -268,7 +268,8 @@ def main() -> None:
     parser.add_argument("--hang", type=int, default=100, help="seconds after which a test counts as failed")
     parser.add_argument("--jobs", type=int, default=1, help="faults that are tried at the same time, each in a copy")
     parser.add_argument("--processes", default="auto", help="that share the tests of a fault out; 0 = one process")
-    parser.add_argument("--ring", choices=("both", "near"), default="both", help=Copy.__init__.__doc__)
+    text = "near: the test files that mention the changed module; both: all others after them"
+    parser.add_argument("--ring", choices=("both", "near"), default="both", help=text)
     parser.add_argument("--unchecked", action="store_true", help="do not run all tests without a fault first")
     parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
     parser.add_argument("--record", type=Path, help="a file of JSON lines, added to")
@@ -297,10 +298,13 @@ def main() -> None:
             return number, failed, seconds
 
         verdicts = []
-        for running in as_completed([pool.submit(tried, number) for number in faults]):
-            number, failed, seconds = running.result()
-            verdicts.append((bool(failed), seconds))
-            _report(arguments, number, faults[number], failed, seconds)
+        try:
+            for running in as_completed([pool.submit(tried, number) for number in faults]):
+                number, failed, seconds = running.result()
+                verdicts.append((bool(failed), seconds))
+                _report(arguments, number, faults[number], failed, seconds)
+        finally:
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C only the faults that are being tried come to their end
     found = [seconds for hit, seconds in verdicts if hit]
     print(f"{len(found)} of {len(verdicts)} found, after {median(found or [0]):.0f} s in the median")
 

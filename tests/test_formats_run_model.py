@@ -102,10 +102,6 @@ def test_format_is_recognized_by_content(path, tmp_path):
     for name in ("own.bin", "own", "own.safetensors"):
         (tmp_path / name).write_bytes(path.read_bytes())
         assert open_model_file(tmp_path / name).encoding == "bytes"
-    (tmp_path / "no").mkdir()
-    for name, keyword in (("a.safetensors", "must exist"), ("a.bin", "must exist"), ("no", "hold a checkpoint")):
-        with pytest.raises(FileNotFoundError, match=keyword):
-            daskgpt.load(tmp_path / name)
 
 
 # What is refused

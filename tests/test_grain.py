@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -87,8 +87,8 @@ def test_given_parameters_are_not_overwritten(random, small_text):
         assert not np.array_equal(result.parameters[name], before[name])
 
 
-def tasks_of(grain, chunk):
-    graph = step_of(SMALL, (4, 12), chunk, OptimizerConfig(), grain=grain).graph
+def tasks_of(grain, chunk, **more):
+    graph = step_of(SMALL, (4, 12), chunk, OptimizerConfig(), grain=grain, **more).graph
     return [key for key, node in graph.items() if not is_leaf(node)]
 
 
@@ -98,7 +98,11 @@ def test_coarser_grains_have_fewer_tasks():
     assert len(set(whole)) == 4
     cut = [len(tasks_of(grain, (2, 6))) for grain in ("kernel", "segment")]
     assert cut[0] > 2 * cut[1]
-    assert len([key for key in tasks_of("chunk", (2, 12)) if key[0].startswith("tokens")]) == 2  # one a chunk
+    for grain, passes in (("block", [4, 2, 4]), ("chunk", [0, 2, 0])):  # of two chunks
+        named = Counter(key[0].partition("-")[0] for key in tasks_of(grain, (2, 12)))
+        assert [named[f"tokens.{way}"] for way in ("forward", "head", "backward")] == passes
+    waits = {key[0].rpartition("-")[0] for key in tasks_of("block", (1, 12), accumulate=2)}
+    assert "accumulate.backward-micro-batch.1_" in waits
 
 
 @pytest.mark.parametrize(

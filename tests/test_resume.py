@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import shutil
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -103,12 +104,15 @@ def test_resume_between_threads_and_a_cluster(small_text, tmp_path, whole, clust
     assert same(out, whole)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "dataflow"), [(OPTIMIZER, {"precision": "bfloat16"}), ({"optimizer": "muon", "warmup": 2}, {})]
-)
-def test_other_arithmetic_and_another_optimizer(small_text, tmp_path, optimizer, dataflow):
-    fit(small_text, tmp_path / "whole", optimizer=optimizer, dataflow=dataflow)
-    fit(small_text, tmp_path / "run", optimizer=optimizer, dataflow=dataflow, on_step=stopping_at(5))
+OTHERS = [{"dataflow": {"precision": "bfloat16"}}, {"optimizer": {"optimizer": "muon", "warmup": 2}}]
+LLAMA = replace(MODEL, norm="rmsnorm", position="rotary", activation="swiglu", kv_heads=1, head="untied")
+OTHERS += [{"config": LLAMA, "optimizer": {"optimizer": "custom_layers:MINI", "warmup": 2}}]
+
+
+@pytest.mark.parametrize("settings", OTHERS, ids=str)
+def test_other_arithmetic_optimizers_and_models(small_text, tmp_path, settings):
+    fit(small_text, tmp_path / "whole", **settings)
+    fit(small_text, tmp_path / "run", **settings, on_step=stopping_at(5))
     daskgpt.fit(resume=tmp_path / "run", dataflow={"batch_chunk": 1}, quiet=True)
     assert tensors_of(tmp_path / "run") == tensors_of(tmp_path / "whole")
 
@@ -200,8 +204,6 @@ def test_refused_changes_list_what_may_change(copy, flag, value, got):
 def test_resume_checks_python_arguments(copy, small_text):
     with pytest.raises(ValueError, match="own parameters"):
         daskgpt.fit(resume=copy, parameters=daskgpt.initial_parameters(MODEL, 0))
-    with pytest.raises(ValueError, match="config=None"):
-        daskgpt.fit()
     data = daskgpt.DataConfig(data=str(small_text), batch_size=4, sequence_length=16)
     result = daskgpt.fit(MODEL, data, OPTIMIZER, run=daskgpt.RunConfig(steps=STEPS), resume=copy, quiet=True)
     assert (result.first, len(result.losses)) == (7, STEPS)

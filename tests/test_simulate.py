@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 import daskgpt
+from daskgpt import bench
 from daskgpt.graph.calls import wait
 from daskgpt.graph.nodes import task
 from daskgpt.profiling import calibrate
@@ -147,6 +148,16 @@ def test_the_memory_of_this_machine_does_not_bound_others(calibrated, monkeypatc
     wanted = predicted(threads=64).forecast.seconds
     monkeypatch.setattr("daskgpt.training.engine.available_memory", lambda: 1)
     assert predicted(threads=64).forecast.seconds == wanted
+
+
+def test_the_steps_of_a_calibration_fit_their_models(tmp_path, monkeypatch, called):
+    """Of which no step is run: together they take minutes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "sample", lambda jobs, *_: {f"alone {job}": [({"n": 1}, 1.0)] for job in jobs})
+    monkeypatch.setattr(calibrate, "overheads", lambda samples, cores: replace(FREE, samples=samples, cores=cores))
+    code, told = called(bench, "--calibrate")
+    assert (code, told.splitlines()[-1]) == (0, f"calibration written to {calibrate.cache_path()}")
+    assert len(calibrate.load().samples) >= sum(len(shapes) for *_, shapes in calibrate.MODELS.values())
 
 
 def test_a_damaged_calibration_is_made_again(calibrated):

@@ -103,7 +103,7 @@ def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
     step, timeline = recorded("step", 2, scheduler=cluster.address, grain="segment")
     counts = Counter((event.step, event.key) for event in timeline.events)
     assert set(counts.values()) == {1}
-    assert {step for step, _ in counts} == {1, 2}
+    assert [*Counter(step for step, _ in counts).values()] == [len(counts) / 2] * 2, "the last step, too, to its end"
     assert {key for _, key in counts} <= {call.key for node in step.graph.values() for call in calls_of(node)}
     assert timeline.lanes == tuple(Lane(f"worker {name}", 1) for name in sorted(cluster.alive()))
     first, last = timeline.windows

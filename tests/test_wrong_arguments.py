@@ -36,10 +36,12 @@ def sample(parameters=PARAMETERS, prompt=(1,), config=CONFIG, **options):
     [
         (lambda: daskgpt.nothing, AttributeError, "nothing"),
         (lambda: daskgpt.fit("tiny"), TypeError, "ModelConfig"),
+        (daskgpt.fit, ValueError, "config=None"),
         (lambda: daskgpt.fit(CONFIG, 3), TypeError, "DataConfig"),
         (lambda: daskgpt.fit(CONFIG, {"dta": "text"}), ValueError, "Did you mean data"),
         (lambda: daskgpt.fit(CONFIG, DATA, parameters=DOUBLE), TypeError, "float32"),
         (lambda: daskgpt.fit(CONFIG, DATA, parameters=[1]), TypeError, "by name"),
+        (lambda: daskgpt.fit(CONFIG, DATA, parameters=BROKEN), ValueError, "ln_f.bias must be finite; .* finite=16"),
         (lambda: daskgpt.fit(CONFIG, {"data": ""}), ValueError, "data must not be empty"),
         (lambda: daskgpt.fit(CONFIG, DATA, resume=""), ValueError, "resume must not be empty"),
         (lambda: daskgpt.load(""), ValueError, "path must not be empty"),
