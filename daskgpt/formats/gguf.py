@@ -47,6 +47,7 @@ from daskgpt.formats.stored_model import (
     parts_of,
     pieces,
 )
+from daskgpt.kernels.rotary import angles_of
 from daskgpt.model.parameters import Tensor, tensors
 
 READ, WRITE = "read_gguf", "write_gguf"
@@ -139,10 +140,7 @@ def _config_of(path: Path, entries: Mapping[str, Any], stored: dict[str, StoredT
 
 def _divisors_of(config: ModelConfig) -> np.ndarray:
     """Return what each angle of a head is divided by, float32. Source   llama.cpp, its converter of Llama"""
-    half = config.head_channels // 2
-    turns = config.rope_positions / (2 * np.pi * config.rope_theta ** (np.arange(half) / half))
-    whole = np.clip((turns - config.rope_low) / (config.rope_high - config.rope_low), 0, 1)
-    divisors: np.ndarray = 1 / (whole + (1 - whole) / config.rope_factor)
+    divisors: np.ndarray = 1 / angles_of(config.rope, config.head_channels // 2)[1]
     return divisors.astype(np.float32)
 
 
