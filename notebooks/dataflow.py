@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from html import escape
 from itertools import accumulate
 from typing import Any
 
+from dask.callbacks import Callback
+
 from daskgpt.config.errors import require, require_known
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig
 from daskgpt.graph.calls import Origin
-from daskgpt.graph.program import calls_of
+from daskgpt.graph.program import Values, calls_of
 from daskgpt.profiling.measure import job_from
 from daskgpt.profiling.plan import planned, planned_step
 from daskgpt.profiling.timeline import TaskGraph, chunks_of, color_of, longest_chain
@@ -147,7 +149,9 @@ def dataflow(
     """
     job = job_from(config, data=data, dataflow=dataflow)
     step = planned_step(*planned(job))
-    trial = Trial(step)
+    results = dict[Any, int]()  # bytes of what each task returns
+    with Callback(posttask=lambda key, result, *_: results.update({key: _bytes_of(result)})):
+        trial = Trial(step)
     inside, chunk_of_call = TaskGraph.of(step).needs, chunks_of(step)
     calls = {key: [call.key for call in calls_of(step.graph[key]) if call.key in chunk_of_call] for key in inside}
     chunks = {key: next((c for call in keys if (c := chunk_of_call[call])), None) for key, keys in calls.items()}
@@ -156,11 +160,25 @@ def dataflow(
     tasks = {}
     for key in TopologicalSorter(inside).static_order():
         origins = tuple(map(step.kernels.origin, calls[key]))
-        tasks[names[key]] = DataflowTask(names[key], chunks[key], origins, trial.results.get(key, 0))
+        tasks[names[key]] = DataflowTask(names[key], chunks[key], origins, results.get(key, 0))
     size, chunk = (" x ".join(map(str, shape)) for shape in (job.batch_shape, step.dials.chunk))
     flow = Dataflow(f"{size} tokens in chunks of {chunk}, grain {step.dials.grain}", tasks, needs, trial.peak)
     depths = flow.depths()
     return replace(flow, tasks={name: tasks[name] for name in sorted(tasks, key=lambda name: (depths[name], name))})
+
+
+def _bytes_of(result: Any) -> int:
+    """Return the bytes of the arrays in a task's result, each of which counts once."""
+
+    def arrays_in(value: Any) -> Iterator[Any]:
+        if isinstance(value, list | tuple):
+            for part in value:
+                yield from arrays_in(part)
+        elif value is not None:
+            yield value
+
+    found = arrays_in(result.values if isinstance(result, Values) else result)
+    return sum(array.nbytes for array in {id(array): array for array in found}.values())
 
 
 def _name(title: str, chunk: tuple[int | None, ...] | None) -> str:

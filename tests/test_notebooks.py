@@ -43,6 +43,11 @@ def test_longest_chain():
     assert len(block.tasks) == 44
 
 
+def test_barriers_hand_nothing_on():
+    flow = dataflow.dataflow(MODEL, DATA, {"batch_chunk": 2, "barrier": "layer"})
+    assert {task.bytes for task in flow.tasks.values() if not task.calls} == {0}
+
+
 @pytest.mark.parametrize("threads", [2, 4])
 def test_drawing_has_boxes_and_stripes(threads):
     block = graph("segment", threads=threads).of(block=0)

@@ -22,7 +22,7 @@ from daskgpt.graph.calls import KernelCall, call_of
 from daskgpt.graph.compiled import Submission
 from daskgpt.graph.fuse import FEW_THREADS, GRAINS
 from daskgpt.graph.nodes import Key, is_leaf, task
-from daskgpt.graph.program import Call, Program, Span, Values
+from daskgpt.graph.program import Call, Program, Span
 from daskgpt.model.layers import ATTENTION, chosen
 from daskgpt.model.optimizer import optimizer_of
 from daskgpt.model.parameters import tensors
@@ -249,7 +249,6 @@ class Trial(LocalScheduler):
     made      bytes of all arrays that were made, by class
     alive     of those that live now
     at_peak   of those that lived when there were most
-    results   bytes of what each task returned
     """
 
     def __init__(self, step: CompiledStep, window: int = 1) -> None:
@@ -257,7 +256,6 @@ class Trial(LocalScheduler):
         super().__init__(dask.local.get_sync, "nothing is run")
         self.step, self.precision, self.tensors = step, step.dials.precision, tensors(step.config)
         self.alive, self.made, self.at_peak = Counter[str](), Counter[str](), Counter[str]()
-        self.results: dict[Key, int] = {}
         packs = step.layout.pack({name: self._state(name) for name in step.kernels.leaves})
         self.run(empty_submission(step, packs, window))
 
@@ -268,7 +266,7 @@ class Trial(LocalScheduler):
 
     def run(self, submission: Submission) -> list[Any]:
         without_data = {
-            key: node if is_leaf(node) else task(key, self._without_data(key, node.func), node.args)
+            key: node if is_leaf(node) else task(key, self._without_data(node.func), node.args)
             for key, node in submission.graph.items()
         }
         return super().run(submission._replace(graph=without_data))
@@ -282,19 +280,13 @@ class Trial(LocalScheduler):
         count = sum(rows.stop - rows.start for rows in self.step.owned[parameter])
         return self.array("optimizer", (count, *shape[1:]), self.precision.dtype)
 
-    def _without_data(self, key: Key, program: Callable[..., Any]) -> Callable[..., Any]:
+    def _without_data(self, program: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(program, Program):  # a barrier
             return program
         without_data = copy(program)
         without_data.lowered = None
         without_data.calls = tuple(replace(call, function=self._stand_in(call)) for call in program.calls)
-
-        def run(*arguments: Any) -> Any:
-            result = without_data(*arguments)
-            self.results[key] = sum(value.nbytes for value in _stand_ins(result))
-            return result
-
-        return run
+        return without_data
 
     def _stand_in(self, call: Call) -> Callable[..., Any]:
         """Return a function that returns stand-ins for the arrays of a call."""
@@ -322,15 +314,6 @@ def most_bytes(step: CompiledStep) -> int:
         if isinstance(call := call_of(node), KernelCall):
             size += sum(map(math.prod, call.shapes(key))) * call.dtype.itemsize
     return size
-
-
-def _stand_ins(values: Any) -> list[Any]:
-    """Return all arrays in nested sequences, each once."""
-    if isinstance(values, Values):
-        return _stand_ins(values.values)
-    if isinstance(values, list | tuple):
-        return list({id(array): array for value in values for array in _stand_ins(value)}.values())
-    return [] if values is None else [values]
 
 
 def rounded(size: float) -> str:
