@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from compare.turns import Side, Turn, disturbed, take_turns, undisturbed
+from copies import copy_rate
 from records import Figure, add_record_flag, check_record, record
 
 from daskgpt.config.errors import require, text_table
@@ -23,11 +24,12 @@ from daskgpt.generation.sampler import PRECISIONS, Choice, Texts
 from daskgpt.model.parameters import initial_parameters, parameter_count
 from daskgpt.profiling.measure import BenchConfig, Spread
 from daskgpt.schedulers import machine
-from daskgpt.schedulers.machine import copy_rate, usable_cores
+from daskgpt.schedulers.machine import usable_cores
 from daskgpt.training.job import compile_kernels
 
 EARLY, LATE, BATCH = 10, 900, 8  # tokens that stand before, and texts
 TOKENS = 16  # of a turn
+COPIED = 1 << 27  # bytes: more than the caches of most machines
 LIKELIEST = Choice(temperature=0)
 
 
@@ -81,7 +83,7 @@ class Copying(_OfThisProcess):
         self.threads = threads
 
     def run(self, count: int) -> list[float]:
-        return [1 / copy_rate(self.threads)]
+        return [1 / (self.threads * copy_rate(self.threads, 2 * COPIED // self.threads))]
 
 
 def random_prompts(config: ModelConfig, texts: int, length: int, seed: int) -> list[list[int]]:

@@ -24,6 +24,7 @@ from statistics import median
 
 import numba
 import numpy as np
+from copies import ROUNDS, copy_rate, seconds_of_all
 from records import Figure, add_record_flag, check_record, record
 
 from daskgpt.config.errors import require, text_table
@@ -35,7 +36,6 @@ from daskgpt.kernels.float32 import tiles
 from daskgpt.kernels.simd.lanes import address_of
 from daskgpt.model.parameters import value_count
 from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of
-from daskgpt.schedulers import machine
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.cost import Sizes, arrays_of, features, work_of
 from daskgpt.training.job import Job, compile_kernels
@@ -43,7 +43,7 @@ from daskgpt.training.job import Job, compile_kernels
 LEAST = 0.01  # of the kernels' time, for a row
 STEPS, TILES = 128, 1 << 16  # of the axis that a tile sums, and the number of tiles that are timed
 SIZES = [1 << power for power in range(14, 29, 2)]  # bytes that a copy reads and writes, from first caches to memory
-COPIED, ROUNDS = 1 << 28, 5  # bytes of all copies of a size
+COPIED = 1 << 28  # bytes of all copies of a size
 
 OPERATIONS = {  # of each number that is read or summed; products and attention have their own rules
     "gelu.forward": 30,
@@ -121,7 +121,7 @@ class Limits:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self.operations = self._products() / threads
-        self.copies = [self._copies(size) for size in SIZES]
+        self.copies = [copy_rate(threads, size, max(COPIED // size // threads, 1)) for size in SIZES]
 
     def _products(self) -> float:
         """Return the operations a second of tiles on all threads."""
@@ -135,20 +135,9 @@ class Limits:
         def work(number: int, count: int) -> None:
             multiply_tiles(*arrays[number], count)
 
-        machine.seconds_of_all(work, self.threads, 1)  # compiles
-        seconds = min(machine.seconds_of_all(work, self.threads, TILES) for _ in range(ROUNDS))
+        seconds_of_all(work, self.threads, 1)  # compiles
+        seconds = min(seconds_of_all(work, self.threads, TILES) for _ in range(ROUNDS))
         return self.threads * TILES * 2 * tiles.ROWS * columns * STEPS / seconds
-
-    def _copies(self, size: int) -> float:
-        """Return the bytes a second of a thread that copies arrays of a size."""
-        arrays = [(np.ones(size // 2, np.uint8), np.ones(size // 2, np.uint8)) for _ in range(self.threads)]
-
-        def work(number: int, count: int) -> None:
-            for _ in range(count):
-                np.copyto(*arrays[number])
-
-        count = max(COPIED // size // self.threads, 1)
-        return size * count / min(machine.seconds_of_all(work, self.threads, count) for _ in range(ROUNDS))
 
     def bytes(self, size: int) -> float:
         """Return the bytes a second of copies of a size."""

@@ -12,7 +12,7 @@ FLAGS = "--blocks 1 --heads 2 --channels 16 --vocabulary 300 --positions 40 --st
 
 
 def test_measurement_record(tmp_path, monkeypatch):
-    monkeypatch.setattr("generation.copy_rate", lambda threads: 1e9)
+    monkeypatch.setattr("generation.copy_rate", lambda threads, size: 1e9 / threads)
     monkeypatch.setattr("compare.turns.DISTURBED", float("inf"))  # one turn
     assert main([*FLAGS.split(), "--record", str(tmp_path / "record")]) == 0
     (record,) = read_records(tmp_path / "record")

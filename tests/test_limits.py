@@ -1,8 +1,11 @@
 """Tests of the work of kernel calls, and of the tool that compares kernels with the machine's limits."""
 
+import time
+
 import limits
 import numpy as np
 import pytest
+from copies import seconds_of_all
 from tolerances import TOLERANCES
 
 import daskgpt
@@ -64,3 +67,9 @@ def test_table_of_a_step(model, call, capsys):
     assert f"linear.forward {call}" in shown
     assert "attention.backward" in shown
     assert "all kernels" in shown
+
+
+def test_all_threads_are_waited_for():
+    done = []
+    seconds = seconds_of_all(lambda number, count: (time.sleep(0.01 * number), done.append(count)), 3, 1)
+    assert (done, seconds >= 0.02) == ([1, 1, 1], True)

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import socket
-import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ from machines import wait_until
 from small_runs import MODEL, fit, metrics_of, same
 
 import daskgpt
-from daskgpt.schedulers import cluster, connect, links, machine, opening, workers
+from daskgpt.schedulers import cluster, connect, links, opening, workers
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import own_threads
 from daskgpt.schedulers.protocol import METRIC, ClusterLost, WorkerLost
@@ -431,12 +430,6 @@ def test_refused_worker_compiles_nothing(monkeypatch):
     check.setup(worker)
     asyncio.run(workers.PrepareWorker("run").setup(worker))
     assert ended == [worker]
-
-
-def test_all_threads_are_waited_for():
-    done = []
-    seconds = machine.seconds_of_all(lambda number, count: (time.sleep(0.01 * number), done.append(count)), 3, 1)
-    assert (done, seconds >= 0.02) == ([1, 1, 1], True)
 
 
 @pytest.mark.parametrize("name", ["sync", "threads", "a cluster"])

@@ -304,7 +304,7 @@ def overheads(
         tasks=sorted(tasks),
         lock=max(_seconds_of_nothing(max(cores, 2)), 0.0),
         crowd=max(1.0, median(times["many"]) / median(times["few"])),
-        copy=machine.copy_rate(1),
+        copy=machine.copy_rate(),
     )
 
 

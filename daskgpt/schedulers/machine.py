@@ -7,14 +7,13 @@ import platform
 import resource
 import sys
 import time
+import timeit
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 import psutil
@@ -181,27 +180,12 @@ def versions(*packages: str) -> dict[str, str]:
     return {"python": python, "daskgpt": daskgpt.__version__} | {name: version(name) for name in packages}
 
 
-def seconds_of_all(work: Callable[[int, int], None], threads: int, count: int) -> float:
-    """Return the seconds until the last of some threads is done."""
-    with ThreadPoolExecutor(threads) as pool:
-        start = perf_counter()
-        list(pool.map(work, range(threads), [count] * threads))
-        return perf_counter() - start
-
-
 COPIED, COPY_ROUNDS = 1 << 27, 5  # bytes: more than the caches of most machines
 
 
-def copy_rate(threads: int) -> float:
-    """Measure the bytes per second that copies of arrays larger than caches read and write, on some threads.
-
-    The result is the best of some rounds, as a base for shares.
+def copy_rate() -> float:
+    """Return the bytes per second that a thread reads and writes where it copies an array larger than caches: the best
+    of some rounds.
     """
-    size = COPIED // threads
-    arrays = [(np.ones(size, np.uint8), np.ones(size, np.uint8)) for _ in range(threads)]
-
-    def copies(number: int, count: int) -> None:
-        for _ in range(count):
-            np.copyto(*arrays[number])
-
-    return 2 * size * threads / min(seconds_of_all(copies, threads, 1) for _ in range(COPY_ROUNDS))
+    source, target = (np.ones(COPIED, np.uint8) for _ in range(2))
+    return 2 * COPIED / min(timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=COPY_ROUNDS))
