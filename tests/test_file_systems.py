@@ -114,7 +114,7 @@ def test_what_fails_after_a_checkpoint_loses_nothing(small_text, tmp_path, said,
     def no_pointer(link, name):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr("daskgpt.training.run_folder.point", no_pointer)
+    monkeypatch.setattr("daskgpt.training.checkpoint.point", no_pointer)
     assert fit(small_text, out, save_every=5).checkpoint == out / "step-00000012"
     assert steps_in(out) == [5, 10, 12]
     assert sum("is saved, but latest" in line for line in said) == 3

@@ -22,15 +22,7 @@ from tokenizers import AddedToken
 from daskgpt.config.errors import refusing, require, require_package, short
 from daskgpt.config.files import replacing
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.encoding import (
-    SPLITTINGS,
-    Encoding,
-    byte_level_bpe,
-    know_library,
-    named,
-    splitting_of,
-    whole_files,
-)
+from daskgpt.formats import encoding as encodings
 from daskgpt.formats.stored_model import (
     FAMILIES,
     GPT2,
@@ -167,11 +159,11 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
     Errors   ValueError if it is damaged
     """
     tokenizer = {name.removeprefix(TOKENIZER): value for name, value in entries.items()}
-    if tokenizer.get("model") != "gpt2" or tokenizer.get("pre") not in SPLITTINGS:
+    if tokenizer.get("model") != "gpt2" or tokenizer.get("pre") not in encodings.SPLITTINGS:
         return ""
     from gguf import TokenType
 
-    with whole_files(path):
+    with encodings.whole_files(path):
         tokens, kinds = tokenizer["tokens"], tokenizer["token_type"]
         rule, got = f"{TOKENIZER}token_type must have a number for each token", {"path": path, "numbers": len(kinds)}
         require(len(kinds) == len(tokens), READ, rule, got, "Copy the file again.")
@@ -179,17 +171,17 @@ def _encoding_in(path: Path, entries: Mapping[str, Any]) -> str:
         pairs = [pair.split(" ") for pair in tokenizer["merges"]]
         merges = [pair for pair in pairs if "".join(pair) in ids]
         special = {token: kinds[i] == TokenType.CONTROL for token, i in ids.items() if kinds[i] != TokenType.NORMAL}
-        if not merges and list(ids)[:-1] == [*named(bytes(range(256)))]:
+        if not merges and list(ids)[:-1] == [*encodings.named(bytes(range(256)))]:
             return "bytes"
         end, bos = tokens[tokenizer["eos_token_id"]], tokenizer.get("bos_token_id")
         others = {"chat_template": str(entries.get(TEMPLATE, "")), "bos_token": "" if bos is None else tokens[bos]}
         added = [AddedToken(token, special=control, normalized=False) for token, control in special.items()]
-        library = byte_level_bpe(ids, merges, tokenizer["pre"])
+        library = encodings.byte_level_bpe(ids, merges, tokenizer["pre"])
         library.add_tokens(added)
-    return know_library(library, end, str(path), **others)
+    return encodings.know_library(library, end, str(path), **others)
 
 
-def write_gguf(path: Path, model: StoredModel, encoding: Encoding, dtype: str = "float32") -> None:
+def write_gguf(path: Path, model: StoredModel, encoding: encodings.Encoding, dtype: str = "float32") -> None:
     """Write a file that llama.cpp reads; it appears under its name only when it is complete.
 
     encoding   the model's, which may have fewer ids than the model
@@ -265,7 +257,7 @@ def _add_settings(writer: Any, config: ModelConfig, family: str) -> None:
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{family}.{key}", value)
 
 
-def _add_tokenizer(writer: Any, encoding: Encoding, size: int) -> None:
+def _add_tokenizer(writer: Any, encoding: encodings.Encoding, size: int) -> None:
     """Add the tokenizer, which is byte-level BPE.
 
     Errors   ValueError, naming the part, if llama.cpp does not know how the tokenizer splits text
@@ -274,7 +266,7 @@ def _add_tokenizer(writer: Any, encoding: Encoding, size: int) -> None:
 
     library, end = encoding.library, next(iter(encoding.specials))
     pipeline = json.loads(library.to_str())
-    splitting, differing = splitting_of(pipeline)
+    splitting, differing = encodings.splitting_of(pipeline)
     rule, advice = "llama.cpp must know every part of the tokenizer", "Write another format."
     require(not differing, WRITE, rule, {"part": differing}, advice)
     names = {i: name for name, i in library.get_vocab().items()}

@@ -16,19 +16,7 @@ from daskgpt import __version__
 from daskgpt.config.errors import require, short
 from daskgpt.config.files import appearing, expanded, write_file
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.encoding import (
-    END_OF_TEXT,
-    KNOWN,
-    NAMED,
-    OTHERS,
-    SIZE_LIMIT,
-    Encoding,
-    know_library,
-    read_vocabulary,
-    vocabulary_size,
-    whole_files,
-)
-from daskgpt.formats.encoding import WHERE as READ_TOKENIZER
+from daskgpt.formats import encoding as encodings
 from daskgpt.formats.safetensors import (
     ENDING,
     ENTRY,
@@ -220,7 +208,7 @@ def _json(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def write_huggingface(folder: Path, model: StoredModel, encoding: Encoding | None = None) -> None:
+def write_huggingface(folder: Path, model: StoredModel, encoding: encodings.Encoding | None = None) -> None:
     """Write a folder that transformers reads; it appears under its name only when it is complete.
 
     folder     does not exist yet, or is empty
@@ -301,10 +289,10 @@ def encoding_in(folder: Path) -> str:
     """
     if not (folder / TOKENIZER).is_file():
         others = [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]
-        rule, advice = f"a folder's tokenizer must be {TOKENIZER}", f"transformers writes it. {OTHERS}"
-        require(not others, READ_TOKENIZER, rule, {"path": folder, "files": ", ".join(others)}, advice)
+        rule, advice = f"a folder's tokenizer must be {TOKENIZER}", f"transformers writes it. {encodings.OTHERS}"
+        require(not others, encodings.WHERE, rule, {"path": folder, "files": ", ".join(others)}, advice)
         return ""
-    with whole_files(folder):
+    with encodings.whole_files(folder):
         library = Tokenizer.from_str(json.dumps(_read(folder / TOKENIZER)))
         settings = _read(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
         template = _template_in(folder, settings.get("chat_template"))
@@ -317,15 +305,15 @@ def encoding_in(folder: Path) -> str:
         missing = ", ".join(name for name in (eos, bos, *map(_content, added)) if name and name not in ids)
     rule = f"{TOKENIZER} must have every token that {SETTINGS} names"
     got = {"path": folder, "missing": short(missing)}
-    require(not missing, READ_TOKENIZER, rule, got, "Save the tokenizer again with transformers.")
-    end = eos or END_OF_TEXT
+    require(not missing, encodings.WHERE, rule, got, "Save the tokenizer again with transformers.")
+    end = eos or encodings.END_OF_TEXT
     got = {"path": folder, "eos_token": "missing"}
-    require(end in ids, READ_TOKENIZER, "a token must end a text", got, f"Name it in {SETTINGS}: eos_token.")
+    require(end in ids, encodings.WHERE, "a token must end a text", got, f"Name it in {SETTINGS}: eos_token.")
     recognized = {token.content for token in library.get_added_tokens_decoder().values()}
     library.add_special_tokens([name for name in (eos, bos) if name and name not in recognized])
     library.no_truncation()
     library.no_padding()
-    return know_library(library, end, str(folder), chat_template=template, bos_token=bos)
+    return encodings.know_library(library, end, str(folder), chat_template=template, bos_token=bos)
 
 
 def encoding_named(name: str) -> str:
@@ -335,22 +323,22 @@ def encoding_named(name: str) -> str:
     Errors   ValueError for anything else, or a file without a vocabulary; as of `formats.encoding.vocabulary_size`
     """
     path = expanded(name)
-    if name not in NAMED and name not in KNOWN and path.exists():
+    if name not in encodings.NAMED and name not in encodings.KNOWN and path.exists():
         folder = path.parent if path.name == TOKENIZER else path
-        return (encoding_in(folder) if folder.is_dir() else "") or read_vocabulary(path)
-    vocabulary_size(name)
+        return (encoding_in(folder) if folder.is_dir() else "") or encodings.read_vocabulary(path)
+    encodings.vocabulary_size(name)
     return name
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return read_json(path, READ_TOKENIZER, path.name, SIZE_LIMIT)
+    return read_json(path, encodings.WHERE, path.name, encodings.SIZE_LIMIT)
 
 
 def _content(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else token["content"]
 
 
-def tokenizer_files(encoding: Encoding, positions: int) -> dict[str, bytes]:
+def tokenizer_files(encoding: encodings.Encoding, positions: int) -> dict[str, bytes]:
     """Return the files of a tokenizer by name: tokenizer.json and tokenizer_config.json.
 
     positions   longest sequence of the model [tokens]

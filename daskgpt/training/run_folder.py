@@ -22,16 +22,7 @@ from daskgpt.model.precision import values_of
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.opening import resume_flags
 from daskgpt.schedulers.protocol import Scheduler, WorkerLost
-from daskgpt.training.checkpoint import (
-    LATEST,
-    Best,
-    checkpoints,
-    point,
-    prune,
-    step_folder,
-    tidy,
-    write_checkpoint,
-)
+from daskgpt.training import checkpoint
 from daskgpt.training.engine import State
 from daskgpt.training.job import Job, Say
 from daskgpt.training.logs import CHAIN, LINK, METRICS, Chain, RecordFile, continued_metrics
@@ -69,7 +60,7 @@ class RunFolder:
         self.open_files.callback(lambda: self.lock and self.lock.close())
         with written(path, "RunFolder"):  # its name may be too long
             present = [(self.path / name).exists() for name in (CONFIG, METRICS)]
-            made = checkpoints(self.path)
+            made = checkpoint.checkpoints(self.path)
         where, got = "RunFolder", {"out": self.path}
         folders = [str(self.path / name) for name in FILES if (self.path / name).is_dir()]
         rule, advice = "no folder may have the name of a run's file", "Rename it, or name another folder."
@@ -98,7 +89,7 @@ class RunFolder:
         Errors   FileExistsError if another run has begun here in the meantime
         """
         if self.resumed:
-            tidy(self.path, entry["step"])
+            checkpoint.tidy(self.path, entry["step"])
             self.metrics = continued_metrics(self.path / METRICS, entry["step"])
         else:
             try:  # the file of metrics claims the folder: only one of two runs that start at once can create it
@@ -211,7 +202,7 @@ class Saver:
     news: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.saved, self.best, self.since = len(self.losses), Best(), time.monotonic()
+        self.saved, self.best, self.since = len(self.losses), checkpoint.Best(), time.monotonic()
 
     def better(self, loss: float | None) -> bool:
         """Return whether a state of this validation loss, if it has one, becomes the best checkpoint."""
@@ -250,7 +241,7 @@ class Saver:
             return
         start, path, run = time.perf_counter(), self.folder.path, self.job.run
         self.since = time.monotonic()
-        best = Best(state.step, loss) if loss is not None and self.better(loss) else self.best
+        best = checkpoint.Best(state.step, loss) if loss is not None and self.better(loss) else self.best
         link = {LINK: self.folder.chain.link(state.step, self.losses)}
         try:
             self._write(state, {**facts, **link, **({"best": asdict(best)} if best.step >= 0 else {})})
@@ -260,10 +251,10 @@ class Saver:
             return self._failed(state.step, error, last=last)
         former, self.saved, self.best = self.best, state.step, best
         try:
-            point(path / LATEST, step_folder(path, state.step).name)
+            checkpoint.point(path / checkpoint.LATEST, checkpoint.step_folder(path, state.step).name)
             if best != former:
                 best.point(path)
-            prune(path, run.keep, best.step)
+            checkpoint.prune(path, run.keep, best.step)
         except OSError as error:
             self.say(f"checkpoint step {state.step} is saved, but latest, best or older ones are not updated: {error}")
         self.news |= {"checkpoint_step": state.step, "checkpoint_s": round(time.perf_counter() - start, 3)}
@@ -276,7 +267,7 @@ class Saver:
             base = StoredModel(size, parameters, encoding, job.data.sequence_length)
         self.folder.begin(sections, entry, base)
         if job.run.keep_best:
-            self.best = Best.of(self.folder.path, entry)
+            self.best = checkpoint.Best.of(self.folder.path, entry)
         self.best.point(self.folder.path)  # an earlier process may have been killed before it did
 
     def _write(self, state: State, facts: Mapping[str, Any]) -> None:
@@ -287,7 +278,7 @@ class Saver:
         shapes = {name: tensor.shape for name, tensor in job.moments.items()}
         self.folder.require_held()
         self.folder.metrics.sync()  # first: a run continues behind the metrics of its checkpoint
-        write_checkpoint(self.folder.path, state.step, model, arrays, shapes, facts, self.folder.chain.add)
+        checkpoint.write_checkpoint(self.folder.path, state.step, model, arrays, shapes, facts, self.folder.chain.add)
 
     def _failed(self, step: int, error: Exception, *, last: bool) -> None:
         """Report that a checkpoint is not written. Errors   OSError if it is the last one of the run"""
