@@ -25,13 +25,7 @@ from tornado.ioloop import PeriodicCallback
 
 from daskgpt.profiling.pages import lanes_plot
 from daskgpt.profiling.timeline import color_of, is_message, seconds_at_once
-from daskgpt.schedulers.dask_internals import (
-    add_page,
-    add_to_task_stream,
-    ask_worker,
-    dashboard_prefix,
-    task_stream_is_shown,
-)
+from daskgpt.schedulers import dask_internals as internals
 from daskgpt.schedulers.protocol import METRIC, TOPIC
 from daskgpt.schedulers.workers import ASKED, RECEIVE, LatestCall
 
@@ -53,7 +47,7 @@ def dask_setup(scheduler: Any) -> None:
 
 def begin(scheduler: Any, run: str) -> bool:
     """Add the page for a run, or for good if its name is empty; return whether the scheduler has a dashboard."""
-    prefix = dashboard_prefix(scheduler)
+    prefix = internals.dashboard_prefix(scheduler)
     if Collected.name not in scheduler.plugins:
         scheduler.add_plugin(Collected(scheduler, prefix))
     collected = scheduler.plugins[Collected.name]
@@ -109,7 +103,7 @@ class Collected(SchedulerPlugin):
         self.recoveries = 0
         self.looked = self.asked = -PATIENCE
         self.asking: dict[str, asyncio.Task[None]] = {}
-        self.remove_page = add_page(scheduler, prefix, PAGE, show, "daskgpt") if prefix is not None else None
+        self.remove_page = internals.add_page(scheduler, prefix, PAGE, show, "daskgpt") if prefix is not None else None
         self.timer = PeriodicCallback(self.ask, ASKING)
         self.timer.start()
 
@@ -129,7 +123,7 @@ class Collected(SchedulerPlugin):
         """Ask the workers for their latest calls, if a run is there and somebody looks."""
         now, workers = time.monotonic(), self.scheduler.workers.items()
         prepared = [address for address, worker in workers if METRIC in worker.metrics]
-        looked = now - self.looked < PATIENCE or task_stream_is_shown(self.scheduler)
+        looked = now - self.looked < PATIENCE or internals.task_stream_is_shown(self.scheduler)
         if looked and any(self.users) and now - self.asked > ASKING / 1000 * (len(prepared) / 16 - 0.5):
             self.asked = now
             for address in set(prepared) - self.asking.keys():
@@ -138,7 +132,9 @@ class Collected(SchedulerPlugin):
     async def _ask(self, worker: str, most: int) -> None:
         try:
             with suppress(OSError, asyncio.TimeoutError):  # it has left, or hangs
-                asked = ask_worker(self.scheduler, worker, ASKED, since=self.until.get(worker, 0.0), most=most)
+                asked = internals.ask_worker(
+                    self.scheduler, worker, ASKED, since=self.until.get(worker, 0.0), most=most
+                )
                 self.take(worker, *await asyncio.wait_for(asked, PATIENCE))
         finally:
             del self.asking[worker]
@@ -160,7 +156,7 @@ class Collected(SchedulerPlugin):
         for call in new:
             action = "transfer" if call.name.startswith(RECEIVE) else "compute"
             span = {"action": action, "start": call.start, "stop": call.end}
-            add_to_task_stream(self.scheduler, worker, call.thread, call.name, span)
+            internals.add_to_task_stream(self.scheduler, worker, call.thread, call.name, span)
 
     def _in_lane(self, worker: str, call: LatestCall) -> LatestCall:
         """Return a call with the number of a lane of its worker as its thread: windows have different threads.

@@ -23,15 +23,7 @@ from daskgpt.model.parameters import RandomParameters, check_finite, digest, tra
 from daskgpt.model.step import Arrays
 from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.opening import LOCAL_SCHEDULERS, require_scheduler
-from daskgpt.training.checkpoint import (
-    VERSION,
-    checkpoints,
-    is_checkpoint,
-    newest_good,
-    open_model_file,
-    open_with_state,
-    read_checkpoint,
-)
+from daskgpt.training import checkpoint
 from daskgpt.training.job import LENGTHS, Job, from_root, require_memory, require_one_length
 from daskgpt.training.logs import METRICS, metrics_lines
 from daskgpt.training.run_folder import RunFolder
@@ -128,7 +120,7 @@ class WarmStart:
     def __init__(self, init: str) -> None:
         """Open the model. Errors   as of `daskgpt.load`"""
         self.init = init
-        self.model, state = open_with_state(init)
+        self.model, state = checkpoint.open_with_state(init)
         self.config = self.model.config
         self.data: Mapping[str, Any] = state.get("configuration", {}).get("data", {})
 
@@ -271,7 +263,7 @@ def arithmetic(job: Job) -> dict[str, str]:
 def beginning(facts: Mapping[str, Any], parameters: Arrays) -> dict[str, Any]:
     """Return the first entry of a run's chain; parameters: those that the run begins with."""
     origin = SEEDED if isinstance(parameters, RandomParameters) else digest(parameters)
-    return {"version": VERSION, "step": 0, **facts, "parameters": origin, "files": {}}
+    return {"version": checkpoint.VERSION, "step": 0, **facts, "parameters": origin, "files": {}}
 
 
 def stored_settings(where: str, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -337,7 +329,7 @@ def resumed_run(path: str, changes: Mapping[str, Mapping[str, Any]], *, connects
     require_named(path, "train", "resume")
     path = str(expanded(path))
     rule, advice = "--resume must name the folder of a run", "The newest checkpoint in it is taken."
-    require(not is_checkpoint(Path(path)), "train", rule, {"resume": path}, advice)
+    require(not checkpoint.is_checkpoint(Path(path)), "train", rule, {"resume": path}, advice)
     folder = RunFolder(path, resumed=True)
     try:
         return _continued(folder, path, changes)
@@ -348,7 +340,7 @@ def resumed_run(path: str, changes: Mapping[str, Mapping[str, Any]], *, connects
 
 def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, Any]]) -> tuple[Job, Start]:
     messages = list[str]()
-    damaged, newest = checkpoints(folder.path), newest_good(folder.path, messages.append)
+    damaged, newest = checkpoint.checkpoints(folder.path), checkpoint.newest_good(folder.path, messages.append)
     if newest is None:
         got = f"resume={path} ({f'{len(damaged)} damaged' if damaged else 'none'})"
         advice = "Nothing of it can be resumed" if damaged else "It ended before its first"
@@ -356,13 +348,13 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
         raise refusal(FileNotFoundError, "train", rule, got, f"{advice}: start again with another --out.")
     checkpoint_folder, state = newest
     c = _changed_configuration(path, state, changes)
-    open_model_file(checkpoint_folder)  # makes a learned vocabulary known
+    checkpoint.open_model_file(checkpoint_folder)  # makes a learned vocabulary known
     job = Job(c.pop("model"), **c)
     if not job.run.epochs:  # whose number of steps the data decide
         _require_steps_left(job, state, path)
     job = replace(job, dataset=data_of_run("train", job.data, state))
     _require_steps_left(job, state, path)
-    (parameters, moments), done = read_checkpoint(checkpoint_folder, job.moments), state["step"]
+    (parameters, moments), done = checkpoint.read_checkpoint(checkpoint_folder, job.moments), state["step"]
     messages.append(f"resumed    {checkpoint_folder}: {done} of {job.steps} steps are done")
     units = state["arithmetic"], arithmetic(job)
     if units[0] != units[1]:

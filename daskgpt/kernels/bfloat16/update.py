@@ -10,19 +10,7 @@ import numpy as np
 from daskgpt.config.errors import refusal, require
 from daskgpt.kernels import optimizers
 from daskgpt.kernels.arguments import check_output, check_shape, contiguous
-from daskgpt.kernels.bfloat16 import tiles
-from daskgpt.kernels.bfloat16.gemm import (
-    Plan,
-    TrainedWeight,
-    backward_x,
-    check_layout,
-    check_panel_rows,
-    forward,
-    pack_x,
-    part_of,
-    plan_of,
-    sum_parts,
-)
+from daskgpt.kernels.bfloat16 import gemm, tiles
 from daskgpt.kernels.bfloat16.isa import unit
 from daskgpt.kernels.bfloat16.rounding import FLOAT32, NOTHING, check_float32, words
 from daskgpt.kernels.compilation import kernel, wide_vectors
@@ -37,15 +25,15 @@ def _update(
 ):  # fmt: skip
     wide_vectors()
     tiles.open_unit(unit)
-    (outputs, channels, first, last), plan = sizes, Plan(*places)
+    (outputs, channels, first, last), plan = sizes, gemm.Plan(*places)
     row_bytes, rates = channels * 4, rates_of(np.float32, hyper, beta1, beta2, eps, decay)
-    pack_x(parts, channels, plan.right)
+    gemm.pack_x(parts, channels, plan.right)
     for row0 in range(first, last, plan.band_rows):
         rows = min(plan.band_rows, last - row0)
         if gradient.size:
             source = address_of(gradient) + (row0 - first) * row_bytes
             tiles.copy_rows(source, row_bytes, plan.totals, plan.sums_step, rows, channels)
-        sum_parts(unit, parts, outputs, channels, row0, rows, plan, plan.totals, plan.sums_step)
+        gemm.sum_parts(unit, parts, outputs, channels, row0, rows, plan, plan.totals, plan.sums_step)
         place = row0 * row_bytes
         for row in range(rows):
             offset, gradients = place + row * row_bytes, plan.totals + row * plan.sums_step
@@ -67,11 +55,11 @@ def _check(where, parts, groups, start, state, first, last):
         rule = "groups must be one a part, 0 ... 0 1 ... 1 and so on"
         raise refusal(ValueError, where, rule, {"groups": list(groups)}, "Give each part the number of its group.")
     outputs, channels = shape = weight.shape
-    check_panel_rows(where, outputs, first, last)
+    gemm.check_panel_rows(where, outputs, first, last)
     check_shape(where, "hyper", hyper, (3,))
     for name, array in (("weight", weight.values), ("m", m), ("v", v)):
         check_output(where, name, array, shape, FLOAT32)
-    check_layout(where, weight)
+    gemm.check_layout(where, weight)
     rule, got = "weight must be packed in tiles, for a unit for bfloat16", {"in_tiles": weight.in_tiles}
     require(weight.in_tiles, where, rule, got, "Sum the gradient, and update by it.")
     for dy, x in parts:
@@ -87,7 +75,7 @@ def linear_update(
     parts: Sequence[Sequence[np.ndarray]],
     groups: Sequence[int],
     start: np.ndarray | None,
-    state: tuple[TrainedWeight, np.ndarray, np.ndarray, np.ndarray],
+    state: tuple[gemm.TrainedWeight, np.ndarray, np.ndarray, np.ndarray],
     first: int,
     last: int,
     **options: float,
@@ -116,9 +104,9 @@ def linear_update(
     before = None if start is None else 0  # the group that has a total
     for (dy, x), group, after in zip(operands, groups, [*groups[1:], None]):
         following = additions(group, parts=1 + groups[-1]) if group != after else 0
-        table.append(part_of(dy, x, level(group), group != before, following))
+        table.append(gemm.part_of(dy, x, level(group), group != before, following))
         before = group
-    plan = plan_of(table, channels, 1 + max(map(level, groups)))
+    plan = gemm.plan_of(table, channels, 1 + max(map(level, groups)))
     arrays = [NOTHING if array is None else words(array) for array in (weight.values, m, v, start)]
     packed, sizes = (weight.forward, weight.backward), (outputs, channels, first, last)
     constants = [options[name] for name in ("beta1", "beta2", "eps", "weight_decay")]
@@ -131,10 +119,10 @@ def iteration(x: np.ndarray) -> np.ndarray:
     Shapes   x (n, k) -> (n, k)
     Dtype    float32
     """
-    packed = TrainedWeight.of(x)
-    gram = forward(x, packed)
-    square = forward(gram, TrainedWeight.of(gram))  # the gram matrix is its own transpose
-    return optimizers.add_scaled(x, backward_x(optimizers.polynomial(gram, square), packed))
+    packed = gemm.TrainedWeight.of(x)
+    gram = gemm.forward(x, packed)
+    square = gemm.forward(gram, gemm.TrainedWeight.of(gram))  # the gram matrix is its own transpose
+    return optimizers.add_scaled(x, gemm.backward_x(optimizers.polynomial(gram, square), packed))
 
 
 def muon_inplace(*arrays: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
