@@ -170,6 +170,12 @@ def test_plan_shows_whether_the_peak_fits(tmp_path, monkeypatch):
     assert fits(job_of(scheduler="tcp://host:1"), 10**9, resident).startswith("1.0 GB are needed by the cluster's")
 
 
+def test_a_model_beyond_memory_is_not_measured(tmp_path, monkeypatch):
+    control_groups(tmp_path, monkeypatch, "0::/\n", {"memory.max": "100000"})
+    with pytest.raises(ValueError, match="must fit into the 0.000 GB of this container"):
+        bench.main(FLAGS)
+
+
 def test_a_measurement_is_printed(capsys):
     with pytest.raises(ValueError, match="steps=0"):
         bench.main(["--steps", "0"])

@@ -31,6 +31,7 @@ LINUX = r"daskgpt: the system must be Linux.*WSL"
         ("import sys; " + MODULE, "0", NUMBA),
         ("import sys; " + PROGRAM, "0", NUMBA),
         ("import daskgpt; daskgpt.fit", "0", f"RuntimeError: {NUMBA}"),
+        ("import ctypes, sys; ctypes.CDLL = lambda *_: open('/'); " + MODULE, "1", NUMBA),
         (WINDOWS + MODULE, "1", LINUX),
         (WINDOWS + PROGRAM, "1", LINUX),
         (WINDOWS + "import daskgpt", "1", f"RuntimeError: {LINUX}"),

@@ -362,7 +362,7 @@ def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
             assert opening.active_client() is active, "the run's own Client is not for others"
             assert scheduler.description.startswith("local cluster, 1 worker process, dashboard http://127.0.0.1:")
             assert f":{connect.DASHBOARD_PORT}/" not in scheduler.description
-            assert not logging.getLogger("asyncio").filter(logged(AllExit)), "a wait that its end cuts short"
+        assert not logging.getLogger("asyncio").filter(logged(AllExit)), "a wait that its end cuts short, freed later"
         assert dask.config.get(tick) == setting, "of this process"
         assert dict(os.environ) == variables
     assert not [warned for warned in recwarn if "Port" in str(warned.message)]
@@ -383,10 +383,13 @@ def test_open_cluster_warns_once(host, monkeypatch, capsys):
     assert capsys.readouterr().err.count(f"no TLS: anyone who reaches {host} ") == (host in REACHED)
 
 
-@pytest.mark.parametrize(("template", "end"), [("{NOT_SET_HERE}/status", ""), ("http://a/{port}", "http://a/")])
-def test_the_site_decides_the_link_of_the_dashboard(template, end):
+@pytest.mark.parametrize(
+    ("template", "shown", "end"),
+    [("{NOT_SET_HERE}/status", True, ""), ("http://a/{port}", True, "http://a/"), ("http://a/{port}", False, "")],
+)
+def test_the_site_decides_the_link_of_the_dashboard(template, shown, end):
     with (
-        LocalCluster(**OPTIONS | {"n_workers": 1}) as cluster,
+        LocalCluster(**OPTIONS | {"n_workers": 1, "scheduler_kwargs": {"dashboard": shown}}) as cluster,
         Client(cluster) as client,
         dask.config.set({"distributed.dashboard.link": template}),
         connect.borrowed_cluster(client) as scheduler,

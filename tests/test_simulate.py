@@ -121,9 +121,18 @@ def calibrated(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         job = job_from(MODEL, data={"batch_size": 8, "sequence_length": 16}, dataflow=DIALS)
         calibration = calibrate.of_job(job, (2, 16), None)
+        calibrate.cache_path().parent.mkdir()
         assert calibration.save() == calibrate.cache_path()
         assert calibrate.load().samples == json.loads(json.dumps(calibration.samples))
         yield calibration
+
+
+def test_a_calibration_has_a_place_before_it_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "sample", lambda *_: pytest.fail("kernels are measured"))
+    calibrate.cache_path().mkdir(parents=True)
+    with pytest.raises(ValueError, match="must name a file that can be written"):
+        calibrate.calibrate()
 
 
 def test_plans_of_threads_and_workers(calibrated):

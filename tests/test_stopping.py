@@ -59,13 +59,16 @@ def test_swallowed_interrupt_is_raised_again():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_second_signal_interrupts(number):
+def test_second_signal_interrupts(number, monkeypatch):
+    """`timeout` sends one to its child, and one to all processes of its group."""
     said, before = [], signal.getsignal(number)
     with finishing_first(said.append) as asked:
         assert not asked()
         signal.raise_signal(number)
         assert asked()
         assert len(said) == 1
+        signal.raise_signal(number)
+        monkeypatch.setattr("daskgpt.config.stopping.TOGETHER", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) is before

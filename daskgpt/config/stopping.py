@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -11,6 +12,7 @@ from types import FrameType
 # Exit code of a command that was stopped and can be continued: EX_TEMPFAIL of sysexits.h. A second signal gives 130.
 STOPPED = 75
 ASKING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # Ctrl-C, `kill`, a closed terminal
+TOGETHER = 1.0  # seconds in which several signals mean one
 
 
 class CanGoOn(RuntimeError):
@@ -47,24 +49,25 @@ def heeding_interrupts() -> Iterator[Callable[[], None]]:
 def finishing_first(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Stop at Ctrl-C, SIGTERM or SIGHUP (a closed terminal), but only after the step; yield a check for it.
 
-    The second Ctrl-C or SIGTERM interrupts at once. A second SIGHUP does not: shells send it together with others.
+    A second Ctrl-C or SIGTERM interrupts at once, but not a SIGHUP, or one within TOGETHER: shells and `timeout` send
+    several that mean one.
 
     say   prints a line
     """
-    requested = False
+    asked_at = 0.0
 
     def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        if requested:
-            if number == signal.SIGHUP:
+        nonlocal asked_at
+        if asked_at:
+            if number == signal.SIGHUP or time.monotonic() < asked_at + TOGETHER:
                 return
             raise KeyboardInterrupt
-        requested = True
+        asked_at = time.monotonic()
         with suppress(RuntimeError, OSError):  # in the middle of a line to the same stream, or the terminal is gone
             say("stopping after this step, and saving; a second signal stops at once without saving")
 
     with _handled(ask, *ASKING):
-        yield lambda: requested
+        yield lambda: bool(asked_at)
 
 
 @contextmanager

@@ -27,10 +27,10 @@ from daskgpt.config.errors import require, require_in_imports
 _got: dict[str, object] = {}
 try:
     import numba
-except (ImportError, ValueError) as error:  # of versions that do not fit each other, or of another variable
+except (ImportError, OSError, ValueError) as error:  # of versions that do not fit, too little memory, or a variable
     _variables = {name: value for name, value in os.environ.items() if name.startswith("NUMBA_")}
     _got = {type(error).__name__: str(error).partition("\n")[0].rstrip("."), **_variables}
-_rule, _advice = "Numba must compile kernels", "Unset the variable, or install numba and numpy again."
+_rule, _advice = "Numba must compile kernels", "Unset the variable, raise ulimit -v, or install numba and numpy again."
 require_in_imports(not _got, _rule, _got, _advice)
 
 

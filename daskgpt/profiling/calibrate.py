@@ -31,7 +31,7 @@ from dask.local import start_state_from_dask
 from dask.order import order
 
 from daskgpt.config.errors import require
-from daskgpt.config.files import digest_of, expanded, write_file
+from daskgpt.config.files import check_writable, digest_of, expanded, write_file
 from daskgpt.config.flags import called
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
@@ -159,7 +159,6 @@ class Calibration:
     def save(self) -> Path:
         """Write the calibration to this user's cache; return the path. Errors   as of `write_file`"""
         path = cache_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(asdict(self)).encode(), "bench")
         return path
 
@@ -181,7 +180,12 @@ def cache_path() -> Path:
 
 
 def calibrate() -> Calibration:
-    """Measure everything, in some minutes; the machine should have nothing else to do."""
+    """Measure everything, in some minutes; the machine should have nothing else to do.
+
+    Errors   as of `check_writable`, OSError: there must be a place for the result
+    """
+    cache_path().parent.mkdir(parents=True, exist_ok=True)
+    check_writable(cache_path(), "bench", "path")
     cores, samples, start = usable_cores(), Samples(), perf_counter()
     print("calibrate  kernels and tasks of this machine, for two to three minutes ...")
     for model, (config, turns, shapes) in MODELS.items():

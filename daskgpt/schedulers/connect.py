@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import multiprocessing
 import os
+import re
 import sys
 import time
 import warnings
@@ -203,14 +204,14 @@ def _described(client: Any) -> str:
 @contextmanager
 def _silent_client() -> Iterator[None]:
     """Keep Dask's client from logging a traceback when it loses its scheduler: the run reports that in one line."""
-    loggers = [logging.getLogger(name) for name in ("distributed.client", "distributed.batched", "asyncio")]
+    loggers = [logging.getLogger(name) for name in ("distributed.client", "distributed.batched")]
     record_filter = partial(is_shown)  # an object of this run: another may end before
     for logger in loggers:
         logger.addFilter(record_filter)
     try:
         yield
     finally:
-        gc.collect()  # asyncio reports waits when they are collected
+        gc.collect()  # results that circles of objects hold are left on no cluster
         for logger in loggers:
             logger.removeFilter(record_filter)
 
@@ -222,6 +223,9 @@ def is_shown(record: logging.LogRecord) -> bool:
     if record.name != "asyncio":
         return record.levelno >= logging.CRITICAL
     return not (record.exc_info and type(record.exc_info[1]).__name__ == "AllExit")
+
+
+logging.getLogger("asyncio").addFilter(is_shown)  # for good: waits are reported when they are freed, after any error
 
 
 def _client(address: Any) -> Client:
@@ -245,12 +249,10 @@ def _ready(scheduler: ClusterScheduler, *, ends_with_it: bool = False) -> Cluste
         register(client, VersionCheck(run, False, members(client)), look)  # before workers compile kernels
         scheduler.monitor.compiling = True
         register(client, PrepareWorker(run), look)
-        shown = client.run_on_scheduler(show_run, run)
-        with suppress(KeyError, IndexError, ValueError):  # a variable of the link's template may not be set here
-            link = str(client.dashboard_link)
-            if shown and link.endswith("/status"):
-                link = f"{link.removesuffix('status')}{TOPIC}"
-            scheduler.description += f", dashboard {link}"
+        if client.run_on_scheduler(show_run, run):
+            with suppress(KeyError, IndexError, ValueError):  # a variable of the link's template may not be set here
+                link = re.sub("/status$", f"/{TOPIC}", str(client.dashboard_link))
+                scheduler.description += f", dashboard {link}"
     return scheduler
 
 

@@ -181,7 +181,7 @@ def require_memory(job: Job, workers: Sequence[int] = ()) -> None:
     digits = 1 if limit >= 1e9 else 3
     rule = f"weights, moments and activations must fit into the {limit / 1e9:,.{digits}f} GB of {whose}"
     got = f"at least {held / 1e9:,.{digits}f} GB of weights and moments, {kept / 1e9:,.{digits}f} GB of activations"
-    advice = "Make the model or the batch smaller; --plan says by how much."
+    advice = "Make the model or the batch smaller."
     if workers:
         advice = "Start workers with more memory (--memory-limit), or make the model or the batch smaller."
     require(held + kept <= limit, "train", rule, got, advice)

@@ -215,7 +215,6 @@ def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) 
               the checkpoint to resume from
     """
     scheduler.admit(job.precision.packed)
-    require_memory(job, scheduler.memory_limits())
     progress = Progress(job.steps, done=start.step, quiet=observers.quiet)
     with finishing_first(progress.say) as stop_requested:
         trainer = _Trainer(job, scheduler, start, observers, progress, stop_requested)
@@ -231,7 +230,11 @@ def run_job(job: Job, scheduler: Scheduler, start: Start, observers: Observers) 
 
 
 def engine_of(job: Job, scheduler: Scheduler, say: Say = print) -> Engine:
-    """Return the engine that runs a job's steps: in this process, task by task or on the ranks of a cluster."""
+    """Return the engine that runs a job's steps: in this process, task by task or on the ranks of a cluster.
+
+    Errors   as of `require_memory`
+    """
+    require_memory(job, scheduler.memory_limits())
     if scheduler.in_place:
         return LocalEngine(job, scheduler, say)
     if job.dataflow.engine == "tasks":
