@@ -25,8 +25,13 @@ export DASK_CONFIG=$PWD/$scratch/dask.yaml DASK_LOGGING__DISTRIBUTED=warning
 host=() && ((SLURM_NNODES > 1)) || host=(--host 127.0.0.1)
 
 dask scheduler "${host[@]}" --port 0 --scheduler-file "$scratch/scheduler.json" --dashboard-address 127.0.0.1:0 &
+scheduler=$!
 srun --overlap dask worker --scheduler-file "$scratch/scheduler.json" "${host[@]}" --nthreads "${SLURM_CPUS_PER_TASK:-1}" \
     --no-dashboard --dashboard-address 127.0.0.1:0 --death-timeout 60 --local-directory "${TMPDIR:-/tmp}" &
+until [[ -s $scratch/scheduler.json ]]; do # Dask itself would wait for it as long as the job lasts
+    kill -0 "$scheduler" 2>/dev/null || { echo "slurm.sh: the scheduler must start; read what it said above." >&2 && exit 1; }
+    sleep 0.2
+done
 python -c "from distributed import Client; Client(scheduler_file='$scratch/scheduler.json').wait_for_workers($SLURM_NTASKS, 120)"
 
 from=(--out "$run" "$@")

@@ -46,6 +46,8 @@ DASHBOARD_PORT = 8787
 HEARTBEATS_TIMEOUT = 3  # seconds in which a worker sends a heartbeat
 SPAWN = "distributed.nanny.pre-spawn-environ"  # variables of worker processes
 IDLE = "distributed.scheduler.idle-timeout"  # a cluster of our own ends with its run
+# After 15 s, Dask gives up a worker that starts again, which takes longer where the machine is busy.
+STARTS_AGAIN = {"distributed.deploy.lost-worker-timeout": "1d"}
 # Intervals of what Dask's processes do between tasks: (Dask's default, ours). With two workers on two cores, workers,
 # nannies, scheduler and client take 15 % of a core with the defaults, and 5 % with ours. With the default cycle, the
 # memory of workers grows by 5 MB a minute for an hour.
@@ -68,6 +70,7 @@ def local_cluster(workers: int) -> Iterator[ClusterScheduler]:
     with (
         _own_environment(),
         _silent_client(),
+        dask.config.set(STARTS_AGAIN),
         _cluster_of_processes(workers) as cluster,
         _client(cluster) as client,
     ):

@@ -139,6 +139,19 @@ def test_script_refuses_unusable_settings(settings, keyword, tmp_path):
 
 
 @needs_openssl
+def test_slurm_job_ends_if_its_scheduler_does(tmp_path):
+    (tmp_path / "cluster").symlink_to(FOLDER)
+    for name in ("dask", "srun"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o700)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    own = terminal(PATH=path, SLURM_JOB_ID="1", SLURM_NNODES="1", SLURM_NTASKS="2")
+    done = subprocess.run(["cluster/slurm.sh"], env=own, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, list((tmp_path / "runs").iterdir())) == (1, [])
+    assert "the scheduler must start" in done.stderr
+
+
+@needs_openssl
 def test_tls_trains_the_same_model(tls, certified, small_text, tmp_path):
     assert tls.startswith("tls://127.0.0.1:")
     for number, (scheduler, own) in enumerate([("threads", {}), (tls, certified[0]), ("local", certified[0])]):

@@ -1,6 +1,7 @@
 """Tests of a run whose workers join, leave, die, hang or differ: its model is that of threads."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -11,6 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import dask
 import psutil
 import pytest
 from command_lines import PATIENCE
@@ -172,6 +174,16 @@ def test_local_cluster_restarts_a_worker(small_text, whole, tmp_path):
     train(small_text, tmp_path / "run", "local", acting({AT: kill}))
     assert killed
     assert same(tmp_path / "run", whole)
+
+
+def test_local_cluster_does_not_give_up_a_worker_that_starts_slowly():
+    with (
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "1ms"}),
+        daskgpt.open_scheduler("local", 2) as scheduler,
+    ):
+        psutil.Process(min(scheduler.everywhere(os.getpid))).kill()
+        wait_until(lambda: len(scheduler.addresses()) == 1, "its loss")
+        wait_until(lambda: len(scheduler.addresses()) == 2, "its return")
 
 
 def test_short_lived_workers_change_no_bit(tmp_path):

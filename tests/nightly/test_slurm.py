@@ -72,6 +72,7 @@ def slurm(tmp_path):
             if command[0] == "munged":
                 wait_until((tmp_path / "munge" / "socket").exists, "munged")
         wait_until(lambda: "idle" in said(environment, "sinfo", "--noheader", "--format=%T"), "the node")
+        running.callback(said, environment, "scancel", "--full", "--signal=KILL", "--user=root")
         yield environment
 
 
@@ -84,7 +85,7 @@ def said(environment, *command, cwd=None):
 def test_stopped_job_requeues_and_trains_the_same_model(slurm, tmp_path):
     (tmp_path / "cluster").symlink_to(ROOT / "cluster")
     # A window of steps on a cluster ends at each recovery point, however fast the machine is.
-    flags = [*FLAGS.split(), "--steps", "2000", "--snapshot-every", "20", "--data", str(write_text(tmp_path))]
+    flags = [*FLAGS.split(), "--steps", "600", "--snapshot-every", "20", "--data", str(write_text(tmp_path))]
     job = said(slurm, "sbatch", "--parsable", "--ntasks=2", "cluster/slurm.sh", *flags, cwd=tmp_path)
     out, log = tmp_path / "runs" / f"slurm-{job}", tmp_path / f"slurm-{job}.out"
     metrics, queue = out / "metrics.jsonl", ("squeue", "--noheader", "--format=%T")
@@ -95,7 +96,7 @@ def test_stopped_job_requeues_and_trains_the_same_model(slurm, tmp_path):
     said(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_until(lambda: not said(slurm, *queue), "the end of the job")
     assert f"resumed    runs/slurm-{job}/step-" in log.read_text()
-    assert "scheduler  cluster at file:" in log.read_text()
+    assert "scheduler  cluster at tls://127.0.0.1:" in log.read_text()
     assert not Path(f"{out}-cluster").exists(), "its certificate is gone with the job"
     done = run("train", *flags, "--scheduler", "threads", "--out", tmp_path / "here")
     assert done.returncode == 0, done.stderr
