@@ -54,7 +54,7 @@ HEADER = ["scheduler", "model", "data", "batch", "chunks", "precision", "grain"]
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    data = {"data": write_text(tmp_path_factory.mktemp("text")), "batch_size": 4, "sequence_length": 32}
+    data = {"data": write_text(tmp_path_factory.mktemp("text")), "batch_size": 4, "sequence_length": 32, "groups": 2}
     return partial(daskgpt.fit, CONFIG, data, run={"steps": 4, "validation_batches": 2})
 
 
@@ -116,6 +116,7 @@ def test_fit_prints_the_header_unless_quiet(fitted, capfd):
     fitted()
     out, err = capfd.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == HEADER
+    assert "4 x 32 tokens, summed in 2 groups of 2" in out
     lines = [line for line in err.splitlines() if line.startswith("step")]
     assert [line.split("  ")[0] for line in lines] == ["step 1/4", "step 4/4"]
     assert re.fullmatch(r"step 4/4  mean loss \d\.\d{3}, validation [\d.]+, [\d,]+ tokens/s, after \d\d:\d\d", lines[1])

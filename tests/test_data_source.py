@@ -134,7 +134,7 @@ BEYOND_PROMPTS = [
     ({"context": "1, 2", "input": None}, ("Add.\n1, 2", "3")),
     ({"question": "Sum?", "context": "1, 2", "answer": "3", "output": None}, ("Sum?\n1, 2", "3")),
     ({"system": "Be kind.", "tools": []}, ("Be kind.", "Add.", "3")),
-    ({"system": "", "conversations": None}, ("Add.", "3")),
+    ({"system": "", "conversations": None, "tools": "[]", "history": "null"}, ("Add.", "3")),
 ]
 
 

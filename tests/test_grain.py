@@ -222,6 +222,13 @@ def test_overlapping_steps_wait_only_for_updates():
     assert not any(names for key, names in earlier.items() if key[0].startswith(("attention", "gelu", "add")))
 
 
+def test_two_steps_on_a_cluster_share_no_key():
+    """There, equal keys mean equal results; the packs of a state get keys of their own."""
+    steps = [step_of(SMALL, (4, 12), (2, 12), OptimizerConfig()) for _ in range(2)]
+    one, other = (step.submission([defaultdict(lambda: np.empty((4, 12)))], ()) for step in steps)
+    assert not (one.graph.keys() | one.leaves.keys()) & (other.graph.keys() | other.leaves.keys())
+
+
 def job(config, batch_size, accumulate):
     data = DataConfig(batch_size=batch_size, sequence_length=64, accumulate=accumulate, groups=1)
     return Job(config, data, OptimizerConfig(), DataflowConfig(scheduler="threads", threads=2), RunConfig())

@@ -357,6 +357,8 @@ def write(path, records):
 def test_chats_are_conversations(tmp_path):
     (talk, short), _, left_out = read_pairs(write(tmp_path / "chats.json", CHATS))
     assert talk == (("system", "s"), *TALK)
+    for more, told in (("s", talk), ("t", (("system", "t"), *talk))):
+        assert read_pairs(write(tmp_path / "told.json", [CHATS[0] | {"system": more}]))[0] == [told]
     assert left_out == ["chats.json line 2", "chats.json line 3"]
     assert read_pairs(write(tmp_path / "shared.json", SHARED)) == ([short], ["shared.json line 1"], [])
     rule = '"messages", each with "role" and "content".*line 5, found=a message .* role, text[.]'

@@ -72,7 +72,9 @@ def test_resume_with_other_dials_changes_no_bit(small_text, tmp_path, whole, fir
     assert losses_of(whole) == result.losses
     assert (result.first, result.stopped, result.checkpoint) == (6, False, out / f"step-{STEPS:08}")
     assert math.isfinite(result.validation_loss)
-    assert f"\n{STEPS - 6} of {STEPS} steps in" in repr(result)
+    first, *_, last = result.losses
+    shown = f"{last:.3f} in the last, {result.validation_loss:.3f} on held-out text\n{STEPS - 6} of {STEPS} steps in "
+    assert repr(result).startswith(f"loss {first:.3f} nats a token in the first step, {shown}")
     assert config_of(out)["dataflow"]["scheduler"] == then["scheduler"]
 
 

@@ -1,5 +1,6 @@
 """Tests of Ctrl-C and SIGTERM: a run ends after a step, with its model, and no interrupt is missed."""
 
+import math
 import os
 import re
 import signal
@@ -62,6 +63,7 @@ def test_swallowed_interrupt_is_raised_again():
 def test_second_signal_interrupts(number, monkeypatch):
     """`timeout` sends one to its child, and one to all processes of its group."""
     said, before = [], signal.getsignal(number)
+    monkeypatch.setattr("daskgpt.config.stopping.TOGETHER", math.inf)
     with finishing_first(said.append) as asked:
         assert not asked()
         signal.raise_signal(number)

@@ -35,6 +35,7 @@ PAIR = (USER, ASSISTANT)
 _UNUSED = {"tools": None, "documents": None}  # what templates may use besides, as transformers has it without them
 # Roles by ShareGPT's names.
 ROLES = {"human": USER, "gpt": ASSISTANT}
+EMPTY = ("", "[]", "{}", "null")  # also as text, where files have one type for all values of a field
 
 # Rules, with advice; the last one where nothing stands before the assistant's message.
 TAKES = "the chat template must take these messages", "Correct their roles and contents."
@@ -141,14 +142,14 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
     with an empty text, or nothing that the assistant says.
 
     A prompt of several fields, such as an instruction and its input, has line breaks between them. What a record's
-    field `system` says begins its conversation.
+    field `system` says begins its conversation, once.
 
     Errors   ValueError naming the first record without such texts, or with a field of LOST that is not empty
     """
     conversations, places, left_out = list[Conversation](), list[str](), list[str]()
     rule = 'a record must have texts: "prompt" and "response", or "messages", each with "role" and "content"'
     for file in source.files:
-        for place, conversation in records(_conversation, rule, "Correct it.", file):
+        for place, conversation in records(_conversation, rule, "Correct it, or take it out.", file):
             fine = all(map(all, conversation)) and any(role == ASSISTANT for role, _ in conversation)
             conversations += [conversation] * fine
             (places if fine else left_out).append(f"{file.name} {place}")
@@ -157,7 +158,7 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
 
 def _conversation(record: object) -> Conversation:
     fields = _fields(record, "record")
-    told = [(SYSTEM, text)] if (text := whole(fields.get(SYSTEM), SYSTEM)) else []
+    told = ((SYSTEM, text),) if (text := whole(fields.get(SYSTEM), SYSTEM)) else ()
     for asking, answering in PAIR_FIELDS:
         if asking[0] in fields and answering in fields:
             prompt = "\n".join(filter(None, (whole(fields.get(name), name) for name in asking)))
@@ -165,7 +166,8 @@ def _conversation(record: object) -> Conversation:
     for field, names in CHATS.items():
         if field in fields:
             messages = [] if fields[field] is None else of_kind(list, fields[field], field)
-            return *told, *(_message(message, *names) for message in messages)
+            said = tuple(_message(message, *names) for message in messages)
+            return said if said[:1] == told else (*told, *said)
     raise TypeError(f"a record with the fields {', '.join(fields)}")
 
 
@@ -180,8 +182,9 @@ def _message(record: object, role: str, content: str) -> Message:
 def _fields(record: object, kind: str) -> dict[str, object]:
     """Return the fields of a record or message. Errors   TypeError, also for one of LOST that is not empty"""
     fields: dict[str, object] = of_kind(dict, record, kind)
-    for name in filter(fields.get, LOST):
-        raise TypeError(f"a {kind} whose {name} would be lost")
+    for name in LOST:
+        if str(fields.get(name) or "") not in EMPTY:
+            raise TypeError(f"a {kind} whose {name} would be lost")
     return fields
 
 
@@ -273,7 +276,7 @@ def read_examples(
     parts: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = ([], [])
     most, cut, lost = sequence_length + 1, 0, 0
     template, rule = template_of(codec), "the model's tokenizer must have a chat template, for chats of other roles"
-    advice = "Start from a chat model (--init), or give pairs of prompt and response."
+    advice = "Start from a chat model (--init), or give pairs of prompt and response alone."
     require(template is not None or plain, WHERE, rule, {"data": source.name, "encoding": title_of(codec.name)}, advice)
     for run in runs(len(conversations), 1, fraction, held_out):
         for number in range(run.start, run.stop):

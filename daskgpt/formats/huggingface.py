@@ -120,7 +120,8 @@ DAMAGED = "The folder holds another kind of model, or is damaged: copy it again.
 
 
 def open_huggingface(folder: Path) -> StoredModel:
-    """Open a folder of Hugging Face with a GPT-2, Llama, Qwen2 or Qwen3. No tensor is read.
+    """Open a folder of Hugging Face with a GPT-2, Llama, Qwen2 or Qwen3. No tensor is read but an output layer that
+    must equal the embedding.
 
     Dtype    float32, float16 and bfloat16 in the files
     Errors   FileNotFoundError if the folder has no config.json or no model.safetensors and no index of one; ValueError
@@ -149,7 +150,8 @@ def open_huggingface(folder: Path) -> StoredModel:
         head = stored.pop(HEAD)
         table = stored.setdefault("wte.weight" if family == GPT2 else "model.embed_tokens.weight", head)
         rule, got = f"{HEAD} must equal the embedding, to which {CONFIG} ties it", {"path": file}
-        require(head.equals(table), READ, rule, got, "If it is a layer of its own, say tie_word_embeddings: false.")
+        advice = DAMAGED if family == GPT2 else "If it is a layer of its own, say tie_word_embeddings: false."
+        require(head.equals(table), READ, rule, got, advice)
     parameters = open_tensors(file, stored, config, READ, lambda tensor: parts_of(config, tensor, family))
     dtypes = ", ".join(sorted({DTYPES[tensor.dtype][0] for tensor in stored.values()}))
     listed = dict.fromkeys((folder / CONFIG, file, *files.files))

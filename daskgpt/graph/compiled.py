@@ -23,7 +23,7 @@ from daskgpt.graph.nodes import Graph, Key, cuts_of, is_leaf, keys_of, pieces, r
 from daskgpt.graph.program import Place, Recorder, calls_of, in_run
 from daskgpt.graph.update_in_place import Rewritten
 
-STATE, INPUTS = "state", ("inputs",)
+STATE = "state"
 
 
 class Submission(NamedTuple):
@@ -70,7 +70,8 @@ class KernelGraph:
 
     token    distinguishes this graph's keys on a cluster
     inputs   those that the graph reads
-    cuts     name and index of each of their chunks
+    data     the leaf of a run's inputs: all their chunks
+    cuts     name and index of each of these
     leaves   state name -> its leaf
     results  state name -> the task whose value replaces it; empty if a run overwrites the state or leaves it
     written  the tasks that make the new state
@@ -94,6 +95,7 @@ class KernelGraph:
         self.token, self.outputs = token, outputs
         self.graph, self.after, self.in_place = rewritten.graph, rewritten.after, bool(rewritten.updates)
         self.inputs = {name: array for name, array in inputs.items() if keys_of(array)[0] in self.graph}
+        self.data: Key = (f"inputs-{token}",)
         self.cuts = [(name, index) for name, array in self.inputs.items() for index in cuts_of(array)]
         self.leaves = {name: keys_of(array)[0] for name, array in state.items()}
         self.results = {} if self.in_place else {name: keys_of(array)[0] for name, array in updated.items()}
@@ -126,7 +128,7 @@ def compile_graph(
     layout = layout or Layout(tuple(tuple(names) for names in (*packs.values(), kept) if names))
     places = {kernels.leaves[name]: place for name, place in layout.places().items() if name in kernels.leaves}
     input_keys = chain(*map(keys_of, kernels.inputs.values()))
-    places |= {key: Place(INPUTS, number) for number, key in enumerate(input_keys)}
+    places |= {key: Place(kernels.data, number) for number, key in enumerate(input_keys)}
     output_keys = {name: keys_of(array) for name, array in kernels.outputs.items()}
     wanted = [*(key for keys in output_keys.values() for key in keys), *kernels.written]
     waits = waits or {}
@@ -193,7 +195,8 @@ class CompiledGraph:
         """Return one run on data and a state, or several on the data of each, as one graph: see `window`."""
         runs, leaves = len(values), {(STATE, number): pack for number, pack in enumerate(packs)}
         for run, inputs in enumerate(values):
-            leaves[_in_run(INPUTS, run, runs)] = tuple(inputs[name][index] for name, index in self.kernels.cuts)
+            key = _in_run(self.kernels.data, run, runs)
+            leaves[key] = tuple(inputs[name][index] for name, index in self.kernels.cuts)
         keys = [_in_run(key, run, runs) for run in range(runs) for key in self.output_keys]
         keys += [_in_run(key, runs - 1, runs) for key in self.updates]
         return Submission(self.window(runs), leaves, keys, runs, self.kernels.recorder)
@@ -211,7 +214,7 @@ class CompiledGraph:
             return self.graph
         if runs not in self.windows:
             updates = self.needs_of_last_run()
-            keys = self.graph.keys() | {INPUTS}
+            keys = self.graph.keys() | {self.kernels.data}
             graph: Graph = {}
             for run in range(runs):
                 new = {key: _in_run(key, run, runs) for key in keys}
