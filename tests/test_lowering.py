@@ -1,11 +1,13 @@
 """Tests of lowered programs: which calls become native, where their values lie, and what cannot be traced."""
 
 import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -81,9 +83,15 @@ def test_arrays_of_another_form_are_refused_and_others_are_made_contiguous(rando
     read_only = x.copy()
     read_only.flags.writeable = False
     other_type = x.view(type("Array", (np.ndarray,), {}))
-    for array in (x, read_only, x.transpose(0, 2, 1).copy().transpose(0, 2, 1), other_type):
-        np.testing.assert_array_equal(result(array), elementwise.gelu(x))
-    for array, word in ((x[:1], "shape"), (x.astype(np.float64), "float64")):
+    checked = Mock(side_effect=run._check)
+    with patch.object(run, "_check", checked):
+        for array in (x, read_only, pickle.loads(pickle.dumps(x))):
+            np.testing.assert_array_equal(result(array), elementwise.gelu(x))
+        checked.assert_not_called()
+        for array in (x.transpose(0, 2, 1).copy().transpose(0, 2, 1), other_type):
+            np.testing.assert_array_equal(result(array), elementwise.gelu(x))
+        assert checked.call_count == 2
+    for array, word in ((x[:1], "shape"), (x.astype(np.float64), "float64"), (x.astype(">f4"), "type=>f4")):
         with pytest.raises(ValueError, match=word):
             result(array)
     # An array without axes keeps its shape beside one that is made contiguous.

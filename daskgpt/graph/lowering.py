@@ -21,7 +21,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from daskgpt.config.errors import refusal
-from daskgpt.kernels.native import ALIGNMENT, CONTIGUOUS, DATA, MOST_WORDS, NANOSECONDS, STEP, WRITABLE, run_calls
+from daskgpt.kernels.native import (
+    ALIGNMENT,
+    CONTIGUOUS,
+    DATA,
+    MOST_WORDS,
+    NANOSECONDS,
+    STEP,
+    WRITABLE,
+    kind_of,
+    run_calls,
+)
 from daskgpt.kernels.tracing import FLOATS, RETURNS, Buffer, NativeCall, NotNative, Operand, Trace
 
 WORDS, ARENA = 0, 1  # bases of every run, before those of arrays
@@ -115,7 +125,7 @@ class NativeRun:
         self.expected = np.zeros((len(self.arrays), 4 + most), np.int64)
         for one in self.fetched:
             shape, flags = one.form.shape, CONTIGUOUS | (WRITABLE if one.written else 0)
-            row = [flags, id(np.ndarray), id(one.form.dtype), len(shape), *shape]
+            row = [flags, id(np.ndarray), kind_of(one.form.dtype), len(shape), *shape]
             self.expected[self.arrays.index(one.slot), : len(row)] = row
         self.parts = [one for one in self.fetched if one.source != (one.slot,)]
 
