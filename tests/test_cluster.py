@@ -64,7 +64,7 @@ def left_with(dask_worker):
 
 
 def filters_here():
-    names = "distributed.client", "distributed.batched", "distributed.worker"
+    names = "asyncio", "distributed.client", "distributed.batched", "distributed.worker"
     loggers = [logging.getLogger(name) for name in names]
     return [(list(logger.filters), logger.level) for logger in loggers]
 
