@@ -72,7 +72,7 @@ class Writer:
     def asking(self, messages: list[Message]) -> str:
         """Return a conversation as text, up to where the model's answer begins."""
         assert self.template is not None
-        told = [("system", self.options.system)] if self.options.system else []
+        told = [Message("system", self.options.system)] if self.options.system else []
         return self.template.text([*told, *messages], reply=True)
 
     def write(self, texts: Texts) -> Iterator[list[int | None]]:
@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> int:
     rule, got = f"a template must have one {PLACE}", {"template": form}
     require(form.count(PLACE) == 1, "generate", rule, got, "It stands for what you write.")
     if template:
-        given = [(f"{text}\n", writer.asking([(USER, text)])) for text in values.prompt or [""]]
+        given = [(f"{text}\n", writer.asking([Message(USER, text)])) for text in values.prompt or [""]]
     else:
         given = [(form.replace(PLACE, text),) * 2 for text in values.prompt or ["\n" if form == PLACE else ""]]
     prompts = [(shown, writer.ids(text)) for shown, text in given for _ in range(options.samples)]
@@ -159,7 +159,7 @@ def chat(writer: Writer, form: str) -> Texts | None:
             return texts
         if line or texts is None or (writer.template and not ends.isdisjoint(texts.tokens[0][length:])):
             if writer.template:
-                messages.append((USER, line))
+                messages.append(Message(USER, line))
                 ids = writer.ids(writer.asking(messages))
             elif form != PLACE:
                 ids = writer.ids(form.replace(PLACE, line))
@@ -173,7 +173,7 @@ def chat(writer: Writer, form: str) -> Texts | None:
         print(flush=True)
         if writer.template:
             reply = [token for token in texts.tokens[0][length:] if token not in ends]
-            messages.append((ASSISTANT, writer.encoding.decode(reply)))
+            messages.append(Message(ASSISTANT, writer.encoding.decode(reply)))
 
 
 def continued(writer: Writer, texts: Texts | None, ids: list[int]) -> Texts:

@@ -13,7 +13,7 @@ import daskgpt
 from daskgpt import generate, train
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.data.dataset import batch, load_dataset, validation_batches
-from daskgpt.data.pairs import ChatTemplate, Part, read_examples, read_pairs
+from daskgpt.data.pairs import ChatTemplate, Message, Part, read_examples, read_pairs
 from daskgpt.data.source import recognize
 from daskgpt.formats.encoding import get_encoding
 from daskgpt.generation.sampler import sanitized
@@ -200,12 +200,13 @@ CHATML = """{% for message in messages %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 NAMES = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 TALK = [
-    ("user", "Who?"),
-    ("assistant", "I."),
-    ("user", "é <b> 'quoted'"),
-    ("assistant", "Yes\nindeed"),
-    ("user", "Bye"),
+    Message("user", "Who?"),
+    Message("assistant", "I."),
+    Message("user", "é <b> 'quoted'"),
+    Message("assistant", "Yes\nindeed"),
+    Message("user", "Bye"),
 ]
+SYSTEM = Message("system", "s")
 
 
 def test_a_conversation_as_text():
@@ -213,14 +214,14 @@ def test_a_conversation_as_text():
     begin = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
     assert template.text(TALK[:1]) == begin
     assert template.text(TALK[:1], reply=True) == begin + "<|im_start|>assistant\n"
-    system = [("system", "Short.")]
+    system = [Message("system", "Short.")]
     assert template.text(system + TALK[:1]).startswith("<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\n")
 
 
 def test_what_the_assistant_wrote():
     template = ChatTemplate(CHATML, NAMES)
     parts = template.parts(TALK)
-    assert [part.text for part in parts if part.written] == ["I.<|im_end|>\n", "Yes\nindeed<|im_end|>\n"]
+    assert [part.text for part in parts if part.learned] == ["I.<|im_end|>\n", "Yes\nindeed<|im_end|>\n"]
     assert "".join(part.text for part in parts) == template.text(TALK[:4])
     assert parts[0] == Part(template.text(TALK[:1], reply=True), False)
     assert template.parts(TALK[:1]) == []
@@ -230,7 +231,7 @@ def test_what_templates_may_use():
     source = """{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif -%}
     {% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}{% endgeneration %}{% else -%}
     {{ {'a': m.content} | tojson }}{% endif %}{% endfor %}{{ strftime_now is defined }}{{ (tools, documents) }}"""
-    talk = [("tool", ""), TALK[2], ("assistant", " x ")]
+    talk = [Message("tool", ""), TALK[2], Message("assistant", " x ")]
     assert ChatTemplate(source, NAMES).text(talk) == """{"a": "é <b> 'quoted'"}xFalse(None, None)"""
 
 
@@ -341,7 +342,7 @@ def test_pairs_are_learned_in_the_form_of_the_template(encoding, tmp_path):
 
 
 CHATS = [
-    {"messages": [{"role": role, "content": text} for role, text in [("system", "s"), *TALK]]},
+    {"messages": [{"role": role, "content": text} for role, text, _ in [SYSTEM, *TALK]]},
     {"messages": [{"role": "user", "content": "nobody answers"}]},
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": []}]},
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "source": "x"},
@@ -356,8 +357,8 @@ def write(path, records):
 
 def test_chats_are_conversations(tmp_path):
     (talk, short), _, left_out = read_pairs(write(tmp_path / "chats.json", CHATS))
-    assert talk == (("system", "s"), *TALK)
-    for more, told in (("s", talk), ("t", (("system", "t"), *talk))):
+    assert talk == (SYSTEM, *TALK)
+    for more, told in (("s", talk), ("t", (Message("system", "t"), *talk))):
         assert read_pairs(write(tmp_path / "told.json", [CHATS[0] | {"system": more}]))[0] == [told]
     assert left_out == ["chats.json line 2", "chats.json line 3"]
     assert read_pairs(write(tmp_path / "shared.json", SHARED)) == ([short], ["shared.json line 1"], [])
@@ -383,6 +384,23 @@ def test_every_message_of_the_assistant_counts(encoding, tmp_path):
     tokens, counted = examples.row(0)
     assert encoding.decode(tokens) == "s<|end|>Who?<|end|>I.<|end|>é <b> 'quoted'<|end|>Yes\nindeed<|end|>"
     assert encoding.decode(tokens[counted]) == "I.<|end|>Yes\nindeed<|end|>"
+
+
+def test_a_message_of_weight_0_is_read_and_not_learned(encoding, tmp_path):
+    def weighing(*weights):
+        messages = CHATS[0]["messages"]
+        return {"messages": [one | {"weight": weight} for one, weight in zip(messages, (0, 0, *weights, None))]}
+
+    records = [weighing(0, 1, 1), weighing(0, 0, 0), weighing(1.0, None, 1), CHATS[0]]
+    (examples,), said, digest = read_examples(write(tmp_path / "chats.json", records), encoding, 0.0, "spans", 300)
+    assert "1 left out: empty, or without an assistant (chats.json line 2)" in said
+    assert encoding.decode(examples.row(0)[0][examples.row(0)[1]]) == "Yes\nindeed<|end|>"
+    assert all((one == other).all() for one, other in zip(examples.row(1), examples.row(2)))
+    assert (examples.row(0)[0] == examples.row(1)[0]).all()
+    records[0] = CHATS[0]
+    assert read_examples(write(tmp_path / "chats.json", records), encoding, 0.0, "spans", 300)[2] != digest
+    with pytest.raises(ValueError, match="line 1, found=a message with the weight 0.5"):
+        read_pairs(write(tmp_path / "wrong.json", [weighing(1, 1, 0.5)]))
 
 
 def test_a_tuned_chat_model_reads_conversations_longer_than_its_examples(path, tmp_path, monkeypatch, capsys):

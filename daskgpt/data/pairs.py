@@ -27,7 +27,16 @@ from daskgpt.data.source import Source
 from daskgpt.data.text import CHATS, LOST, PAIR_FIELDS, SYSTEM, WHERE, of_kind, records, runs, whole
 from daskgpt.formats.encoding import Encoding, title_of
 
-Message = tuple[str, str]  # role and content
+
+
+class Message(NamedTuple):
+    """A message of a conversation, and whether it is learned if the assistant wrote it."""
+
+    role: str
+    content: str
+    learned: bool = True
+
+
 Conversation = tuple[Message, ...]
 Weighted = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, targets, and loss weights of the targets
 USER, ASSISTANT = "user", "assistant"  # roles
@@ -50,10 +59,10 @@ BEGINS = "a conversation must begin with what the assistant answers", "Begin wit
 
 
 class Part(NamedTuple):
-    """A part of a conversation's text, and whether the assistant wrote it."""
+    """A part of a conversation's text, and whether the model is to write it."""
 
     text: str
-    written: bool
+    learned: bool
 
 
 class _Generation(Extension):
@@ -96,8 +105,8 @@ class ChatTemplate:
 
         Errors   ValueError if the template refuses the messages
         """
-        (rule, advice), got = TAKES if messages else BEGINS, {"roles": [role for role, _ in messages]}
-        objects = [{"role": role, "content": content} for role, content in messages]
+        (rule, advice), got = TAKES if messages else BEGINS, {"roles": [message.role for message in messages]}
+        objects = [{"role": message.role, "content": message.content} for message in messages]
         with refusing(None, where, rule, got, advice):
             text = self.template.render(messages=objects, add_generation_prompt=reply, **_UNUSED, **self.names)
         return text
@@ -110,14 +119,14 @@ class ChatTemplate:
         Errors   ValueError if the template refuses the messages, or changes the text of earlier ones
         """
         parts, done = list[Part](), ""
-        for number, (role, _) in enumerate(messages):
-            if role != ASSISTANT:
+        for number, message in enumerate(messages):
+            if message.role != ASSISTANT:
                 continue
             before, after = self.text(messages[:number], True, where), self.text(messages[: number + 1], False, where)
             rule, advice = LEAVES if number else BEGINS
             fits = before.startswith(done) and after.startswith(before)
             require(fits, where, rule, {"message": number + 1}, advice)
-            parts += [Part(before[len(done) :], False), Part(after[len(before) :], True)]
+            parts += [Part(before[len(done) :], False), Part(after[len(before) :], message.learned)]
             done = after
         return parts
 
@@ -139,7 +148,7 @@ def _refuse(message: str) -> None:
 
 def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]]:
     """Return the conversations of a source's files, their places there, and those of what was left out: conversations
-    with an empty text, or nothing that the assistant says.
+    with an empty text, or nothing of the assistant that is learned.
 
     A prompt of several fields, such as an instruction and its input, has line breaks between them. What a record's
     field `system` says begins its conversation, once.
@@ -150,7 +159,8 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
     rule = 'a record must have texts: "prompt" and "response", or "messages", each with "role" and "content"'
     for file in source.files:
         for place, conversation in records(_conversation, rule, "Correct it, or take it out.", file):
-            fine = all(map(all, conversation)) and any(role == ASSISTANT for role, _ in conversation)
+            learned = any(message.role == ASSISTANT and message.learned for message in conversation)
+            fine = learned and all(message.role and message.content for message in conversation)
             conversations += [conversation] * fine
             (places if fine else left_out).append(f"{file.name} {place}")
     return conversations, places, left_out
@@ -158,11 +168,11 @@ def read_pairs(source: Source) -> tuple[list[Conversation], list[str], list[str]
 
 def _conversation(record: object) -> Conversation:
     fields = _fields(record, "record")
-    told = ((SYSTEM, text),) if (text := whole(fields.get(SYSTEM), SYSTEM)) else ()
+    told = (Message(SYSTEM, text),) if (text := whole(fields.get(SYSTEM), SYSTEM)) else ()
     for asking, answering in PAIR_FIELDS:
         if asking[0] in fields and answering in fields:
             prompt = "\n".join(filter(None, (whole(fields.get(name), name) for name in asking)))
-            return *told, (USER, prompt), (ASSISTANT, whole(fields[answering], answering))
+            return *told, Message(USER, prompt), Message(ASSISTANT, whole(fields[answering], answering))
     for field, names in CHATS.items():
         if field in fields:
             messages = [] if fields[field] is None else of_kind(list, fields[field], field)
@@ -175,8 +185,10 @@ def _message(record: object, role: str, content: str) -> Message:
     fields = _fields(record, "message")
     if role not in fields or content not in fields:
         raise TypeError(f"a message with the fields {', '.join(fields)}")
-    name = whole(fields[role], role)
-    return ROLES.get(name, name), whole(fields[content], content)
+    name, weight = whole(fields[role], role), fields.get("weight")
+    if weight not in (None, 0, 1):
+        raise TypeError(f"a message with the weight {weight}")
+    return Message(ROLES.get(name, name), whole(fields[content], content), weight != 0)
 
 
 def _fields(record: object, kind: str) -> dict[str, object]:
@@ -272,7 +284,7 @@ def read_examples(
     Errors   as of read_pairs; ValueError if a part would have no example, or for chats without a chat template
     """
     conversations, places, wrong = read_pairs(source)
-    plain = all(tuple(role for role, _ in conversation) == PAIR for conversation in conversations)
+    plain = all(tuple(message.role for message in conversation) == PAIR for conversation in conversations)
     parts: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = ([], [])
     most, cut, lost = sequence_length + 1, 0, 0
     template, rule = template_of(codec), "the model's tokenizer must have a chat template, for chats of other roles"
@@ -308,8 +320,9 @@ def read_examples(
     facts += [f"{cut:,} cut to {most:,} tokens"] if cut else []
     facts += [f"{lost:,} left out for prompts that alone are longer"] if lost else []
     facts += [unused] if wrong else []
-    texts = [tuple(text for _, text in conversation) for conversation in conversations]
-    return examples, f"{source.name} ({'; '.join(facts)})", digest_of(texts if plain else conversations)
+    # Roles are left out of pairs, and what all messages have in common of the others.
+    said = [[one.content if plain else one[: 2 + (not one.learned)] for one in messages] for messages in conversations]
+    return examples, f"{source.name} ({'; '.join(facts)})", digest_of(said)
 
 
 def _example(
@@ -319,13 +332,13 @@ def _example(
 
     Each part is encoded apart, as in generation, where only what comes before it is known.
     """
-    parts = [Part(text, role == ASSISTANT) for role, text in conversation]
+    parts = [Part(message.content, message.role == ASSISTANT) for message in conversation]
     if template:
         parts = template.parts(conversation, place)
     encoded = [codec.encode(part.text, place) for part in parts]
     if not template:
         encoded[-1] = np.append(encoded[-1], np.array(codec.eot_token, encoded[-1].dtype))
-    counted = [np.full(tokens.size, part.written) for tokens, part in zip(encoded, parts)]
+    counted = [np.full(tokens.size, part.learned) for tokens, part in zip(encoded, parts)]
     for tokens, numbers in zip(encoded, counted):
         (ends,) = np.nonzero(tokens == codec.eot_token)
         numbers[ends[-1] + 1 if ends.size else tokens.size :] = False
