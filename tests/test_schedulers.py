@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import socket
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from small_runs import MODEL, fit, metrics_of, same
 import daskgpt
 from daskgpt.schedulers import cluster, connect, links, opening, workers
 from daskgpt.schedulers.cluster import ClusterScheduler
-from daskgpt.schedulers.local import own_threads
+from daskgpt.schedulers.local import Pool, own_threads
 from daskgpt.schedulers.protocol import METRIC, ClusterLost, WorkerLost
 from daskgpt.training import recovery
 from daskgpt.training.rank_engine import RankEngine
@@ -60,6 +61,24 @@ def test_resolved_addresses(setting, address, resolved, tmp_path):
     address = f"file:{tmp_path / 'scheduler.json'}" if address == "file:" else address
     with dask.config.set({"scheduler-address": setting}):
         assert opening.resolved_address(address) == resolved
+
+
+def test_threads_wait_on_processors_of_their_own_and_work_on_any():
+    places = os.sched_getaffinity(0)
+    for threads in (len(places), len(places) + 1):
+        pool, together = Pool(threads), threading.Barrier(threads)
+
+        def work(together=together):
+            together.wait(60)
+            return os.sched_getaffinity(0), threading.get_native_id()
+
+        done = [future.result() for future in [pool.submit(work) for _ in range(threads)]]
+        assert all(working == places for working, _ in done)
+        waiting = [os.sched_getaffinity(thread) for _, thread in done]
+        assert sorted(waiting, key=min) == (
+            [{n} for n in sorted(places)] if threads == len(places) else [places] * threads
+        )
+        pool.shutdown()
 
 
 def test_flags_that_continue_a_run_name_its_cluster():

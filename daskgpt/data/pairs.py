@@ -28,7 +28,6 @@ from daskgpt.data.text import CHATS, LOST, PAIR_FIELDS, SYSTEM, WHERE, of_kind, 
 from daskgpt.formats.encoding import Encoding, title_of
 
 
-
 class Message(NamedTuple):
     """A message of a conversation, and whether it is learned if the assistant wrote it."""
 

@@ -26,7 +26,7 @@ from daskgpt.model.layers import Layer
 from daskgpt.model.parameters import check_finite, merged, tensors
 from daskgpt.model.precision import precision_of
 from daskgpt.model.transformer import logits
-from daskgpt.schedulers.local import at_once, own_threads
+from daskgpt.schedulers.local import own_threads
 
 # Rows of layers that the decoding kernel has, by field of the configuration.
 DECODED = {
@@ -38,7 +38,7 @@ DECODED = {
 HEADS = ("wte.weight", "lm_head.weight")  # tensors whose rows the vocabulary numbers
 TABLES = {"tied": ("wpe.weight",), "untied": ("wpe.weight", "wte.weight")}  # of which a token reads a row
 MOST_ROWS = 32  # rows of a step: tokens that are read together, so that each weight is read once for all of them
-BYTES_A_THREAD = 1 << 22  # bytes of weights below which another thread would cost more time than it saves
+BYTES_A_THREAD = 1 << 23  # bytes of weights below which another thread would cost more time than it saves
 
 
 class Weights:
@@ -97,7 +97,7 @@ class Decoder:
     def __init__(self, weights: Weights, texts: int, capacity: int, threads: int) -> None:
         self.weights, config = weights, weights.config
         self.threads = threads or max(1, min(own_threads(), weights.bytes // BYTES_A_THREAD))
-        self.pool = ThreadPoolExecutor(self.threads)
+        self.pool = ThreadPoolExecutor(max(1, self.threads - 1))  # beside the calling thread
         size, heads, key_heads = config.head_channels, config.heads, config.key_heads
         self.capacity, width = ceiling(capacity, GROUP), ceiling(size, LANES)
         dtype = np.uint16 if weights.halves else np.float32
@@ -158,7 +158,10 @@ class Decoder:
         share: Any = partial(decode_step, *kept, part, scored, *numbers, self.x[:n], *by_thread, *by_row, *last)
         # Threads wait for each other; if one were interrupted before it began, the others would wait forever.
         with delayed_interrupts() if self.threads > 1 else nullcontext():
-            at_once([partial(share, thread, self.threads) for thread in range(self.threads)], self.pool)
+            others = [self.pool.submit(share, thread, self.threads) for thread in range(1, self.threads)]
+            share(0, self.threads)
+            for other in others:
+                other.result()
         return scores
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -47,6 +49,43 @@ def return_memory() -> None:
     """Return what glibc holds of freed memory to the system, which `keep_memory` lets it keep."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads, each of which waits for work on a processor of its own where there are as many as processors.
+
+    To Linux, an idle processor of a virtual machine may seem to be taken. Two threads that wake up are then put on one
+    processor, until the system looks for a better place 4 to 8 ms later: that was every tenth step of the default
+    model. So a thread that waits may run on its own processor alone; one that works may run wherever the process may,
+    since other programs may have come meanwhile.
+    """
+
+    def __init__(self, threads: int) -> None:
+        places = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+        self.left = sorted(places) if len(places) == threads else []  # processors on which no thread waits
+        self.waiting = threading.local()
+        super().__init__(threads, initializer=self._begin)
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        return super().submit(self._run, function, *arguments, **options)
+
+    def _begin(self) -> None:
+        self.waiting.on = {self.left.pop()} if self.left else None
+
+    def _run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if not self.waiting.on:
+            return function(*arguments, **options)
+        _stay_on(os.sched_getaffinity(os.getpid()))  # of the first thread, as `taskset` may have changed it
+        try:
+            return function(*arguments, **options)
+        finally:
+            _stay_on(self.waiting.on)
+
+
+def _stay_on(processors: Collection[int]) -> None:
+    """Keep this thread on some processors."""
+    with suppress(OSError):  # the system may have taken them away
+        os.sched_setaffinity(0, processors)
 
 
 class LocalScheduler(Scheduler):
@@ -120,18 +159,5 @@ def local_scheduler(name: str, threads: int) -> LocalScheduler:
     share = " (in a task of a Dask worker)" if in_task() else ""
     if name == "sync" or threads == 1:
         return LocalScheduler(dask.local.get_sync, f"Dask's synchronous scheduler{share}")
-    get = partial(dask.threaded.get, num_workers=threads)
+    get = partial(dask.threaded.get, pool=Pool(threads))
     return LocalScheduler(get, f"Dask's threaded scheduler, {threads} threads{share}", threads)
-
-
-def at_once(functions: Sequence[Callable[[], Any]], pool: Executor) -> None:
-    """Call functions concurrently by Dask's threaded scheduler, in a pool of as many threads; a single one here.
-
-    Without `pool`, Dask would take one that its configuration may name, perhaps of fewer threads than functions that
-    wait for each other.
-    """
-    if len(functions) == 1:
-        functions[0]()
-        return
-    graph = {("at-once", number): (function,) for number, function in enumerate(functions)}
-    dask.threaded.get(graph, list(graph), pool=pool)
