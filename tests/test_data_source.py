@@ -29,7 +29,7 @@ PAIRS = [(f"{number} plus 1 is", f" {number + 1}.") for number in range(60)]
 def pairs_of(source):
     """The texts of a source's pairs, and what was left out."""
     conversations, _, left_out = read_pairs(source)
-    return [tuple(text for _, text in conversation) for conversation in conversations], left_out
+    return [tuple(message.content for message in conversation) for conversation in conversations], left_out
 
 
 def lines(records) -> str:

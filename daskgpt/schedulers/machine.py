@@ -11,7 +11,6 @@ import timeit
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -128,11 +127,8 @@ def peak_memory() -> int:
 
 
 def resident_memory() -> int:
-    """Return the bytes of this process that are in memory now. Steps are measured so: it takes some microseconds."""
-    return int(_process(os.getpid()).memory_info().rss)
-
-
-_process = lru_cache(maxsize=1)(psutil.Process)  # to make one takes ten times as long as what it is asked
+    """Return the bytes of this process that are in memory now."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def processor_time() -> dict[tuple[str, int], float]:

@@ -36,12 +36,13 @@ class StepMetrics:
     seconds         of training so far, all processes of the run and validations included [s]
     tokens_per_s    of the step
     gflop_per_s     of its matrix products, without what is computed twice
-    memory_bytes    of this process; Dask's dashboard has those of workers
+    memory_bytes    of this process, as of the last second; Dask's dashboard has those of workers
     """
 
     def __init__(self, job: Job, scheduler: Scheduler) -> None:
         self.job, self.scheduler, self.tokens = job, scheduler, math.prod(job.batch_shape)
         self.operations = step_operations(job.config, *job.batch_shape)
+        self.memory, self.looked = 0, -math.inf
 
     def of_window(
         self, window: range, outcomes: Sequence[Outcome], seconds: float, trained: float
@@ -58,7 +59,9 @@ class StepMetrics:
             "gflop_per_s": round(self.operations / mean / 1e9, 3),
         }
         if self.scheduler.in_place:
-            shared["memory_bytes"] = resident_memory()
+            if trained >= self.looked + MEMORY_EVERY:
+                self.memory, self.looked = resident_memory(), trained
+            shared["memory_bytes"] = self.memory
         for number, outcome in zip(window, outcomes):
             metrics = {"step": number, "loss": outcome.loss, "tokens": (number + 1) * self.tokens, **shared}
             metrics |= {} if outcome.norm is None else {"norm": outcome.norm}
@@ -67,6 +70,7 @@ class StepMetrics:
         return records
 
 
+MEMORY_EVERY = 1  # seconds: to ask the system takes 0.1 ms between two steps
 # Of the metrics of steps, what the page of a cluster's dashboard shows.
 SHOWN = ("step", "loss", "validation_loss", "tokens_per_s", "lost_steps")
 SMOOTHING = 0.1  # share of the newest step in the numbers that are shown: a mean of about ten steps
