@@ -18,6 +18,7 @@ import daskgpt
 from daskgpt.config.run import OptimizerConfig
 from daskgpt.graph.calls import is_sum, origin_of
 from daskgpt.kernels.optimizers import adamw_inplace, clipped_hyper, squares
+from daskgpt.model.optimizer import Clipped
 from daskgpt.model.precision import precision_of
 from daskgpt.schedulers.opening import open_scheduler
 from daskgpt.training.inference import loss_and_gradients
@@ -45,6 +46,18 @@ def test_norms_and_clipped_updates_match_pytorch(clip):
             adamw_inplace(weight, gradients[name], m, v, told, **OPTIONS)
         magnitude = sum(np.abs(weight.astype("float64")).sum() for weight, *_ in state.values())
         assert magnitude == pytest.approx(total, rel=1e-6)
+
+
+@pytest.mark.parametrize("clip", [0.5, 1e9])
+def test_a_kernel_from_outside_gets_clipped_gradients(clip):
+    gradient, hyper, got = made_up(1, "a", SHAPES["a"]), np.array([0.1, 0.2]), []
+    norm = np.linalg.norm(gradient.astype("float64"))
+    assert 0.5 < norm < 1e9
+    clipped = Clipped(lambda weight, *arguments: got.extend(arguments))
+    clipped(None, gradient, "a moment", clipped_hyper(hyper, squares(gradient), clip=clip))
+    assert got[0].dtype == np.float32
+    np.testing.assert_allclose(got[0], gradient * min(1, clip / norm), rtol=1e-6)
+    assert (got[1], got[2].tolist()) == ("a moment", hyper.tolist())
 
 
 def test_squares_beyond_float32_are_finite():
