@@ -16,6 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -23,23 +24,34 @@ from tqdm import tqdm
 
 from daskgpt.config.errors import number_of, require
 from daskgpt.config.flags import Parser, run_command
+from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import setting
-from daskgpt.data.dataset import Tokens, check_tokens, load_validation
+from daskgpt.data.dataset import Batch, Tokens, check_tokens, load_validation
 from daskgpt.data.pairs import Examples
 from daskgpt.data.source import PREPARED, recognize
 from daskgpt.formats.encoding import Encoding
-from daskgpt.generation.decoder import Decoder, EagerDecoder, Weights, decoder_of
-from daskgpt.generation.sampler import DecodingConfig
+from daskgpt.formats.stored_model import StoredModel
+from daskgpt.generation.sampler import PRECISIONS, DecodingConfig
+from daskgpt.graph.compiled import CompiledGraph
+from daskgpt.model.parameters import check_finite
+from daskgpt.model.precision import precision_of
+from daskgpt.schedulers.opening import open_scheduler
+from daskgpt.training.autotune import ChunkChoice
+from daskgpt.training.engine import State
+from daskgpt.training.inference import TOGETHER, compile_loss, losses_of
 from daskgpt.training.job import compile_kernels
 
 Row = tuple[np.ndarray, np.ndarray]  # tokens, and whether the loss of each counts, but of the first one
 MOST_NATS = math.log(sys.float_info.max)  # a larger loss has no perplexity, which JSON can only say as null
+BATCH_TOKENS = 1024  # read together: as large as products need it, as small as the scores of a batch allow
 Figures = dict[str, Any]  # numbers by name, in the order of `--json`
 
 
 class EvaluateConfig(DecodingConfig):
     """Settings of an evaluation."""
 
+    precision: str = setting("float32", "operands of matrix products", choices=PRECISIONS)
+    threads: int = setting(0, "threads; 0 = one per core", most=2**12)
     data: str = setting("", "a text, folder, glob or token file; prepared tokens; or pairs")
     limit: int = setting(0, "number of tokens or pairs to use, from the first on; 0 = all")
     sequence_length: int = setting(0, "length of a text's sequences; 0 = the model's own", unit="tokens")
@@ -53,20 +65,20 @@ def main(arguments: list[str]) -> int:
     values, options = flags.read(arguments, EvaluateConfig)
     require(bool(options.data), "evaluate", "--data must name a file", {"data": "nothing"}, "Give a text, for example.")
     source = recognize(options.data)
-    weights, encoding, length = options.opened(values.model)
+    model, encoding, length = options.opened(values.model)
     length = options.sequence_length or length
     rule, got = "a sequence must not be longer than the model's positions", {"sequence_length": length}
-    got |= {"positions": weights.config.positions}
-    require(length <= weights.config.positions, "evaluate", rule, got, "Shorten the sequence.")
+    got |= {"positions": model.config.positions}
+    require(length <= model.config.positions, "evaluate", rule, got, "Shorten the sequence.")
     dataset = load_validation(source, encoding.name, length)
     data = f"{dataset.origin}{' (what is held out)' * (source.kind == PREPARED)}"
-    figures = measure(weights, options, encoding, dataset.validation, length)
+    figures = measure(model, options, encoding, dataset.validation, length)
     facts = {"model": str(values.model), "data": options.data, "precision": options.precision}
     print(json.dumps(facts | figures) if values.json else describe(facts | {"data": data}, figures))
     return 0
 
 
-def measure(weights: Weights, options: EvaluateConfig, encoding: Encoding, tokens: Tokens, length: int) -> Figures:
+def measure(model: StoredModel, options: EvaluateConfig, encoding: Encoding, tokens: Tokens, length: int) -> Figures:
     """Return loss, perplexity and bits per byte of a text, or of responses and the end-of-text after each."""
     rows, pairs = rows_of(tokens, options.limit, length), {}
     if isinstance(tokens, Examples):
@@ -75,13 +87,13 @@ def measure(weights: Weights, options: EvaluateConfig, encoding: Encoding, token
     rule, got = "there must be at least two tokens", {"data": options.data, "tokens": tokens.size}
     require(counted.size > 0, "evaluate", rule, got, "Give more text.")
     for row, _ in rows:
-        check_tokens(row, min(weights.config.vocabulary, encoding.n_vocab))
-    compile_kernels(uses=weights.config.uses | {"decoding"})
+        check_tokens(row, min(model.config.vocabulary, encoding.n_vocab))
+    check_finite("evaluate", model.parameters)  # kernels may turn a damaged NaN into a number
     nats, count = 0.0, 0
     with tqdm(total=counted.size, unit="token", unit_scale=True, disable=None, leave=False) as line:
-        for losses in losses_of(weights, rows, length, options.threads):
-            nats, count = nats + float(losses.sum()), count + len(losses)
-            line.update(len(losses))
+        for loss, of_batch in losses(model, options, batches_of(rows, length)):
+            nats, count = nats + loss * of_batch, count + of_batch
+            line.update(of_batch)
             line.set_postfix_str(f"loss {nats / count:.4f}", refresh=False)
     size = int(encoding.sizes[counted].sum())
     loss = nats / count
@@ -109,32 +121,40 @@ def rows_of(tokens: Tokens, limit: int, length: int) -> list[Row]:
     return [(part, np.ones(len(part), bool)) for part in parts]
 
 
-def losses_of(weights: Weights, rows: Iterable[Row], length: int, threads: int = 0) -> Iterator[np.ndarray]:
-    """Yield an array per row with the loss, in nats, of each token that counts.
+def batches_of(rows: Sequence[Row], length: int) -> Iterator[Batch]:
+    """Yield the rows as batches of tokens, targets and loss weights, with few shapes: rows of about the same length are
+    together, and each is filled up with targets that do not count.
 
-    rows     at most `length` tokens and one more; each is read from its first token on, with positions from 0
-
-    Shapes   -> (number that count,) float64
+    length   the greatest one; that of a batch is a power of two if this is less
     """
-    decoder = decoder_of(weights, 1, length, threads)
-    for tokens, counted in rows:
-        wanted = np.where(counted, tokens.astype(np.int64), -1)[1:]
-        read = [(0, position, token) for position, token in enumerate(tokens[:-1].tolist())]
-        most = decoder.most_rows
-        parts = (slice(first, first + most) for first in range(0, len(read), most))
-        yield np.concatenate([_losses(decoder, read[part], wanted[part]) for part in parts])
+
+    def width(row: Row) -> int:
+        return min(length, 1 << (len(row[0]) - 2).bit_length())
+
+    for columns, same in groupby(sorted(rows, key=width), width):
+        alike = list(same)
+        size = min(len(alike), -(-BATCH_TOKENS // columns))
+        for first in range(0, len(alike), size):
+            tokens, counts = np.zeros((size, columns + 1), np.int32), np.zeros((size, columns + 1), bool)
+            for number, (row, counted) in enumerate(alike[first : first + size]):
+                tokens[number, : len(row)], counts[number, : len(row)] = row, counted
+            counts = counts[:, 1:]
+            yield np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]), counts / counts.mean()
 
 
-def _losses(decoder: Decoder | EagerDecoder, rows: Sequence[tuple[int, int, int]], targets: np.ndarray) -> np.ndarray:
-    """Return the losses of the tokens after rows as `Decoder.read` takes them; a target is -1 if it is not wanted."""
-    (scored,) = np.nonzero(targets >= 0)
-    logits = decoder.read(rows, scored.tolist())
-    top = logits.max(axis=1, initial=-np.inf)
-    likely = logits[np.arange(len(scored)), targets[scored]].astype(np.float64)
-    logits -= top[:, None]
-    sums = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
-    losses: np.ndarray = np.log(sums) + top - likely
-    return losses
+def losses(model: StoredModel, options: EvaluateConfig, batches: Iterable[Batch]) -> Iterator[tuple[float, int]]:
+    """Yield the mean loss of each batch, and the number of its targets that count [nats a token]."""
+    precision, compiled = precision_of(options.precision), dict[tuple[int, int], CompiledGraph]()
+    compile_kernels(precision, model.config.uses)
+    state = State.of_weights(model.config, model.parameters, precision)
+    with open_scheduler("threads", options.threads) as scheduler:
+        for shape, same in groupby(batches, lambda batch: batch[0].shape):
+            if shape not in compiled:
+                chunk = ChunkChoice(model.config, shape, DataflowConfig(), scheduler.threads).first
+                compiled[shape] = compile_loss(model.config, shape, chunk, state.layout, precision)
+            while together := list(islice(same, TOGETHER)):
+                means = losses_of(scheduler, compiled[shape], state, together)
+                yield from zip(means, (int(np.count_nonzero(weights)) for *_, weights in together))
 
 
 def describe(facts: dict[str, str], figures: Figures) -> str:

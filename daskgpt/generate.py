@@ -97,7 +97,8 @@ def main(arguments: list[str]) -> int:
     got = {"prompt": values.prompt, "samples": options.samples}
     alone = not values.prompt and options.samples == 1
     require(alone or not values.interactive, "generate", rule, got, "Leave out --prompt and --samples.")
-    weights, encoding, context = options.opened(values.model)
+    model, encoding, context = options.opened(values.model)
+    weights = Weights(model.config, model.parameters, options.precision)
     template = None if options.template else template_of(encoding)
     rule, got = "without a chat template, a model is told nothing before a text", {"system": options.system}
     require(template is not None or not options.system, "generate", rule, got, "Put it into --prompt.")

@@ -14,7 +14,10 @@ import daskgpt
 from daskgpt import evaluate, train
 from daskgpt.data.pairs import Examples
 from daskgpt.formats.encoding import get_encoding
-from daskgpt.generation.decoder import Weights
+from daskgpt.formats.stored_model import StoredModel
+from daskgpt.graph.lowering import NativeRun
+from daskgpt.graph.program import calls_of
+from daskgpt.training.inference import compile_loss
 
 CONFIG = daskgpt.ModelConfig(blocks=2, heads=2, channels=16, vocabulary=257, positions=40)
 
@@ -89,19 +92,55 @@ def test_the_loss_of_pairs_is_that_of_their_responses(model, evaluated, tmp_path
 def test_a_perplexity_beyond_every_float(tmp_path, parameters, evaluated, monkeypatch):
     (tmp_path / "text.txt").write_text("text")
     for nats, shown in ((705.0, math.exp(705)), (710.0, None)):
-        monkeypatch.setattr(evaluate, "losses_of", lambda *_, nats=nats: iter([np.full(4, nats)]))
+        monkeypatch.setattr(evaluate, "losses_of", lambda *_, nats=nats: [nats])
         assert json.loads(evaluated("--data", tmp_path / "text.txt", "--json"))["perplexity"] == shown
     assert "\nperplexity   inf\n" in evaluated("--data", tmp_path / "text.txt")
 
 
 def test_ids_beyond_the_encoding_of_a_larger_model_are_refused():
     config = replace(CONFIG, vocabulary=300, padded_vocabulary=0)
-    weights = Weights(config, daskgpt.initial_parameters(config, seed=0), "float32")
+    model = StoredModel(config, daskgpt.initial_parameters(config, seed=0))
     tokens, options = np.array([1, 280, 2]), evaluate.EvaluateConfig(data="tokens")
     examples = Examples(tokens, np.array([3]), tokens > 1, 256)
     for data in (tokens, examples):
         with pytest.raises(ValueError, match="largest=280, vocabulary=257"):
-            evaluate.measure(weights, options, get_encoding("bytes"), data, 8)
+            evaluate.measure(model, options, get_encoding("bytes"), data, 8)
+
+
+def test_threads_change_no_digit_and_lengths_are_mixed(model, evaluated, parameters, tmp_path):
+    prompts = ["a" * n for n in (1, 2, 3, 7, 8, 9, 30, 1, 5)] * 40
+    records = [{"prompt": prompt, "response": f"{n}{prompt}"[:9]} for n, prompt in enumerate(prompts)]
+    (path := tmp_path / "p.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    told = [evaluated("--json", "--data", path, "--threads", threads) for threads in (1, 2, 3)]
+    assert told[0] == told[1] == told[2]
+    nats = []
+    for record in records:
+        text = [*record["prompt"].encode(), *record["response"].encode(), 256][: 24 + 1]
+        nats += nats_of(parameters, np.array(text))[len(record["prompt"]) - 1 :].tolist()
+    figures = json.loads(told[0])
+    assert (figures["tokens"], figures["pairs"]) == (len(nats), len(records) - 40)
+    assert figures["loss"] == pytest.approx(np.mean(nats), abs=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_kernels_are_called_by_native_calls(precision, evaluated, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("text" * 500)
+    compiled = []
+    monkeypatch.setattr(evaluate, "compile_loss", lambda *given: compiled.append(compile_loss(*given)) or compiled[-1])
+    flags = "--json", "--data", tmp_path / "text.txt"
+    loss, exact = (json.loads(evaluated(*flags, "--precision", name))["loss"] for name in (precision, "float32"))
+    assert loss == pytest.approx(exact, abs=0.02)
+    tasks = [node for graph in compiled for node in graph.graph.values() if calls_of(node)]
+    items = [item for task in tasks for item in task.func.lowered.items]
+    assert any(isinstance(item, NativeRun) for item in items)
+    assert {item.kind for item in items if not isinstance(item, NativeRun)} <= {"embedding.forward"}
+
+
+def test_a_batch_has_rows_of_about_one_length():
+    rows = [(np.arange(length), np.arange(length) > length - 3) for length in (2, 5, 4, 19, 21, 20, *[6] * 300)]
+    batches = list(evaluate.batches_of(rows, 20))
+    assert [tokens.shape for tokens, *_ in batches] == [(1, 1), (2, 4), (128, 8), (128, 8), (128, 8), (3, 20)]
+    assert [np.count_nonzero(weights) for *_, weights in batches] == [1, 4, 256, 256, 88, 6]
 
 
 @pytest.mark.parametrize(

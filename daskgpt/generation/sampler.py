@@ -22,6 +22,7 @@ from daskgpt.config.model import ModelConfig
 from daskgpt.config.settings import Checked, setting
 from daskgpt.formats.encoding import Encoding, encoding_of_model, get_encoding, is_to_be_learned
 from daskgpt.formats.huggingface import encoding_named
+from daskgpt.formats.stored_model import StoredModel
 from daskgpt.generation.decoder import Weights, decoder_of
 from daskgpt.model.parameters import check_config, check_parameters
 from daskgpt.training.checkpoint import open_model_of
@@ -45,16 +46,15 @@ class DecodingConfig(Checked):
         rule, got = "a model that is read must not get a new vocabulary", {"encoding": self.encoding}
         require(not is_to_be_learned(self.encoding), "encoding", rule, got, "Leave it out.")
 
-    def opened(self, path: str | Path) -> tuple[Weights, Encoding, int]:
-        """Open a model; return its weights, its encoding, and the length of the sequences that it was trained on.
+    def opened(self, path: str | Path) -> tuple[StoredModel, Encoding, int]:
+        """Open a model; return it, its encoding, and the length of the sequences that it was trained on.
 
         Errors   as of `daskgpt.load`; ValueError if neither the file nor the vocabulary determines the encoding
         """
         model = open_model_of(path)
         name = encoding_named(self.encoding) if self.encoding else model.encoding
         encoding = get_encoding(name or encoding_of_model(model.config.vocabulary))
-        weights = Weights(model.config, model.loaded().parameters, self.precision)
-        return weights, encoding, model.sequence_length or model.config.positions
+        return model.loaded(), encoding, model.sequence_length or model.config.positions
 
 
 class Choice(Checked):

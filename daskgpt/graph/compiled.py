@@ -113,6 +113,7 @@ def compile_graph(
     waits: Mapping[Key, Sequence[Key]] | None = None,
     stages: Mapping[Key, str] | None = None,
     layout: Layout | None = None,
+    native: bool = False,
 ) -> CompiledGraph:
     """Return the tasks of a run, each made of the kernel calls of one group.
 
@@ -120,6 +121,7 @@ def compile_graph(
     waits   kernel call -> those that must have run before it although it does not read their results
     stages  of the kernel calls, with a barrier after each; None for no barrier
     layout  of the state; None for a pack for each group that makes some of the new state, and one for what stays
+    native  whether tasks become native calls although no update is in place: for graphs that this process runs often
     """
     packs: dict[Hashable, list[str]] = defaultdict(list)
     for name, result in kernels.results.items():
@@ -146,7 +148,7 @@ def compile_graph(
     for node in graph.values():
         if calls_of(node):
             node.func.recorder = kernels.recorder
-            node.func.lowered = Lowered() if kernels.in_place else None
+            node.func.lowered = Lowered() if kernels.in_place or native else None
     updates = list(dict.fromkeys(fused[key].key for key in kernels.written))
     if stages is not None:
         of_tasks = {key: stages[calls_of(node)[0].key] for key, node in graph.items() if not is_leaf(node)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -22,21 +22,27 @@ from daskgpt.graph.nodes import from_numpy, graph_of
 from daskgpt.graph.sum_order import Groups, groups_of_batch
 from daskgpt.graph.update_in_place import Rewritten
 from daskgpt.model.parameters import check_parameters
+from daskgpt.model.precision import Precision
 from daskgpt.model.step import Lazy, gradients_of, input_leaves, input_values, state_leaves
 from daskgpt.model.tape import Tape
 from daskgpt.model.transformer import check_tokens, lazy_inputs, mean_loss
-from daskgpt.training.engine import Engine
+from daskgpt.schedulers.protocol import Scheduler
+from daskgpt.training.autotune import Chunk
+from daskgpt.training.engine import Engine, State
 from daskgpt.training.job import Job
 
 
-def compile_outputs(tape: Tape, inputs: Lazy, outputs: Lazy, state: Lazy, layout: Layout) -> CompiledGraph:
+def compile_outputs(
+    tape: Tape, inputs: Lazy, outputs: Lazy, state: Lazy, layout: Layout, native: bool = False
+) -> CompiledGraph:
     """Compile what computes some arrays of a step, and updates nothing.
 
     inputs, state   the leaves of the step, by name
+    native          as of `compile_graph`
     """
     kernels = KernelGraph(tape.token, Rewritten(graph_of(outputs.values())), inputs, outputs, state, {})
     # A task a chunk: there is work for all threads, and larger tasks only hand on less.
-    return compile_graph(kernels, Fusion("chunk").groups(kernels.graph), layout=layout)
+    return compile_graph(kernels, Fusion("chunk").groups(kernels.graph), layout=layout, native=native)
 
 
 def loss_and_gradients(
@@ -88,7 +94,37 @@ def _same(block: np.ndarray) -> np.ndarray:
     return block
 
 
+def compile_loss(
+    config: ModelConfig,
+    batch_shape: Chunk,
+    chunk: Chunk,
+    layout: Layout,
+    precision: Precision,
+    *,
+    groups: int = 1,
+    native: bool = True,
+) -> CompiledGraph:
+    """Compile the loss of a batch, for states of a layout.
+
+    batch_shape, chunk   sequences, and tokens of each
+    native               as of `compile_graph`
+    """
+    tape = Tape(precision, Groups(groups))
+    inputs = input_leaves(tape, batch_shape, chunk)
+    state, weights = state_leaves(tape, config, precision)
+    loss = mean_loss(tape, config, weights, inputs)
+    return compile_outputs(tape, inputs, {"loss": loss}, state, layout, native)
+
+
 TOGETHER = 20  # batches in one graph
+
+
+def losses_of(
+    scheduler: Scheduler, compiled: CompiledGraph, state: State, batches: Sequence[Sequence[np.ndarray]]
+) -> list[float]:
+    """Return the mean loss of each batch of tokens, targets and, where they differ, loss weights [nats a token]."""
+    outputs, _ = scheduler.outputs(compiled, [input_values(*batch) for batch in batches], state.packs)
+    return [float(outputs_of_batch["loss"]) for outputs_of_batch in outputs]
 
 
 class Validation:
@@ -133,24 +169,15 @@ class Validation:
         """Return the mean over the windows [nats a token]; None if the run ends before all are measured."""
         scheduler, weights = self.engine.scheduler, self.engine.weights()
         if self.compiled is None or self.compiled.layout != weights.layout:
-            self.compiled = self._compiled(weights.layout)
+            job = self.job
+            given = job.batch_shape, self.engine.chunk, weights.layout, job.precision
+            self.compiled = compile_loss(job.config, *given, groups=job.groups, native=scheduler.in_place)
         losses, batches = list[float](), self._batches()
         while together := list(islice(batches, TOGETHER)):
             if self.stop_requested():
                 return None
-            values = [input_values(*batch) for batch in together]
-            of_batches, _ = scheduler.outputs(self.compiled, values, weights.packs)
-            losses += [float(outputs["loss"]) for outputs in of_batches]
+            losses += losses_of(scheduler, self.compiled, weights, together)
         return sum(losses) / len(losses)
-
-    def _compiled(self, layout: Layout) -> CompiledGraph:
-        """Return the tasks of the loss of a batch, for states of this layout."""
-        job = self.job
-        tape = Tape(job.precision, Groups(job.groups))
-        inputs = input_leaves(tape, job.batch_shape, self.engine.chunk)
-        state, weights = state_leaves(tape, job.config, job.precision)
-        loss = mean_loss(tape, job.config, weights, inputs)
-        return compile_outputs(tape, inputs, {"loss": loss}, state, layout)
 
     def _batches(self) -> Any:
         (batch_size, length), count = self.job.batch_shape, self.job.run.validation_batches
