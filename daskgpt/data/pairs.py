@@ -186,7 +186,7 @@ def _message(record: object, role: str, content: str) -> Message:
         raise TypeError(f"a message with the fields {', '.join(fields)}")
     name, weight = whole(fields[role], role), fields.get("weight")
     if weight not in (None, 0, 1):
-        raise TypeError(f"a message with the weight {weight}")
+        raise TypeError(f"a message with the weight {short(weight)}")
     return Message(ROLES.get(name, name), whole(fields[content], content), weight != 0)
 
 
