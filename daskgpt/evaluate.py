@@ -89,6 +89,7 @@ def measure(model: StoredModel, options: EvaluateConfig, encoding: Encoding, tok
     for row, _ in rows:
         check_tokens(row, min(model.config.vocabulary, encoding.n_vocab))
     check_finite("evaluate", model.parameters)  # kernels may turn a damaged NaN into a number
+    compile_kernels(precision_of(options.precision), model.config.uses)
     nats, count = 0.0, 0
     with tqdm(total=counted.size, unit="token", unit_scale=True, disable=None, leave=False) as line:
         for loss, of_batch in losses(model, options, batches_of(rows, length)):
@@ -145,7 +146,6 @@ def batches_of(rows: Sequence[Row], length: int) -> Iterator[Batch]:
 def losses(model: StoredModel, options: EvaluateConfig, batches: Iterable[Batch]) -> Iterator[tuple[float, int]]:
     """Yield the mean loss of each batch, and the number of its targets that count [nats a token]."""
     precision, compiled = precision_of(options.precision), dict[tuple[int, int], CompiledGraph]()
-    compile_kernels(precision, model.config.uses)
     state = State.of_weights(model.config, model.parameters, precision)
     with open_scheduler("threads", options.threads) as scheduler:
         for shape, same in groupby(batches, lambda batch: batch[0].shape):

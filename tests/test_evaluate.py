@@ -40,9 +40,9 @@ def evaluated(model, called):
     return lambda *flags: called(evaluate, model, *flags)[1]
 
 
-def nats_of(parameters, tokens):
+def nats_of(parameters, tokens, config=CONFIG):
     """Of all tokens but the first, in float64, by the scores of training's layers for the whole text."""
-    logits = whole_logits(CONFIG, parameters, tokens[:-1]).astype(np.float64)
+    logits = whole_logits(config, parameters, tokens[:-1]).astype(np.float64)
     likely = logits[np.arange(len(tokens) - 1), tokens[1:]]
     return np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1) - likely
 
@@ -133,6 +133,16 @@ def test_precisions_and_native_calls(evaluated, tmp_path, monkeypatch):
     assert losses[1] != losses[0]
     tasks = [node for node in compiled[0].graph.values() if calls_of(node)]
     assert all(isinstance(item, NativeRun) for task in tasks for item in task.func.lowered.items or [None])
+
+
+def test_layers_from_outside_are_evaluated(tmp_path, called):
+    config = replace(CONFIG, activation="custom_layers:SQUARED_RELU")
+    parameters = random_parameters(config, np.random.default_rng(1))
+    daskgpt.save(tmp_path / "m.safetensors", config, parameters, encoding="bytes", sequence_length=40)
+    (tmp_path / "text.txt").write_text(text := "some text" * 4)
+    told = json.loads(called(evaluate, tmp_path / "m.safetensors", "--data", tmp_path / "text.txt", "--json")[1])
+    nats = nats_of(parameters, np.array([256, *text.encode()]), config)
+    assert (told["tokens"], told["loss"]) == (nats.size, pytest.approx(nats.mean(), abs=1e-5))
 
 
 def test_a_batch_has_rows_of_about_one_length():
