@@ -1,7 +1,10 @@
 """Tests of the parts of kernels: exp, log, sigmoid, sums over a row, embedding, and flush-to-zero."""
 
+import os
 import platform
+import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -12,11 +15,12 @@ from daskgpt.kernels.compilation import wide_vectors
 from daskgpt.kernels.decoding.decode_step import _embed
 from daskgpt.kernels.native import flush_to_zero
 from daskgpt.kernels.simd import math as elementary
-from daskgpt.kernels.simd.lanes import address_of
+from daskgpt.kernels.simd.lanes import address_of, features
 from daskgpt.kernels.simd.rows import dot, dot_at, sum_of
 
 HALF_OF_THE_SMALLEST = np.full(40, 2.0**-127, np.float32)
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def over_an_array(function):
@@ -161,3 +165,12 @@ def test_embedded_tokens_are_written_once():
     tokens, x = np.arange(1, 41, dtype="f4").reshape(1, 40), np.zeros((1, 40), "f4")
     embed(tokens.ctypes.data, x.ctypes.data, np.zeros((1, 3), "i8"), x)
     assert x.tolist() == tokens.tolist()
+
+
+@pytest.mark.skipif("NUMBA_CPU_FEATURES" in os.environ, reason="kernels are compiled for another processor")
+@pytest.mark.skipif(not (ON_X86 and CPU_INFO.exists()), reason="the system does not list its processor's features")
+def test_features_are_those_of_the_processor():
+    """Without them results in float32 stay the same, and only speed would tell."""
+    listed = re.search(r"^flags\s*:(.*)", CPU_INFO.read_text(), re.M)[1].split()
+    names = {"sse2", "avx2", "fma", "avx512f", "avx512bw"}
+    assert features() & names == names.intersection(listed)

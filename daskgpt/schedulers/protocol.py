@@ -150,4 +150,4 @@ class Scheduler(ABC):
 
 def clock_offset() -> float:
     """Return the offset from this process's perf_counter to the time of day, in seconds."""
-    return time() - perf_counter()
+    return max(time() - perf_counter() for _ in range(5))  # less where a reading was interrupted
