@@ -69,12 +69,11 @@ def main(arguments: list[str]) -> int:
     timing, dataflow = from_flags(BenchConfig, values), from_flags(DataflowConfig, values)
     config = from_flags(ModelConfig, values)
     if values.program == "transformers":
-        found = compare_generation(config, timing, dataflow.threads)
+        figures, other, settings, text = compare_generation(config, timing, dataflow.threads)
     else:
         job = job_of(config, timing, on_cluster(dataflow) if values.program == "torch-ddp" else dataflow)
         compile_kernels(job.precision, job.uses)
-        found = compare_steps(values, job, timing)
-    figures, other, settings, text = found
+        figures, other, settings, text = compare_steps(values, job, timing)
     what, settings = f"{values.preset} beside {values.program}", {"preset": values.preset} | settings
     record(values.record, "benchmarks/against.py", arguments, figures, what, other, **settings)
     print(text)
@@ -104,18 +103,18 @@ def compare_steps(values: Namespace, job: Job, timing: BenchConfig) -> Found:
     """Return figures, the other program, settings and text of a comparison of training steps."""
     options = TorchOptions(compiled=values.torch_compile, bf16=values.torch_bf16)
     if values.apart:
-        found, steps = compare_ddp_apart(job, timing, options)
+        programs, steps = compare_ddp_apart(job, timing, options)
     else:
         with open_scheduler(job.dataflow.scheduler, job.dataflow.threads) as scheduler:
             if values.program == "torch-ddp":
-                found, steps = compare_ddp(job, scheduler, timing, options)
+                programs, steps = compare_ddp(job, scheduler, timing, options)
             else:
                 steps = TimedEngine(job, scheduler, timing.seed)
                 if values.program == "torch":
-                    found = compare_torch(steps, options, timing)
+                    programs = compare_torch(steps, options, timing)
                 else:
-                    found = compare_llmc(steps, values.path, timing.warmup, timing.steps)
-    return found.figures(), found.other, steps.settings | found.counts, found.describe()
+                    programs = compare_llmc(steps, values.path, timing.warmup, timing.steps)
+    return programs.figures(), programs.other, steps.settings | programs.counts, programs.describe()
 
 
 def compare_torch(steps: TimedEngine, options: TorchOptions, timing: BenchConfig) -> Programs:
@@ -130,9 +129,9 @@ def compare_torch(steps: TimedEngine, options: TorchOptions, timing: BenchConfig
             side.run(1)
         first = steps.losses[0], torch.losses[0]
         check_losses(first, "bfloat16" if options.bf16 else steps.job.precision.name)
-        found = take_turns(sides, timing.steps, warm_up(sides, timing.warmup))
-        used, peaks = undisturbed(found, timing.steps), (steps.peak(), torch.peak())
-        return Programs(("ours", "theirs"), options.describe(torch.version), used, len(found), peaks, first)
+        turns = take_turns(sides, timing.steps, warm_up(sides, timing.warmup))
+        used, peaks = undisturbed(turns, timing.steps), (steps.peak(), torch.peak())
+        return Programs(("ours", "theirs"), options.describe(torch.version), used, len(turns), peaks, first)
 
 
 def compare_ddp(
@@ -155,9 +154,9 @@ def compare_ddp(
         for side in sides:
             side.run(1)
         check_first(sides, job, options)
-        found = take_turns(sides, timing.steps, warm_up(sides, timing.warmup))
+        turns = take_turns(sides, timing.steps, warm_up(sides, timing.warmup))
         name = options.describe(torch.version, f"{workers} processes")
-        return three(name, found, timing, sides, cluster), cluster
+        return three(name, turns, timing, sides, cluster), cluster
 
 
 def compare_ddp_apart(job: Job, timing: BenchConfig, options: TorchOptions) -> tuple[Programs, TimedEngine]:
@@ -180,19 +179,19 @@ def compare_ddp_apart(job: Job, timing: BenchConfig, options: TorchOptions) -> t
         return TorchSide(job, timing.seed, 1, options, workers)
 
     sides = tuple(Apart(opened, timing.warmup) for opened in (with_cluster, with_threads, with_torch))
-    found = take_turns(sides, timing.steps, STEPS_APART)
+    turns = take_turns(sides, timing.steps, STEPS_APART)
     check_first(sides, job, options)
     with with_cluster() as cluster:
         cluster.run(timing.warmup)
         name = options.describe(version("torch"), f"{workers} processes")
-        return three(name, found, timing, sides, cluster), cluster
+        return three(name, turns, timing, sides, cluster), cluster
 
 
-def three(name: str, found: list[Any], timing: BenchConfig, sides: tuple[Any, ...], cluster: TimedEngine) -> Programs:
+def three(name: str, turns: list[Any], timing: BenchConfig, sides: tuple[Any, ...], cluster: TimedEngine) -> Programs:
     """Return what turns of a cluster, threads and PyTorch's processes have shown."""
-    used, names = undisturbed(found, timing.steps), ("cluster", "threads", "theirs")
+    used, names = undisturbed(turns, timing.steps), ("cluster", "threads", "theirs")
     peaks, losses = tuple(side.peak() for side in sides), tuple(side.losses[0] for side in sides)
-    return Programs(names, name, used, len(found), peaks, losses, THREE, WorkerTime.of(cluster, timing.recorded))
+    return Programs(names, name, used, len(turns), peaks, losses, THREE, WorkerTime.of(cluster, timing.recorded))
 
 
 def on_cluster(dataflow: DataflowConfig) -> DataflowConfig:
@@ -241,13 +240,13 @@ def compare_generation(config: ModelConfig, timing: BenchConfig, threads: int) -
         for side in (beside, theirs):
             side.run(TOKENS)
         check_first_token(beside.written[0], theirs.written)
-        found, turns = measure_generation(config, timing, threads, [beside, theirs])
+        measured, turns = measure_generation(config, timing, threads, [beside, theirs])
     columns = [Spread.of(turn.means[number] for turn in turns) for number in (-2, -1)]
     rate = Figure.of(Spread.of(their / our for our, their in zip(*(column.values for column in columns))), "")
-    figures = found.figures | {"theirs": Figure.of(columns[1], "ms", 1e3), "rate_float32": rate}
-    text = f"{found.describe()}\ntokens/s, daskgpt / theirs    float32   {rate.text(2)}"
+    figures = measured.figures | {"theirs": Figure.of(columns[1], "ms", 1e3), "rate_float32": rate}
+    text = f"{measured.describe()}\ntokens/s, daskgpt / theirs    float32   {rate.text(2)}"
     text += f"\n{theirs.name}: {figures['theirs'].text(1)} a token, prompt included"
-    return figures, theirs.name, found.settings, text
+    return figures, theirs.name, measured.settings, text
 
 
 def check_first_token(ours: list[int], theirs: list[int]) -> None:

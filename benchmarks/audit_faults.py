@@ -157,7 +157,7 @@ def forge(run: Path, change: Callable[[dict[str, Any]], Any] = lambda entry: Non
     losses, new, before, lines = losses_of(run), dict[str, str](), 0, []
     for line in (run / CHAIN).read_text().splitlines():
         entry = json.loads(line)
-        own, folder = entry.pop(DIGEST), step_folder(run, entry["step"])
+        digest, folder = entry.pop(DIGEST), step_folder(run, entry["step"])
         change(entry)
         if LINK in entry:
             entry[LINK] = {
@@ -165,10 +165,10 @@ def forge(run: Path, change: Callable[[dict[str, Any]], Any] = lambda entry: Non
                 "losses": digest_of(losses[before : entry["step"]]),
             }
         if folder.is_dir():
-            for name, known in entry["files"].items():
-                known["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            for name, facts in entry["files"].items():
+                facts["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
             (folder / STATE).write_text(json.dumps(sealed(entry), indent=1))
-        new[own], before = digest_of(entry), entry["step"]
+        new[digest], before = digest_of(entry), entry["step"]
         lines.append(json.dumps(sealed(entry)) + "\n")
     (run / CHAIN).write_text("".join(lines))
 
@@ -237,7 +237,7 @@ def audited(run: Path, folder: Path, dials: dict[str, Any]) -> tuple[Audit, list
     audit = Audit(run, dials)
     with open_scheduler(dials["scheduler"], dials.get("threads", 0)) as scheduler:
         places = [folder / str(number) for number in range(len(audit.stretches))]
-        return audit, [audit.compute(own, scheduler, place) for own, place in zip(audit.stretches, places)]
+        return audit, [audit.compute(stretch, scheduler, place) for stretch, place in zip(audit.stretches, places)]
 
 
 def inject(kind: str, text: Path, whole: Path, folder: Path, draw: random.Random) -> Found:
@@ -255,10 +255,10 @@ def inject(kind: str, text: Path, whole: Path, folder: Path, draw: random.Random
         at, tensor = EDITS[kind](run, draw)
     audit, verdicts = audited(run, folder, {"scheduler": "sync"})
     trace = not training or losses_of(run) != losses_of(whole)
-    for own, other in zip(checkpoints(run), checkpoints(whole)):
-        trace = trace or bool(differing_tensors(own, other))
-    wrong = [own for own, verdict in zip(audit.stretches, verdicts) if verdict.differs]
-    spans = [(own[0]["step"], own[-1]["step"]) for own in wrong]
+    for checkpoint, honest_checkpoint in zip(checkpoints(run), checkpoints(whole)):
+        trace = trace or bool(differing_tensors(checkpoint, honest_checkpoint))
+    wrong = [stretch for stretch, verdict in zip(audit.stretches, verdicts) if verdict.differs]
+    spans = [(stretch[0]["step"], stretch[-1]["step"]) for stretch in wrong]
     if training:
         right = all(first <= at < last for first, last in spans)
     elif at < 0:
@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--honest", type=int, default=20, help="audits of the honest run")
     parser.add_argument("--seed", type=int, default=1)
     values = parser.parse_args()
-    begin, found = time.monotonic(), dict[str, list[Found]]()
+    begin, findings_by_kind = time.monotonic(), dict[str, list[Found]]()
     with tempfile.TemporaryDirectory() as folder:
         text, alarms = write_text(Path(folder)), 0
         whole = honest(text, Path(folder) / "honest")
@@ -308,23 +308,20 @@ def main() -> None:
             alarms += bool(audit.faults) or any(verdict.differs or verdict.unknown for verdict in verdicts)
         for number in range(values.faults):
             draw, kind = random.Random(f"{values.seed} {number}"), KINDS[number % len(KINDS)]
-            own = inject(kind, text, whole, Path(folder) / str(number), draw)
-            found.setdefault(kind, []).append(own)
-            if own.found != own.trace:
-                print(
-                    f"fault {number} (seed {values.seed}), {kind}: {'found without a trace' if own.found else 'LOST'}"
-                )
+            finding = inject(kind, text, whole, Path(folder) / str(number), draw)
+            findings_by_kind.setdefault(kind, []).append(finding)
+            if finding.found != finding.trace:
+                verdict = "found without a trace" if finding.found else "LOST"
+                print(f"fault {number} (seed {values.seed}), {kind}: {verdict}")
             shutil.rmtree(Path(folder) / str(number))
     print(f"{'kind':27} faults  no trace  found  by the chain  located  steps to the first loss (median, most)")
-    for kind, each in found.items():
-        seen = [own for own in each if own.trace]
-        hits, chain = (
-            sum(map(bool, counted)) for counted in ((own.found for own in seen), (own.chain for own in seen))
-        )
-        places = [own.right for own in seen if own.right is not None]
-        right, lags = str(sum(places)) if places else "-", [own.lag for own in seen if own.lag is not None]
+    for kind, findings in findings_by_kind.items():
+        seen = [finding for finding in findings if finding.trace]
+        hits, chain = sum(finding.found for finding in seen), sum(bool(finding.chain) for finding in seen)
+        places = [finding.right for finding in seen if finding.right is not None]
+        right, lags = str(sum(places)) if places else "-", [finding.lag for finding in seen if finding.lag is not None]
         lag = f"{median(lags):g}, {max(lags)}; {len(seen) - len(lags)} in no loss" if lags else ""
-        print(f"{kind:27} {len(each):6} {len(each) - len(seen):9} {hits:6} {chain:13} {right:>8}  {lag}")
+        print(f"{kind:27} {len(findings):6} {len(findings) - len(seen):9} {hits:6} {chain:13} {right:>8}  {lag}")
     print(f"{alarms} of {values.honest} audits of the honest run failed; {time.monotonic() - begin:.0f} s")
 
 

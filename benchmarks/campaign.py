@@ -56,7 +56,7 @@ def random_model(random: np.random.Generator) -> Model:
     blocks, heads, length, sequences = (int(random.integers(1, most)) for most in (4, 6, 81, 9))
     # Layernorm makes 1 and -1 of two channels, whatever they are, and what is left of a gradient is rounding.
     channels = heads * int(random.integers(1 if heads > 3 else 4, 18))
-    vocabulary, padding, positions = (int(random.integers(*own)) for own in ((2, 300), (0, 20), (length, length + 7)))
+    vocabulary, padding, positions = (int(random.integers(*ends)) for ends in ((2, 300), (0, 20), (length, length + 7)))
     rows = {"vocabulary": vocabulary, "padded_vocabulary": vocabulary + padding, "positions": positions}
     config = ModelConfig(blocks=blocks, heads=heads, channels=channels, **rows)
     return Model(config, (sequences, length), int(random.choice(divisions(sequences))))
@@ -106,11 +106,11 @@ def check_gradients(random: np.random.Generator, model: Model) -> tuple[str, str
     tokens, targets = random.integers(0, model.config.vocabulary, (2, *model.batch)).astype(np.int32)
     given = model.config, parameters, (tokens, targets), dials.chunk, precision, model.groups
     with open_scheduler(dials.scheduler, dials.threads) as scheduler:
-        found = results_of(scheduler, *given)
+        ours = results_of(scheduler, *given)
     reference = expected(parameters, tokens, targets, model.config.heads, model.config.vocabulary)
     compared = {"logits": reference.logits, "loss": np.array(reference.loss)} | reference.gradients
-    errors = {each: relative_error(found[each], value) for each, value in compared.items()}
-    worst = max(errors, key=lambda each: errors[each])
+    errors = {quantity: relative_error(ours[quantity], value) for quantity, value in compared.items()}
+    worst = max(errors, key=lambda quantity: errors[quantity])
     allowed = TOLERANCES[f"whole model, {name}"]["of largest"]
     wrong = not errors[worst] <= allowed
     return f"gradients {name}", f"{model} {dials}: {worst} is off by {errors[worst]:.1e} of its largest" * wrong
@@ -126,9 +126,9 @@ def random_parameters(random: np.random.Generator, model: Model, deviation: floa
     return values
 
 
-def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
+def relative_error(computed: np.ndarray, wanted: np.ndarray) -> float:
     """The largest difference, in units of the largest number; infinite where one is not finite."""
-    difference, largest = float(np.abs(found - wanted).max()), float(np.abs(wanted).max())
+    difference, largest = float(np.abs(computed - wanted).max()), float(np.abs(wanted).max())
     if difference == 0:
         return 0.0
     return difference / largest if np.isfinite(difference) and largest else np.inf

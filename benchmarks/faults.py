@@ -120,8 +120,8 @@ class Campaign:
         if time.monotonic() - self.sampled < 1:
             return
         self.sampled = time.monotonic()
-        known = {own["name"] for own in members(self.client).values()}
-        alive = [name for name in self._candidates() if name in known]
+        member_names = {member["name"] for member in members(self.client).values()}
+        alive = [name for name in self._candidates() if name in member_names]
         hosts = [self.machines.at[name] for name in alive]
         self._note(step=self.training.step, loss=self.training.loss, alive=alive, hosts=hosts)
 
@@ -198,7 +198,7 @@ def throughput(entries: list[dict[str, Any]]) -> float | None:
     for seconds, steps, alive, start, end in spans:
         if not any(start - QUIET < event < end for event in events):
             quiet[alive].append((seconds, steps))
-    rates = {alive: sum(steps for _, steps in own) / sum(s for s, _ in own) for alive, own in quiet.items()}
+    rates = {alive: sum(steps for _, steps in pairs) / sum(s for s, _ in pairs) for alive, pairs in quiet.items()}
     if not rates:
         return None
     expected = sum(seconds * rates.get(alive, fmean(rates.values())) for seconds, _, alive, _, _ in spans)

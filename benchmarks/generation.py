@@ -88,10 +88,9 @@ class Copying(_OfThisProcess):
 
 def random_prompts(config: ModelConfig, texts: int, length: int, seed: int) -> list[list[int]]:
     """Tokens, uniform over the vocabulary; the same for the same seed."""
-    found: list[list[int]] = (
-        np.random.default_rng([seed, texts]).integers(0, config.vocabulary, (texts, length)).tolist()
-    )
-    return found
+    tokens = np.random.default_rng([seed, texts]).integers(0, config.vocabulary, (texts, length))
+    prompts: list[list[int]] = tokens.tolist()
+    return prompts
 
 
 class Measured(NamedTuple):
@@ -132,20 +131,20 @@ def measure_generation(
     seconds, copies = dict(zip(ours, columns, strict=False)), columns[len(ours)]
     figures = {"copy": Figure.of(Spread.of(1 / copies), "GB/s", 1e-9)}
     for precision in PRECISIONS:
-        early, late_ones, batch = (own for kind, own in seconds.items() if kind[0] == precision)
+        early, late_ones, batch = (times for kind, times in seconds.items() if kind[0] == precision)
         figures[f"flat_{precision}"] = Figure.of(Spread.of(late_ones / early), "")
         figures[f"batch_{precision}"] = Figure.of(Spread.of(BATCH * early / batch), "")
     table = [["", "texts", "after", "a step", "", "read", "of a copy"]]
     for (precision, texts, position), writing in ours.items():
         step, name = seconds[precision, texts, position], f"{precision}_{texts}_{position}"
-        own = {
+        row = {
             "step": Figure.of(Spread.of(step), "ms", 1e3),
             "share": Figure.of(Spread.of(writing.read / step * copies), ""),
             "tokens": Figure.single(texts / float(np.median(step)), "tokens/s"),
             "read": Figure.single(writing.read / 1e6, "MB"),
         }
-        figures |= {f"{name}_{what}": figure for what, figure in own.items()}
-        cells = (own["step"].text(1), own["tokens"].text(1), own["read"].text(0), own["share"].text(2))
+        figures |= {f"{name}_{what}": figure for what, figure in row.items()}
+        cells = (row["step"].text(1), row["tokens"].text(1), row["read"].text(0), row["share"].text(2))
         table.append([precision, str(texts), str(position), *cells])
     facts = {
         "model": f"{parameter_count(config):,} parameters, {threads} threads",
@@ -174,10 +173,10 @@ def main(arguments: list[str]) -> int:
     require(config.positions >= least, "generation", rule, {"positions": config.positions}, f"Give {least} or more.")
     check_record(values.record)
     compile_kernels()
-    found, _ = measure_generation(config, from_flags(BenchConfig, values), values.threads)
-    settings = {"preset": values.preset, **found.settings}
-    record(values.record, "benchmarks/generation.py", arguments, found.figures, "a token at a time", **settings)
-    print(found.describe())
+    measured, _ = measure_generation(config, from_flags(BenchConfig, values), values.threads)
+    settings = {"preset": values.preset, **measured.settings}
+    record(values.record, "benchmarks/generation.py", arguments, measured.figures, "a token at a time", **settings)
+    print(measured.describe())
     return 0
 
 

@@ -91,19 +91,19 @@ def _killed(out: Path, arguments: list[object], draw: random.Random) -> bool:
 
 def _check(out: Path, where: str) -> int:
     """What a killed process has left: the step of its newest checkpoint, which must be good, as all others."""
-    found = checkpoints(out)
-    if not found:
+    folders = checkpoints(out)
+    if not folders:
         return 0
     said: list[str] = []
     newest = newest_good(out, said.append)
     assert newest is not None, where
-    assert (said, newest[0]) == ([], found[-1]), f"{where}: {said}"
-    for folder in found:
+    assert (said, newest[0]) == ([], folders[-1]), f"{where}: {said}"
+    for folder in folders:
         assert checked_state(folder)["step"] == int(folder.name[5:]), where
     latest = out / "latest"
     # It follows the newest one, which a kill may prevent.
     assert not latest.is_symlink() or (latest / STATE).is_file(), where
-    assert os.path.lexists(latest) or len(found) == 1, where
+    assert os.path.lexists(latest) or len(folders) == 1, where
     if best := newest[1].get("best"):  # it is there, although its name may be that of the one before
         assert checked_state(step_folder(out, best["step"]))["step"] == best["step"], where
     assert not (out / "best").is_symlink() or (out / "best" / STATE).is_file(), where

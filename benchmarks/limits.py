@@ -141,7 +141,7 @@ class Limits:
 
     def bytes(self, size: int) -> float:
         """Return the bytes a second of copies of a size."""
-        return float(np.interp(log(max(size, 1)), [log(own) for own in SIZES], self.copies))
+        return float(np.interp(log(max(size, 1)), [log(copied) for copied in SIZES], self.copies))
 
 
 def table_of(job: Job, threads: int, seed: int, warmup: int, count: int) -> tuple[dict[str, Row], float]:
@@ -199,14 +199,13 @@ def main(arguments: Sequence[str]) -> int:
     with open_scheduler("threads", job.dataflow.threads) as scheduler:
         threads = scheduler.threads
     rows, seconds = table_of(job, threads, options.seed, options.warmup, options.recorded)
-    found = lines_of(rows, threads)
     table = [["", "ms a step", "share", "allowed", "by", "quotient"]]
-    for kind, own in found.items():
-        time, share, allowed, quotient = (own[name].median or 0.0 for name in own)
+    for kind, figures in lines_of(rows, threads).items():
+        time, share, allowed, quotient = (figures[name].median or 0.0 for name in figures)
         bound = rows[kind].bound if kind in rows else ""
         table.append([kind, f"{time:.2f}", f"{share:.1%}", f"{allowed:.2f}", bound, f"{quotient:.2f}"])
         size = {"preset": values.preset, "batch_size": options.batch_size, "sequence_length": options.sequence_length}
-        record(values.record, "benchmarks/limits.py", list(arguments), own, kind, **size, by=bound)
+        record(values.record, "benchmarks/limits.py", list(arguments), figures, kind, **size, by=bound)
     print(f"{text_table(table)}\na step takes {1e3 * seconds:,.1f} ms")
     return 0
 

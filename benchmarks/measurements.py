@@ -62,8 +62,8 @@ def percent(figure: Figure) -> str:
 
 
 def model(record: Record) -> str:
-    own = record.settings
-    return f"{own['preset']}, B={own['batch_size']}, T={own['sequence_length']}"
+    settings = record.settings
+    return f"{settings['preset']}, B={settings['batch_size']}, T={settings['sequence_length']}"
 
 
 def table(head: str, rows: Rows) -> list[str]:
@@ -90,8 +90,8 @@ def limits() -> list[str]:
 
     def row(one: Record) -> tuple[str, ...]:
         time, share, allowed, quotient = (one.figures[name] for name in ("time", "share", "allowed", "quotient"))
-        known = model(one), f"`{one.settings['what']}`", spread(time), percent(share), spread(allowed)
-        return *known, one.settings["by"], spread(quotient, digits=2)
+        cells = model(one), f"`{one.settings['what']}`", spread(time), percent(share), spread(allowed)
+        return *cells, one.settings["by"], spread(quotient, digits=2)
 
     return table("model, batch | calls | ms a step | share | allowed | by | quotient", map(row, records("limits")))
 
@@ -110,15 +110,15 @@ def layers() -> list[str]:
 
 def torch_ddp() -> list[str]:
     def row(one: Record) -> tuple[str, ...]:
-        known = one.figures
-        times = (spread(known[name], 1e-3) for name in ("cluster", "threads", "theirs"))
+        figures = one.figures
+        times = (spread(figures[name], 1e-3) for name in ("cluster", "threads", "theirs"))
         return (
             model(one),
             one.settings["precision"],
             one.machine["processor"],
             *times,
-            spread(known["ratio"], digits=2),
-            spread(known["throughput_of_threads"], digits=2),
+            spread(figures["ratio"], digits=2),
+            spread(figures["throughput_of_threads"], digits=2),
         )
 
     head = "model, batch | precision | processor | 2 workers, s a step | 2 threads | PyTorch DDP"
@@ -126,17 +126,17 @@ def torch_ddp() -> list[str]:
 
 
 def generation() -> list[str]:
-    found = records("generation")[-1].figures
-    ways = [name.removesuffix("_step").split("_") for name in found if name.endswith("_step")]
+    figures = records("generation")[-1].figures
+    ways = [name.removesuffix("_step").split("_") for name in figures if name.endswith("_step")]
     rows = []
     for way in ways:
-        step, tokens, share = (found["_".join([*way, name])] for name in ("step", "tokens", "share"))
+        step, tokens, share = (figures["_".join([*way, name])] for name in ("step", "tokens", "share"))
         rows.append((*way, spread(step), spread(tokens), spread(share, digits=2)))
     return table("precision | texts | after tokens | ms a step | tokens/s | share of a copy's rate", rows)
 
 
 def generation_compared() -> list[str]:
-    found = records("generation")[-1].figures
+    figures = records("generation")[-1].figures
     names = {
         "copy": "a copy of memory in the same turns, read and written, GB/s",
         "flat_float32": "a late token / an early one, float32",
@@ -146,7 +146,7 @@ def generation_compared() -> list[str]:
         "theirs": "transformers, ms a token, prompt included",
         "rate_float32": "transformers' time / daskgpt's, turn by turn",
     }
-    return table("what | found", ((words, spread(found[name])) for name, words in names.items() if name in found))
+    return table("what | found", ((words, spread(figures[name])) for name, words in names.items() if name in figures))
 
 
 def fork_join() -> list[str]:
@@ -158,10 +158,10 @@ def fork_join() -> list[str]:
     }
 
     def row(one: Record) -> tuple[str, ...]:
-        known = one.figures
-        times = (spread(known[name]) for name in ("step_1", "step_2"))
-        shares = (percent(known[name]) for name in ("efficiency_2", "overlap"))
-        return waits[one.settings["barrier"]], *times, *shares, spread(known["critical_path"])
+        figures = one.figures
+        times = (spread(figures[name]) for name in ("step_1", "step_2"))
+        shares = (percent(figures[name]) for name in ("efficiency_2", "overlap"))
+        return waits[one.settings["barrier"]], *times, *shares, spread(figures["critical_path"])
 
     head = (
         "all threads wait | 1 thread, ms a step | 2 threads | efficiency | two or more layers at once | critical path"
@@ -171,36 +171,36 @@ def fork_join() -> list[str]:
 
 def predictions() -> list[str]:
     """Predicted and measured times of a step, and how far they are apart."""
-    summary, *found = records("predictions")
+    summary, *configurations = records("predictions")
 
     def row(one: Record) -> tuple[str, ...]:
-        known = one.figures
-        errors = (f"{known[name].median:+.1f} %" if name in known else "" for name in ("error", "error of the ratio"))
-        return one.settings["what"], spread(known["predicted"]), spread(known["measured"]), *errors
+        figures, names = one.figures, ("error", "error of the ratio")
+        errors = (f"{figures[name].median:+.1f} %" if name in figures else "" for name in names)
+        return one.settings["what"], spread(figures["predicted"]), spread(figures["measured"]), *errors
 
     told = ", ".join(f"{name} {figure.text(2)}" for name, figure in summary.figures.items())
     head = "model, batch, dials | predicted, ms a step | measured | error | error of the ratio"
-    return [f"{len(found)} configurations: {told}.", "", *table(head, map(row, found))]
+    return [f"{len(configurations)} configurations: {told}.", "", *table(head, map(row, configurations))]
 
 
 def scaling() -> list[str]:
     """Predicted speedups on threads, over one thread, and efficiencies on nodes, over one node."""
-    found = {one.settings["what"]: one.figures for one in records("scaling_predicted")}
+    predicted = {one.settings["what"]: one.figures for one in records("scaling_predicted")}
     threads, nodes = (16, 64, 128), (4, 16)
 
     def ratio(name: str, base: str, factor: float = 1) -> str:
-        if name not in found:
+        if name not in predicted:
             return ""
-        first, own = found[base]["step"].median or 0.0, found[name]["step"]
-        low, middle, high = (factor * first / (value or 1.0) for value in (own.largest, own.median, own.least))
+        first, step = predicted[base]["step"].median or 0.0, predicted[name]["step"]
+        low, middle, high = (factor * first / (value or 1.0) for value in (step.largest, step.median, step.least))
         return f"{number(middle)} ({number(low)} .. {number(high)})"
 
     rows = []
-    for model, kind in dict.fromkeys((name.split(", ")[0], name.split(", ")[1]) for name in found):
-        own = f"{model}, {kind}"
-        speedups = (ratio(f"{own}, {n} threads", f"{model}, tasks, 1 threads") for n in threads)
-        efficiencies = (ratio(f"{own}, {n} nodes of 16 threads", f"{own}, 1 nodes of 16 threads", 100) for n in nodes)
-        rows.append((own, *speedups, *efficiencies))
+    for model, kind in dict.fromkeys((name.split(", ")[0], name.split(", ")[1]) for name in predicted):
+        what = f"{model}, {kind}"
+        speedups = (ratio(f"{what}, {n} threads", f"{model}, tasks, 1 threads") for n in threads)
+        efficiencies = (ratio(f"{what}, {n} nodes of 16 threads", f"{what}, 1 nodes of 16 threads", 100) for n in nodes)
+        rows.append((what, *speedups, *efficiencies))
     head = " | ".join(["", *(f"{n} threads" for n in threads), *(f"{n} nodes, %" for n in nodes)])
     return table(head, rows)
 
@@ -210,8 +210,8 @@ def bandwidths() -> list[str]:
 
     def row(one: Record) -> tuple[str, ...]:
         times = (spread(one.figures[name]) for name in ("cluster", "ddp"))
-        known = one.settings["model"], one.settings["link"], one.machine["processor"]
-        return *known, *times, spread(one.figures["ratio"], digits=2)
+        named = one.settings["model"], one.settings["link"], one.machine["processor"]
+        return *named, *times, spread(one.figures["ratio"], digits=2)
 
     head = "model | link of each host | processor | daskgpt, ms a step | PyTorch DDP"
     return table(f"{head} | daskgpt / DDP", map(row, records("bandwidths")))
@@ -222,8 +222,8 @@ def facts(file: str) -> list[str]:
 
     A row names its processor where most records have another one.
     """
-    found = records(file)
-    ((usual, _),) = Counter(one.machine["processor"] for one in found).most_common(1)
+    measurements = records(file)
+    ((usual, _),) = Counter(one.machine["processor"] for one in measurements).most_common(1)
 
     def told(name: str, figure: Figure) -> str:
         turns = f", {figure.n} turns" if figure.n and figure.n > 1 else ""
@@ -236,45 +236,45 @@ def facts(file: str) -> list[str]:
         remarks = " ".join(note for note in notes if note)
         return str(one.settings["what"]), figures, f"`{one.command}`", one.date[:10], remarks
 
-    lines = table("what | measured | command | date | remarks", map(row, found))
-    for one in dict.fromkeys(map(_machine, found)):
+    lines = table("what | measured | command | date | remarks", map(row, measurements))
+    for one in dict.fromkeys(map(_machine, measurements)):
         lines += ["", f"{one}."]
     return lines
 
 
 def sources(file: str) -> list[str]:
     """The commands of a file's records, and where and when they ran, with the versions; the notes of all."""
-    found, lines = records(file), []
-    for place, own in groupby(lambda one: f"{one.date[:10]}, {_machine(one)}{_turns(one)}:", found).items():
-        lines += [place, "", "```", *dict.fromkeys(one.command for one in own), "```", ""]
-    notes = dict.fromkeys(one.note for one in found if one.note)
+    measurements, lines = records(file), []
+    for place, of_place in groupby(lambda one: f"{one.date[:10]}, {_machine(one)}{_turns(one)}:", measurements).items():
+        lines += [place, "", "```", *dict.fromkeys(one.command for one in of_place), "```", ""]
+    notes = dict.fromkeys(one.note for one in measurements if one.note)
     return lines[:-1] + [line for note in notes for line in ("", note)]
 
 
 def _machine(one: Record) -> str:
-    own = one.machine
-    features = f" ({', '.join(own['features'])})" if own.get("features") else ""
+    machine = one.machine
+    features = f" ({', '.join(machine['features'])})" if machine.get("features") else ""
     versions = ", ".join(f"{name} {version}" for name, version in one.versions.items())
-    return f"{own['processor']}, {own['cores']} cores{features}; {versions}"
+    return f"{machine['processor']}, {machine['cores']} cores{features}; {versions}"
 
 
 def _turns(one: Record) -> str:
     """How many, and which spread stands beside the medians."""
-    known = [figure for figure in one.figures.values() if (figure.least, figure.q1) != (None, None)]
-    kinds = {"least and largest" if figure.q1 is None else "quartiles" for figure in known}
-    counts = {figure.n for figure in known if figure.n}
+    with_spread = [figure for figure in one.figures.values() if (figure.least, figure.q1) != (None, None)]
+    kinds = {"least and largest" if figure.q1 is None else "quartiles" for figure in with_spread}
+    counts = {figure.n for figure in with_spread if figure.n}
     turns = f"; {max(counts)} turns" if counts else ""
     return turns + (f"; medians with {' or '.join(sorted(kinds))}" if kinds else "")
 
 
 def default_run() -> list[str]:
     """The last lines that the default run printed."""
-    known = {name: figure.median for name, figure in records("training")[0].figures.items()}
-    losses = f"loss {known['first loss']:.3f} nats a token in the first step, {known['last loss']:.3f} in the last"
+    medians = {name: figure.median for name, figure in records("training")[0].figures.items()}
+    losses = f"loss {medians['first loss']:.3f} nats a token in the first step, {medians['last loss']:.3f} in the last"
     return [
         "```",
-        f"{losses}, {known['validation']:.3f} on held-out text",
-        f"2,000 steps in {known['steps']:.1f} s, {known['in all']:.1f} s in all",
+        f"{losses}, {medians['validation']:.3f} on held-out text",
+        f"2,000 steps in {medians['steps']:.1f} s, {medians['in all']:.1f} s in all",
         "```",
     ]
 
@@ -301,10 +301,10 @@ def rendered(text: str) -> str:
     Errors   KeyError for a place of an unknown name
     """
 
-    def filled(found: re.Match[str]) -> str:
-        kind, _, file = found["name"].partition(" ")
-        lines = OF_A_FILE[kind](file) if kind in OF_A_FILE else TABLES[found["name"]]()
-        return found[1] + "\n".join(("", *lines, "", found[3]))
+    def filled(place: re.Match[str]) -> str:
+        kind, _, file = place["name"].partition(" ")
+        lines = OF_A_FILE[kind](file) if kind in OF_A_FILE else TABLES[place["name"]]()
+        return place[1] + "\n".join(("", *lines, "", place[3]))
 
     return PLACE.sub(filled, text)
 

@@ -30,9 +30,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="in which a refusal must come")
     parser.add_argument("--verbose", action="store_true", help="print every response")
     given = parser.parse_args()
-    known = [name for action in train.parser()._actions for name in action.option_strings if name.startswith("--")]
+    flags = [name for action in train.parser()._actions for name in action.option_strings if name.startswith("--")]
     wrong, refused = 0, list[float]()
-    cases = [f"{flag}={value}" for flag in known if flag not in LEFT_OUT for value in VALUES]
+    cases = [f"{flag}={value}" for flag in flags if flag not in LEFT_OUT for value in VALUES]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)

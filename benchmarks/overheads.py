@@ -120,7 +120,7 @@ def turn(way: str, arguments: list[str]) -> dict[str, Any]:
 
 def left(told: dict[str, Any]) -> float:
     """Seconds of the steps themselves."""
-    return float(told["seconds"] - sum(own for part, own in told["besides"].items() if part != AT_THE_END))
+    return float(told["seconds"] - sum(seconds for part, seconds in told["besides"].items() if part != AT_THE_END))
 
 
 def main(arguments: list[str]) -> None:
@@ -143,15 +143,15 @@ def main(arguments: list[str]) -> None:
     ratios = []
     for number in range(values.turns):
         ways = list(WAYS)[:: -1 if number % 2 else 1]
-        found = {way: turn(way, flags) for way in ways}
-        full, alone = found["whole"], found["bare"]
+        runs = {way: turn(way, flags) for way in ways}
+        full, alone = runs["whole"], runs["bare"]
         assert full["validation"] == alone["validation"], "what is no step has changed the training"
         for part, seconds in full["besides"].items():
             shares.setdefault(part, []).append(seconds / full["seconds"])
         ratios.append(left(full) / left(alone))
         parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in full["besides"].items())
         print(f"turn {number}: {full['seconds']:.1f} s, of which {parts}; what is left / bare {ratios[-1]:.3f}")
-    told = {part: Spread.of(own) for part, own in shares.items()}
+    told = {part: Spread.of(part_shares) for part, part_shares in shares.items()}
     print("\npart                 share of the run")
     for part, spread in told.items():
         ends = f" ({min(spread.values):.2%} .. {max(spread.values):.2%})" if spread.n > 1 else ""

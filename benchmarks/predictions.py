@@ -58,10 +58,10 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        own = self.dataflow
-        chunk = f"{own['batch_chunk']}x{own['sequence_chunk']}" if "batch_chunk" in own else "auto"
-        size = f"{self.workers} workers" if self.workers else f"{own['threads']} threads"
-        dials = f"{own.get('grain', 'auto')} {own.get('barrier', 'step')} {own.get('precision', 'float32')}"
+        flow = self.dataflow
+        chunk = f"{flow['batch_chunk']}x{flow['sequence_chunk']}" if "batch_chunk" in flow else "auto"
+        size = f"{self.workers} workers" if self.workers else f"{flow['threads']} threads"
+        dials = f"{flow.get('grain', 'auto')} {flow.get('barrier', 'step')} {flow.get('precision', 'float32')}"
         return f"{self.model} {self.batch[0]}x{self.batch[1]} chunk {chunk} {dials} {size}"
 
     @property
@@ -91,27 +91,27 @@ def cases() -> Iterator[Case]:
 
 def stored_calibration(tool: str) -> Calibration:
     """Return this machine's calibration. Errors   ValueError without one"""
-    found = calibrate.load()
+    calibration = calibrate.load()
     rule, advice = "the machine must be calibrated", "Run python -m daskgpt.bench --calibrate."
-    require(found is not None, tool, rule, "no calibration", advice)
-    assert found is not None
-    return found
+    require(calibration is not None, tool, rule, "no calibration", advice)
+    assert calibration is not None
+    return calibration
 
 
 def predicted(case: Case, costs: Calibration) -> float:
     """Return the predicted seconds of a step on this machine."""
-    own = dict(case.dataflow) | ({"threads": 1} if case.workers else {})
-    job = job_from(MODELS[case.model], data=case.data, optimizer={"schedule": "constant"}, dataflow=own)
+    dataflow = dict(case.dataflow) | ({"threads": 1} if case.workers else {})
+    job = job_from(MODELS[case.model], data=case.data, optimizer={"schedule": "constant"}, dataflow=dataflow)
     return forecast(job, engines_of(job, case.workers), cores=usable_cores(), costs=costs).seconds
 
 
-def measured(config: ModelConfig, some: Sequence[Case], turns: int) -> dict[str, Spread]:
+def measured(config: ModelConfig, group: Sequence[Case], turns: int) -> dict[str, Spread]:
     """Return the seconds of a step of configurations of one model and batch, a value for each turn."""
-    flows = {case.name: case.dataflow for case in some}
-    found = daskgpt.measure(config, some[0].data, flows, turns=turns, steps=STEPS[some[0].model])
-    if found.note:
-        print(found.note, flush=True)
-    return {name: own.seconds for name, own in found.items()}
+    flows = {case.name: case.dataflow for case in group}
+    executions = daskgpt.measure(config, group[0].data, flows, turns=turns, steps=STEPS[group[0].model])
+    if executions.note:
+        print(executions.note, flush=True)
+    return {name: execution.seconds for name, execution in executions.items()}
 
 
 class Comparison:
@@ -138,17 +138,17 @@ class Comparison:
             self.take(base, part, measured(MODELS[base.model], [base, *part], turns))
         self.order(group)
 
-    def take(self, base: Case, part: Sequence[Case], found: Mapping[str, Spread]) -> None:
+    def take(self, base: Case, part: Sequence[Case], times: Mapping[str, Spread]) -> None:
         """Compare what was measured in the same turns."""
-        self.times = {**found, **self.times}
+        self.times = {**times, **self.times}
         for case in (base, *part):
-            own, guess = found[case.name], self.guesses[case.name]
-            self.errors.setdefault(case.name, guess / own.median - 1)
+            spread, guess = times[case.name], self.guesses[case.name]
+            self.errors.setdefault(case.name, guess / spread.median - 1)
             if case.dataflow["threads"] > usable_cores():
                 self.crowded.add(case.name)
             if case != base:
-                self.ratios[case.name] = guess / self.guesses[base.name] * found[base.name].median / own.median - 1
-            print(f"{case.name}: {1e3 * guess:.1f} predicted, {own.text('ms', 1, 1e3)}", flush=True)
+                self.ratios[case.name] = guess / self.guesses[base.name] * times[base.name].median / spread.median - 1
+            print(f"{case.name}: {1e3 * guess:.1f} predicted, {spread.text('ms', 1, 1e3)}", flush=True)
 
     def order(self, group: Sequence[Case]) -> None:
         """Count the pairs of configurations that were predicted in the right order, less those in the wrong one."""
@@ -159,18 +159,18 @@ class Comparison:
     def rows(self) -> list[list[str]]:
         """Return a table of text."""
         rows = [["", "predicted (ms)", "measured (ms)", "error", "of the ratio"]]
-        for name, own in self.times.items():
+        for name, spread in self.times.items():
             ratio = f"{self.ratios[name]:+.1%}" if name in self.ratios else ""
             guess = f"{1e3 * self.guesses[name]:,.1f}"
-            rows.append([name, guess, own.text("", 1, 1e3), f"{self.errors[name]:+.1%}", ratio])
+            rows.append([name, guess, spread.text("", 1, 1e3), f"{self.errors[name]:+.1%}", ratio])
         return rows
 
     def summary(self) -> dict[str, Figure]:
         """Return medians and 95th percentiles of the errors, and Kendall's tau."""
         figures = dict[str, Figure]()
         for which, left_out in (("", set[str]()), (" where no core has two threads", self.crowded)):
-            for what, found in (("error", self.errors), ("error of the ratio", self.ratios)):
-                sizes = [100 * abs(error) for name, error in found.items() if name not in left_out]
+            for what, errors in (("error", self.errors), ("error of the ratio", self.ratios)):
+                sizes = [100 * abs(error) for name, error in errors.items() if name not in left_out]
                 if sizes:
                     figures[f"{what}{which}, median"] = Figure.single(float(np.median(sizes)), "%")
                     figures[f"{what}{which}, 95th percentile"] = Figure.single(float(np.percentile(sizes, 95)), "%")
@@ -179,12 +179,12 @@ class Comparison:
 
     def figures(self, name: str) -> dict[str, Figure]:
         """Return what is known of a configuration."""
-        found = {"predicted": Figure.single(1e3 * self.guesses[name], "ms")}
-        found |= {"measured": Figure.of(self.times[name], "ms", 1e3)}
+        figures = {"predicted": Figure.single(1e3 * self.guesses[name], "ms")}
+        figures |= {"measured": Figure.of(self.times[name], "ms", 1e3)}
         for what, errors in (("error", self.errors), ("error of the ratio", self.ratios)):
             if name in errors:
-                found[what] = Figure.single(100 * errors[name], "%")
-        return found
+                figures[what] = Figure.single(100 * errors[name], "%")
+        return figures
 
 
 def main(arguments: list[str]) -> None:
@@ -207,7 +207,7 @@ def main(arguments: list[str]) -> None:
     compared = Comparison(guesses)
     for model, batch in dict.fromkeys((case.model, case.batch) for case in chosen):
         compared.add([case for case in chosen if (case.model, case.batch) == (model, batch)], values.turns)
-        times = {name: own.values for name, own in compared.times.items()}
+        times = {name: spread.values for name, spread in compared.times.items()}
         (values.out / "measured.json").write_text(json.dumps(times, indent=1))
     summary = compared.summary()
     told = ", ".join(f"{name} {figure.text()}" for name, figure in summary.items())

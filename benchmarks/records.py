@@ -46,8 +46,8 @@ class Figure:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "turns", tuple(self.turns))
-        known = [n for n in (self.least, self.q1, self.median, self.q3, self.largest) if n is not None]
-        fine = bool(known) and all(_is_number(value) for value in (*known, *self.turns)) and known == sorted(known)
+        values = [n for n in (self.least, self.q1, self.median, self.q3, self.largest) if n is not None]
+        fine = bool(values) and all(_is_number(value) for value in (*values, *self.turns)) and values == sorted(values)
         pairs = (self.least is None) == (self.largest is None) and (self.q1 is None) == (self.q3 is None)
         if fine and self.turns:
             spread = Spread(self.turns)
@@ -69,8 +69,8 @@ class Figure:
 
     def text(self, digits: int | None = None) -> str:
         """Return the median with the least and the largest turn, if known, such as `42.9 ms (38.9 .. 47.8)`."""
-        known = [rounded(value, digits) for value in (self.median, self.least, self.largest) if value is not None]
-        return " ".join(filter(None, (known[0], self.unit, f"({known[1]} .. {known[2]})" if known[1:] else "")))
+        texts = [rounded(value, digits) for value in (self.median, self.least, self.largest) if value is not None]
+        return " ".join(filter(None, (texts[0], self.unit, f"({texts[1]} .. {texts[2]})" if texts[1:] else "")))
 
 
 @dataclass(frozen=True)

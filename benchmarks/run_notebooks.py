@@ -78,7 +78,7 @@ def puzzles(notebook) -> list[str]:
     return [cell.id.removeprefix("puzzle-") for cell in notebook.cells if cell.id.startswith("puzzle-")]
 
 
-def answered(notebook, found):
+def answered(notebook, answers):
     """The notebook with each puzzle tried with every wrong answer, with the right one, and left as it was."""
     cells = []
     for cell in notebook.cells:
@@ -87,7 +87,7 @@ def answered(notebook, found):
         if kind == "puzzle":
             puzzle = cell
         elif kind == "check":
-            tries = [("wrong", source) for source in found[name]["wrong"]] + [("right", found[name]["right"])]
+            tries = [("wrong", source) for source in answers[name]["wrong"]] + [("right", answers[name]["right"])]
             for number, (worth, source) in enumerate([*tries, ("none", puzzle.source)]):
                 given = nbformat.v4.new_code_cell(source, id=f"given-{number}-{name}")
                 check = deepcopy(cell)
@@ -140,9 +140,9 @@ def main() -> int:
         notebook = answered(notebook, solutions(path)) if given.solved else notebook
         with tempfile.TemporaryDirectory() as folder:
             execute(notebook, Path(folder))
-        found = given.out / f"{path.stem}.html"
-        found.write_text(page(notebook, path.stem))
-        print(f"{time.perf_counter() - start:5.0f} s  {found}", flush=True)
+        file = given.out / f"{path.stem}.html"
+        file.write_text(page(notebook, path.stem))
+        print(f"{time.perf_counter() - start:5.0f} s  {file}", flush=True)
     return 0
 
 

@@ -121,7 +121,7 @@ def unwaited(node: ast.AST) -> Iterator[ast.AST]:
 
 def swapped(node: ast.AST) -> Iterator[ast.AST]:
     """Swap two neighboring arguments of a call."""
-    if isinstance(node, ast.Call) and not any(isinstance(each, ast.Starred) for each in node.args):
+    if isinstance(node, ast.Call) and not any(isinstance(argument, ast.Starred) for argument in node.args):
         for at in range(len(node.args) - 1):
             first, second = node.args[at : at + 2]
             if ast.unparse(first) != ast.unparse(second):
@@ -139,7 +139,7 @@ KINDS = {
 
 def places(package: Path) -> dict[str, list[Fault]]:
     """List every fault that could be seeded, by kind, in the order of files and lines."""
-    found: dict[str, list[Fault]] = {kind: [] for kind in KINDS}
+    faults: dict[str, list[Fault]] = {kind: [] for kind in KINDS}
     for path in sorted(package.rglob("*.py")):
         source = path.read_text()
         begins = [0]
@@ -155,8 +155,8 @@ def places(package: Path) -> dict[str, list[Fault]]:
                         after = f"({after})"
                     before = source.encode()[start:end].decode()
                     file = str(path.relative_to(package.parent))
-                    found[kind].append(Fault(kind, file, node.lineno, before, after, start, end))
-    return found
+                    faults[kind].append(Fault(kind, file, node.lineno, before, after, start, end))
+    return faults
 
 
 def _running_code(tree: ast.AST) -> Iterator[ast.AST]:
@@ -173,11 +173,11 @@ def _running_code(tree: ast.AST) -> Iterator[ast.AST]:
 
 def chosen(package: Path, seed: int, numbers: Sequence[int]) -> dict[int, Fault]:
     """Return the faults of some numbers: kinds in turn, places at random, none twice."""
-    found = places(package)
-    for kind, faults in found.items():
+    by_kind = places(package)
+    for kind, faults in by_kind.items():
         random.Random(f"{seed} {kind}").shuffle(faults)
     kinds = list(KINDS)
-    return {number: found[kinds[number % len(kinds)]][number // len(kinds)] for number in numbers}
+    return {number: by_kind[kinds[number % len(kinds)]][number // len(kinds)] for number in numbers}
 
 
 class Copy:
@@ -224,8 +224,8 @@ class Copy:
                 process.kill()
         if done.returncode == 0:
             return "", seconds
-        found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
-        return (found.group(1) if found else done.stdout.strip().rpartition("\n")[2][:200]), seconds
+        failure = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+        return (failure.group(1) if failure else done.stdout.strip().rpartition("\n")[2][:200]), seconds
 
     def near(self, file: str, most: int = 3) -> list[str]:
         """List the test files that mention a module of the package, most often first, then those of its folder."""
@@ -235,10 +235,10 @@ class Copy:
             text = path.read_text()
             said = 3 * text.count(module) + len(re.findall(rf"\b{module.rpartition('.')[2]}\b", text + path.stem[5:]))
             counts[path.stem] = said
-        found = [name for name, said in counts.most_common(most) if said]
+        stems = [name for name, said in counts.most_common(most) if said]
         folders = sorted((name for name in NEAR if file.startswith(f"daskgpt/{name}/")), key=len, reverse=True)
-        found += [f"test_{name}" for folder in folders for name in NEAR[folder].split()]
-        files = [f"tests/{name}.py" for name in dict.fromkeys(found)]
+        stems += [f"test_{name}" for folder in folders for name in NEAR[folder].split()]
+        files = [f"tests/{name}.py" for name in dict.fromkeys(stems)]
         missing = [file for file in files if not (self.folder / file).exists()]  # pytest would fail without any fault
         assert not missing, f"NEAR names tests that are gone: {missing}"
         return files
@@ -305,8 +305,8 @@ def main() -> None:
                 _report(arguments, number, faults[number], failed, seconds)
         finally:
             pool.shutdown(cancel_futures=True)  # after Ctrl-C only the faults that are being tried come to their end
-    found = [seconds for hit, seconds in verdicts if hit]
-    print(f"{len(found)} of {len(verdicts)} found, after {median(found or [0]):.0f} s in the median")
+    times_to_find = [seconds for hit, seconds in verdicts if hit]
+    print(f"{len(times_to_find)} of {len(verdicts)} found, after {median(times_to_find or [0]):.0f} s in the median")
 
 
 def _check(copies: Sequence[Copy], pool: ThreadPoolExecutor) -> None:

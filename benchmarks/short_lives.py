@@ -59,9 +59,9 @@ class Coming:
         self.gone += len(self.alive - now)
         self.alive = now
 
-    def sample(self, **known: Any) -> None:
+    def sample(self, **progress: Any) -> None:
         self.numbers.append(len(self.alive))
-        self.note(**known, alive=sorted(self.alive))
+        self.note(**progress, alive=sorted(self.alive))
 
     def note(self, **what: Any) -> None:
         self.log.write(json.dumps({"time": round(time.monotonic() - self.begin, 3), **what}) + "\n")

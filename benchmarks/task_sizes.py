@@ -103,8 +103,8 @@ def table(kinds: Sequence[str] = ()) -> dict[str, Sizes]:
     print(f"{'runtime':19} {'threads':>7} {'METG(50 %)':>11}   share of work at seconds a task")
     for kind in kinds or (*ENGINES, "dask.threaded", "dask.local.get_sync", "distributed"):
         threads = 1 if "sync" in kind else cores
-        found = of_engine(ENGINES[kind], threads) if kind in ENGINES else of_dask(kind, threads)
-        sizes = measured[kind] = list(found)
+        sizes = list(of_engine(ENGINES[kind], threads) if kind in ENGINES else of_dask(kind, threads))
+        measured[kind] = sizes
         shares = ", ".join(f"{share:.0%} at {seconds * 1e6:,.0f} us" for seconds, share in sizes)
         metg = half(sizes)
         text = f"{metg * 1e6:,.0f} us" if metg < float("inf") else f"> {sizes[0][0] * 1e6:,.0f} us"

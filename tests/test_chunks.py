@@ -46,8 +46,8 @@ def test_chunks_follow_threads_and_work(name, shape, threads, given, work, chunk
 
 def test_attention_that_heads_do_not_divide_gets_chunks_of_whole_sequences():
     shape, dataflow, threads, work = (3, 64), DataflowConfig(), 2, Work(tokens=0.5, attention=1.0)
-    own = replace(preset("tiny"), attention="custom_layers:SAME_ATTENTION")
-    assert candidates(own, shape, dataflow, threads, work=work)[0].chunk == (1, 64)
+    custom = replace(preset("tiny"), attention="custom_layers:SAME_ATTENTION")
+    assert candidates(custom, shape, dataflow, threads, work=work)[0].chunk == (1, 64)
     assert candidates(preset("tiny"), shape, dataflow, threads, 0.1, work)[0].chunk == (1, 64)
 
 

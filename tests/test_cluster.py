@@ -119,16 +119,16 @@ def test_borrowed_client_is_left_unchanged(engine, cluster, small_text, whole, t
             raise KeyError("enough")
 
         def untouched():
-            (tasks, plugins), workers = found = left()
-            used = plugins or any(own[0] or own[1] for own in workers.values())
-            return tasks == [kept.key] and not used and found
+            (tasks, plugins), workers = remains = left()
+            used = plugins or any(names or has_metric for names, has_metric, _ in workers.values())
+            return tasks == [kept.key] and not used and remains
 
         assert kept.result() == 3
         # The handlers of an earlier run's messages stay for a second after it.
         before, during, filters = wait_until(untouched, "earlier runs"), [], filters_here()
         wait_until(lambda: client.run_on_scheduler(messages_kept) == {1000}, "the end of earlier runs")
-        own = {"client": client, "engine": engine, "on_step": lambda *_: during.append(left())}
-        fit(small_text, tmp_path / "run", "threads", **own)
+        options = {"client": client, "engine": engine, "on_step": lambda *_: during.append(left())}
+        fit(small_text, tmp_path / "run", "threads", **options)
         assert same(tmp_path / "run", whole)
         wait_until(lambda: left() == before, "what is left goes")
         assert all(has_metric for _, has_metric, _ in during[-1][1].values())

@@ -231,8 +231,8 @@ def test_what_is_no_text_in_a_pair_or_chat_is_refused_by_line(record, wrong, tmp
         rows = [record, record | {name: wrong}]
         rows = [{"messages": [row, TALK | {"role": "assistant"}]} for row in rows] if "role" in record else rows
         source = recognize(written(tmp_path / "a.jsonl", lines(rows)))
-        found = rf"{name}: {re.escape(str(wrong))} \({type(wrong).__name__}\)\."
-        with pytest.raises(ValueError, match=rf"a record must have .*a\.jsonl, line 2, found={found}"):
+        got = rf"{name}: {re.escape(str(wrong))} \({type(wrong).__name__}\)\."
+        with pytest.raises(ValueError, match=rf"a record must have .*a\.jsonl, line 2, found={got}"):
             read_pairs(source)
 
 
@@ -244,8 +244,8 @@ def test_messages_without_a_role_are_left_out(tmp_path):
 
 def test_records_of_other_names_are_told_which_are_known(tmp_path):
     path = written(tmp_path / "a.jsonl", lines(pairs_as("Prompt", "Response")))
-    known = {TRAINING: "Name the fields prompt and response", ("text",): "daskgpt prepare .*--field"}
-    for accepted, advice in known.items():
+    advice_for = {TRAINING: "Name the fields prompt and response", ("text",): "daskgpt prepare .*--field"}
+    for accepted, advice in advice_for.items():
         with pytest.raises(ValueError, match=f"fields=Prompt, Response.. {advice}"):
             recognize(path, accepted)
 

@@ -158,9 +158,9 @@ def both(x, y):
 """
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_included_functions_compute_the_same_in_both_ways(known, monkeypatch):
-    monkeypatch.setattr(numba_internals, "KNOWN", known)
+@pytest.mark.parametrize("internals_known", [True, False])
+def test_included_functions_compute_the_same_in_both_ways(internals_known, monkeypatch):
+    monkeypatch.setattr(numba_internals, "KNOWN", internals_known)
     codegen = cpu_target.target_context.codegen()
 
     names: dict = {"__name__": "nowhere", "helper": compilation.helper}
@@ -172,7 +172,7 @@ def test_included_functions_compute_the_same_in_both_ways(known, monkeypatch):
     compiled(x, y)
     exact = x.astype("f8")  # of what a number without a dtype takes part in
     assert np.array_equal(y, ((exact * 2 + 1) - (exact * 3 + 1)).astype("f4"))
-    assert len(names["scaled"].signatures) == (1 if known else 2)
+    assert len(names["scaled"].signatures) == (1 if internals_known else 2)
 
 
 def truncated(path):

@@ -51,9 +51,9 @@ def with_outputs(layer: Layer, arrays: Arrays) -> Arrays:
 
 def results_of(layer: Layer, arrays: Arrays) -> Arrays:
     """Every output of a layer and every gradient, by name."""
-    known = with_outputs(layer, arrays)
-    gradients = {f"d{name}": result_of(row, known) for name, row in layer.backward.items() if row}
-    return {name: known[name] for name in layer.outputs.split()} | gradients
+    arrays = with_outputs(layer, arrays)
+    gradients = {f"d{name}": result_of(row, arrays) for name, row in layer.backward.items() if row}
+    return {name: arrays[name] for name in layer.outputs.split()} | gradients
 
 
 every_layer = pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
@@ -126,8 +126,8 @@ TABLES = [(layers.EMBEDDING, "wte"), (layers.EMBEDDING, "wpe"), (layers.LINEAR, 
 @pytest.mark.parametrize(("layer", "name"), TABLES)
 @pytest.mark.parametrize("cut", [1, 16, 40])
 def test_rows_can_be_summed_in_pieces(layer, name, cut):
-    row, known = layer.backward[name], with_outputs(layer, arrays_of(layer))
-    given, expected = [known[argument] for argument in row.arguments.split()], result_of(row, known)
+    row, arrays = layer.backward[name], with_outputs(layer, arrays_of(layer))
+    given, expected = [arrays[argument] for argument in row.arguments.split()], result_of(row, arrays)
     whole = np.full_like(expected, np.nan)
     # A range of rows of one array: contiguous, but at any address.
     row.kernel(*given, total=whole[:cut], accumulate=False, first_row=0)

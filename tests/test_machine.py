@@ -21,9 +21,9 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize(("own", "files", "limit"), LIMITS)
-def test_container_limits_memory(tmp_path, monkeypatch, own, files, limit):
-    physical = control_groups(tmp_path, monkeypatch, own, files)
+@pytest.mark.parametrize(("cgroup", "files", "limit"), LIMITS)
+def test_container_limits_memory(tmp_path, monkeypatch, cgroup, files, limit):
+    physical = control_groups(tmp_path, monkeypatch, cgroup, files)
     assert machine.memory_limit() == ((limit, "this container") if limit else (physical, "this machine"))
 
 
@@ -35,9 +35,9 @@ LEFT = [("0::/\n", {}, 70 << 10), ("0::/\n", ALL, 7000), ("0::/a\n", ALL | OF_A,
 LEFT += [("0::/\n", ALL | {"memory.current": "9900"}, 0)]
 
 
-@pytest.mark.parametrize(("own", "files", "left"), LEFT)
-def test_available_memory_of_machine_and_container(tmp_path, monkeypatch, own, files, left):
-    control_groups(tmp_path, monkeypatch, own, files)
+@pytest.mark.parametrize(("cgroup", "files", "left"), LEFT)
+def test_available_memory_of_machine_and_container(tmp_path, monkeypatch, cgroup, files, left):
+    control_groups(tmp_path, monkeypatch, cgroup, files)
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=70 << 10))
     assert machine.available_memory() == left
 

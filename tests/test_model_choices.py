@@ -275,11 +275,11 @@ def test_a_file_does_not_decide_what_is_imported(tmp_path, monkeypatch):
 
 
 def test_an_engine_from_outside_gives_the_bits_of_threads():
-    own = job(SMALL, "adamw", batch_chunk=2, sequence_chunk=6)
-    batches, ends = [measure.random_batch(own, 5, number) for number in range(3)], []
+    small_job = job(SMALL, "adamw", batch_chunk=2, sequence_chunk=6)
+    batches, ends = [measure.random_batch(small_job, 5, number) for number in range(3)], []
     for engine_class, scheduler, threads in ((LocalEngine, "threads", 2), (LoopEngine, "sync", 1)):
         with open_scheduler(scheduler, threads) as opened:
-            engine = engine_class(own, opened, str)
+            engine = engine_class(small_job, opened, str)
             engine.start(daskgpt.initial_parameters(SMALL, 0))
             losses = [engine.run([batch], 3)[0].loss for batch in batches]
             ends.append((losses, daskgpt.digest(engine.weights().parameters(opened))))

@@ -41,7 +41,7 @@ DIALS = [
 
 
 # bfloat16 with each unit that works here: one number each. Of the larger models one precision is enough in a hurry.
-CASES = [(name, each) for name in MODELS for each in ["float32", *UNITS] if each == "float32" or name not in LARGER]
+CASES = [(name, precision) for name in MODELS for precision in ("float32", *(() if name in LARGER else UNITS))]
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)

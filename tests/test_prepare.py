@@ -183,8 +183,8 @@ def test_partitions_of_a_lost_worker_are_made_again(cluster, corpus, expected, t
     cluster.have(2)
     once = tmp_path / "killed"
     with on_workers(cluster.address, KillItself("tokenize", 2, once)):
-        found = files_of(prepared(tmp_path, corpus, *BYTES, "--scheduler", cluster.address))
-    assert found == files_of(expected)
+        files = files_of(prepared(tmp_path, corpus, *BYTES, "--scheduler", cluster.address))
+    assert files == files_of(expected)
     assert once.exists()
     assert hidden(tmp_path / "out") == {JOURNAL}
 

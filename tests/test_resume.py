@@ -198,8 +198,8 @@ def test_a_run_without_a_good_checkpoint_or_steps_left(copy, tmp_path, whole, ca
     ],
 )
 def test_refused_changes_list_what_may_change(copy, flag, value, got):
-    known = "May change: --learning-rate, .*--window, --steps, .*--worker-seconds"
-    with pytest.raises(ValueError, match=f"keeps .*{got}.* {known}"):
+    allowed = "May change: --learning-rate, .*--window, --steps, .*--worker-seconds"
+    with pytest.raises(ValueError, match=f"keeps .*{got}.* {allowed}"):
         resume(copy, flag, value)
 
 

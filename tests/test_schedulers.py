@@ -148,8 +148,8 @@ def test_losses_raise_one_error():
     with pytest.raises(RuntimeError, match="^own$"), cluster.losses_as_errors(SimpleNamespace(status="running")):
         raise RuntimeError("own")  # of a task
     for status, kind, keyword in kinds:
-        own = [RuntimeError("ConnectionPool is closed")] if status == "closed" else []
-        for error in (*cluster.SIGNS[:1], *cluster.SIGNS[2:], *own):
+        pool_errors = [RuntimeError("ConnectionPool is closed")] if status == "closed" else []
+        for error in (*cluster.SIGNS[:1], *cluster.SIGNS[2:], *pool_errors):
             client = SimpleNamespace(status=status, scheduler=True)
             with pytest.raises(kind, match=keyword) as caught, cluster.losses_as_errors(client):
                 raise error

@@ -199,8 +199,8 @@ PATHS = [
 
 @pytest.mark.parametrize(("windows", "earlier", "awaited", "path"), PATHS)
 def test_the_critical_path_of_several_steps(windows, earlier, awaited, path):
-    own = [Window(steps, 10.0 * steps[0], 10.0 * steps[-1] + 10) for steps in windows]
-    assert hand_made(own, earlier, (0.0, 10.0), awaited).summary.critical_path == pytest.approx(path)
+    timed_windows = [Window(steps, 10.0 * steps[0], 10.0 * steps[-1] + 10) for steps in windows]
+    assert hand_made(timed_windows, earlier, (0.0, 10.0), awaited).summary.critical_path == pytest.approx(path)
 
 
 def test_colors_of_layers_and_passes():

@@ -60,16 +60,16 @@ def run_program(program: Path, threads: int, config: ModelConfig, steps: int) ->
     )
     assert process.stdout
     try:
-        found = read_steps(process.stdout, config, steps)
+        reported = read_steps(process.stdout, config, steps)
     finally:
         os.kill(process.pid, signal.SIGKILL)  # Popen.kill might wait for it, and its peak memory would be unknown
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         process.stdout.close()
-    if len(found) < steps:
-        rule, got = f"llm.c's program must print {steps} steps", {"steps": len(found)}
+    if len(reported) < steps:
+        rule, got = f"llm.c's program must print {steps} steps", {"steps": len(reported)}
         raise refusal(RuntimeError, "against", rule, got, "Start it by hand in its folder and see what is missing.")
-    return found, usage.ru_maxrss * 1024
+    return reported, usage.ru_maxrss * 1024
 
 
 def read_steps(lines: IO[str], config: ModelConfig, steps: int) -> list[tuple[float, float]]:
@@ -77,7 +77,7 @@ def read_steps(lines: IO[str], config: ModelConfig, steps: int) -> list[tuple[fl
 
     Errors   ValueError if the lines report a model of another size
     """
-    found: list[tuple[float, float]] = []
+    reported: list[tuple[float, float]] = []
     for line in lines:
         name, _, number = line.partition(":")
         size = SIZES.get(name)
@@ -86,7 +86,7 @@ def read_steps(lines: IO[str], config: ModelConfig, steps: int) -> list[tuple[fl
             rule = "both programs must train a model of one size"
             require(len(set(got.values())) == 1, "against", rule, got, f"Give --{size} {int(number)}.")
         if match := STEP.search(line):
-            found.append((float(match[1]), float(match[2]) / 1e3))
-            if len(found) == steps:
+            reported.append((float(match[1]), float(match[2]) / 1e3))
+            if len(reported) == steps:
                 break
-    return found
+    return reported

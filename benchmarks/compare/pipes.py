@@ -33,8 +33,8 @@ class TorchOptions:
 
     def describe(self, version: str, *kinds: str) -> str:
         """Return PyTorch and how it runs, for people."""
-        own = ["bfloat16 autocast" if self.bf16 else "float32", *["compiled"] * self.compiled]
-        return ", ".join([f"PyTorch {version}", *kinds, *own])
+        options = ["bfloat16 autocast" if self.bf16 else "float32", *["compiled"] * self.compiled]
+        return ", ".join([f"PyTorch {version}", *kinds, *options])
 
 
 class Process:
@@ -94,10 +94,10 @@ def serve(functions: Mapping[str, Callable[..., Any]]) -> None:
     """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    known = {"cpu": machine.processor_time, "peak": machine.peak_memory, "reset_peak": machine.reset_peak_memory}
-    known |= functions
+    callables = {"cpu": machine.processor_time, "peak": machine.peak_memory, "reset_peak": machine.reset_peak_memory}
+    callables |= functions
     with suppress(EOFError):
         while True:
             name, arguments = pickle.load(sys.stdin.buffer)
-            pickle.dump(known[name](*arguments), answers, protocol=pickle.HIGHEST_PROTOCOL)
+            pickle.dump(callables[name](*arguments), answers, protocol=pickle.HIGHEST_PROTOCOL)
             answers.flush()

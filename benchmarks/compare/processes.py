@@ -58,7 +58,7 @@ class OtherProcesses:
         return sum(self.all("peak"))
 
     def cpu(self) -> dict[tuple[str, int], float]:
-        return {process: seconds for own in self.all("cpu") for process, seconds in own.items()}
+        return {process: seconds for times in self.all("cpu") for process, seconds in times.items()}
 
     def all(self, name: str) -> list[Any]:
         for process in self.processes:
@@ -111,8 +111,8 @@ class TorchSide(OtherProcesses):
         batches = [random_batch(self.job, self.seed, len(self.losses) + number) for number in range(count)]
         share = self.job.batch_shape[0] // len(self.processes)
         for rank, process in enumerate(self.processes):
-            own = slice(rank * share, (rank + 1) * share)
-            process.send("run", [(tokens[own], targets[own]) for tokens, targets in batches])
+            rows = slice(rank * share, (rank + 1) * share)
+            process.send("run", [(tokens[rows], targets[rows]) for tokens, targets in batches])
         answers = [process.answer() for process in self.processes]
         self.losses += [fmean(losses) for losses in zip(*(losses for _, losses in answers))]
         return [max(seconds) for seconds in zip(*(seconds for seconds, _ in answers))]

@@ -78,8 +78,8 @@ class Programs:
 
     def longest(self, name: str) -> float:
         """The longest step over the median of all."""
-        own = self.names.index(name)
-        steps = Spread.of(seconds for turn in self.turns for seconds in turn.seconds[own])
+        index = self.names.index(name)
+        steps = Spread.of(seconds for turn in self.turns for seconds in turn.seconds[index])
         return max(steps.values) / steps.median
 
     @property
@@ -87,8 +87,8 @@ class Programs:
         """Steps of a turn, turns that met other programs, and turns that were left out for that."""
         # Workers that share a batch make several steps at once, and have one time for them.
         steps = max(map(len, self.turns[0].seconds))
-        found = {"steps_a_turn": steps, "disturbed_turns": disturbed(self.turns)}
-        return found | {"left_out_turns": self.tried - len(self.turns)}
+        left_out = self.tried - len(self.turns)
+        return {"steps_a_turn": steps, "disturbed_turns": disturbed(self.turns), "left_out_turns": left_out}
 
     def figures(self) -> dict[str, Figure]:
         """For a record of measurements."""

@@ -44,8 +44,8 @@ class Generation:
         options = {"do_sample": False, "use_cache": True, "pad_token_id": 0}
         begin = perf_counter()
         with torch.inference_mode():
-            found = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)
-        return perf_counter() - begin, found[0, ids.shape[1] :].tolist()
+            tokens = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)
+        return perf_counter() - begin, tokens[0, ids.shape[1] :].tolist()
 
 
 if __name__ == "__main__":

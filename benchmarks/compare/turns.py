@@ -48,23 +48,23 @@ def take_turns(sides: Sequence[Side], turns: int, steps: int) -> list[Turn]:
     Threads that wait for each other by spinning, as OpenMP's do, become many times slower beside another program than
     ours: a ratio that was measured then would be in our favour and wrong.
     """
-    found: list[Turn] = []
-    while len(found) - disturbed(found) < turns and len(found) < ATTEMPTS * turns:
+    taken: list[Turn] = []
+    while len(taken) - disturbed(taken) < turns and len(taken) < ATTEMPTS * turns:
         seconds = {}
         busy, start = _others_seconds(sides), perf_counter()
-        first = len(found) % len(sides)
+        first = len(taken) % len(sides)
         for side in (*sides[first:], *sides[:first]):
             time.sleep(PAUSE_SECONDS)
             seconds[side] = tuple(side.run(steps))
         others = (_others_seconds(sides) - busy) / (perf_counter() - start)
-        found.append(Turn(tuple(seconds[side] for side in sides), others))
-    return found
+        taken.append(Turn(tuple(seconds[side] for side in sides), others))
+    return taken
 
 
 def undisturbed(turns: Sequence[Turn], wanted: int) -> Sequence[Turn]:
     """Return the turns that no other program disturbed, where these are at least half as many as wanted; else all."""
-    found = [turn for turn in turns if turn.others <= DISTURBED]
-    return found if 2 * len(found) >= wanted else turns
+    quiet = [turn for turn in turns if turn.others <= DISTURBED]
+    return quiet if 2 * len(quiet) >= wanted else turns
 
 
 def disturbed(turns: Sequence[Turn]) -> int:
@@ -74,5 +74,5 @@ def disturbed(turns: Sequence[Turn]) -> int:
 
 def _others_seconds(sides: Sequence[Side]) -> float:
     """Return the processor time of other programs on this machine."""
-    own = {process: seconds for side in sides for process, seconds in side.cpu().items()}
-    return machine.busy_seconds() - sum(seconds for (node, _), seconds in own.items() if node == platform.node())
+    used = {process: seconds for side in sides for process, seconds in side.cpu().items()}
+    return machine.busy_seconds() - sum(seconds for (node, _), seconds in used.items() if node == platform.node())

@@ -54,15 +54,15 @@ def block_grains() -> str:
 def _cells(step: CompiledStep) -> dict[Key, Cell]:
     """The kernel calls of the forward pass in the blocks."""
     graph, tokens = step.kernels.graph, step.batch_shape[1] // step.dials.chunk[1]
-    found = {}
+    cells = {}
     for key in graph:
         origin: Origin | None = step.kernels.origin(key)
         if origin is None or origin.phase != "forward" or origin.block is None or is_pick(graph[key]):
             continue
         b, t, *_ = chunk_of(graph, key, whole=False) or (0, 0)
         columns = range(tokens) if t is None else [t]
-        found[key] = Cell(origin.stage, origin, tuple(b * tokens + column for column in columns))
-    return found
+        cells[key] = Cell(origin.stage, origin, tuple(b * tokens + column for column in columns))
+    return cells
 
 
 def _rows(step: CompiledStep, block: int) -> dict[str, int]:
@@ -73,17 +73,17 @@ def _rows(step: CompiledStep, block: int) -> dict[str, int]:
         needs.setdefault(cell.stage, set()).update(read)
     blocks = {cell.stage: cell.origin.block for cell in cells.values()}
     ordered = list(TopologicalSorter(needs).static_order())
-    own = [number for number, stage in enumerate(ordered) if blocks[stage] == block]
-    return {stage: row for row, stage in enumerate(ordered[own[0] - 1 : own[-1] + 2])}
+    inside = [number for number, stage in enumerate(ordered) if blocks[stage] == block]
+    return {stage: row for row, stage in enumerate(ordered[inside[0] - 1 : inside[-1] + 2])}
 
 
 def _labels(picture: Picture, rows: Mapping[str, int], block: int) -> None:
     for stage, row in rows.items():
         layer, where = stage.split(" ", 1)
         name, inside = layer.partition(".")[0], where.split(".", 2)
-        own = int(inside[1]) == block
-        place = inside[2] if own else where
-        picture.words(8, TOP + row * ROW + 11, name, fill=INK if own else FAINT, bold=own)
+        in_block = int(inside[1]) == block
+        place = inside[2] if in_block else where
+        picture.words(8, TOP + row * ROW + 11, name, fill=INK if in_block else FAINT, bold=in_block)
         picture.words(LEFT - 18, TOP + row * ROW + 11, place, size=10, anchor="end", fill=FAINT)
     for line in (0.5, len(rows) - 1.5):  # where the block begins and ends
         y = TOP + line * ROW + CELL[1] / 2 + 0.5
@@ -104,9 +104,9 @@ def _panel(
         name = f"b{column // tokens}" + (f" t{column % tokens}" if tokens > 1 else "")
         picture.words(x + column * COLUMN + CELL[0] / 2, 66, name, size=9, anchor="middle", fill=FAINT)
     together = [[cells[call.key] for call in calls_of(task) if call.key in cells] for task in step.graph.values()]
-    tasks = [own for own in together if own and grain != "kernel"]
-    for own in sorted(tasks, key=lambda own: (own[0].columns, [rows.get(cell.stage, -1) for cell in own])):
-        _frame(picture, x, own, rows, block)
+    tasks = [calls for calls in together if calls and grain != "kernel"]
+    for calls in sorted(tasks, key=lambda calls: (calls[0].columns, [rows.get(cell.stage, -1) for cell in calls])):
+        _frame(picture, x, calls, rows, block)
     following = dict(pairwise(sorted({rows[cell.stage] for cell in cells.values() if cell.stage in rows})))
     shown = {key: cell for key, cell in cells.items() if cell.stage in rows}
     for key in sorted(shown, key=lambda key: (rows[shown[key].stage], shown[key].columns)):
@@ -159,7 +159,7 @@ def _place(x: float, cell: Cell, rows: Mapping[str, int]) -> tuple[float, float,
 
 def _read(graph: Graph, key: Key) -> set[Key]:
     """The calls that a call reads: for one result of several, the call that returned it."""
-    found: set[Key] = set()
+    calls: set[Key] = set()
     for source in graph[key].dependencies:
-        found |= graph[source].dependencies if is_pick(graph[source]) else {source}
-    return found
+        calls |= graph[source].dependencies if is_pick(graph[source]) else {source}
+    return calls

@@ -63,7 +63,7 @@ def test_dashboard_page_shows_a_run(small_text, tmp_path):
                 assert urllib.request.urlopen(link).status == 200
                 wait_until(lambda: len(collected.until) == 2 and kinds <= kernels(), "kernels")
                 stream = client.cluster.scheduler.plugins["task-stream"].buffer
-                assert kinds <= {str(own["key"]).partition("-")[0] for own in [*stream]}
+                assert kinds <= {str(task["key"]).partition("-")[0] for task in [*stream]}
 
         fit(small_text, client=client, on_step=look, validate_every=5)
         assert collected.step["step"] == 11

@@ -63,9 +63,9 @@ def test_script_starts_a_cluster_that_trains_and_leaves_nothing(small_text, tmp_
         assert [done.returncode for done in runs] == [0, 0], runs
         assert tensors_of(tmp_path / "thre") == tensors_of(tmp_path / "file")
         with Client(scheduler_file=str(file)) as client:
-            for name, (_, own) in BETWEEN_TASKS.items():
+            for name, (_, ours) in BETWEEN_TASKS.items():
                 here = client.run_on_scheduler(dask.config.get, name)
-                assert {here, *client.run(dask.config.get, name).values()} == {own}, name
+                assert {here, *client.run(dask.config.get, name).values()} == {ours}, name
             heap = client.run(lambda: dict(os.environ))
         assert all(variables.items() >= ENVIRONMENT.items() for variables in heap.values())
         members = session_of(process.pid)
@@ -73,7 +73,7 @@ def test_script_starts_a_cluster_that_trains_and_leaves_nothing(small_text, tmp_
         listening = []
         for member in members:
             with suppress(psutil.NoSuchProcess):  # a process of the script's own that has ended meanwhile
-                listening += [own.laddr.ip for own in member.net_connections() if own.status == "LISTEN"]
+                listening += [socket.laddr.ip for socket in member.net_connections() if socket.status == "LISTEN"]
         assert set(listening) == {"127.0.0.1"}
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 128 + signal.SIGTERM
@@ -85,9 +85,9 @@ def test_script_starts_a_cluster_that_trains_and_leaves_nothing(small_text, tmp_
 @pytest.mark.parametrize(("way", "keyword"), [("killed", "workers here ended"), ("slow", "got 0 of 1")])
 def test_script_fails_if_its_workers_end(way, keyword, tmp_path):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
-    own = {"DASK_DISTRIBUTED__WORKER__PRELOAD": str(tmp_path / "slow.py")} if way == "slow" else {}
+    variables = {"DASK_DISTRIBUTED__WORKER__PRELOAD": str(tmp_path / "slow.py")} if way == "slow" else {}
     command = [START, "--workers", "1", "--port", "0", "--patience", "1" if way == "slow" else "300"]
-    with started(command, terminal(**own)) as process:
+    with started(command, terminal(**variables)) as process:
         if way == "killed":
             (worker,) = wait_until(lambda: [p for p in session_of(process.pid) if "worker" in p.cmdline()], "a worker")
             worker.kill()
@@ -131,8 +131,8 @@ def test_script_refuses_unusable_settings(settings, keyword, tmp_path):
     path = tmp_path / "dask.yaml"
     if settings:
         path.write_text(settings)
-    own = terminal(DASK_CONFIG=str(path))
-    done = subprocess.run([START], env=own, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    environment = terminal(DASK_CONFIG=str(path))
+    done = subprocess.run([START], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert keyword in done.stderr
@@ -145,8 +145,8 @@ def test_slurm_job_ends_if_its_scheduler_does(tmp_path):
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / name).chmod(0o700)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    own = terminal(PATH=path, SLURM_JOB_ID="1", SLURM_NNODES="1", SLURM_NTASKS="2")
-    done = subprocess.run(["cluster/slurm.sh"], env=own, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    env = terminal(PATH=path, SLURM_JOB_ID="1", SLURM_NNODES="1", SLURM_NTASKS="2")
+    done = subprocess.run(["cluster/slurm.sh"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, list((tmp_path / "runs").iterdir())) == (1, [])
     assert "the scheduler must start" in done.stderr
 
@@ -154,8 +154,8 @@ def test_slurm_job_ends_if_its_scheduler_does(tmp_path):
 @needs_openssl
 def test_tls_trains_the_same_model(tls, certified, small_text, tmp_path):
     assert tls.startswith("tls://127.0.0.1:")
-    for number, (scheduler, own) in enumerate([("threads", {}), (tls, certified[0]), ("local", certified[0])]):
-        done = train(small_text, scheduler, tmp_path / str(number), **own)
+    for number, (scheduler, variables) in enumerate([("threads", {}), (tls, certified[0]), ("local", certified[0])]):
+        done = train(small_text, scheduler, tmp_path / str(number), **variables)
         assert done.returncode == 0, done.stderr
         assert not {"warning", "handshake"} & {*done.stderr.split()}
     assert len({tensors_of(tmp_path / str(number)) for number in range(3)}) == 1
@@ -164,19 +164,19 @@ def test_tls_trains_the_same_model(tls, certified, small_text, tmp_path):
 @needs_openssl
 def test_client_without_certificate_is_refused(tls, certified, small_text, tmp_path):
     plain = tls.replace("tls://", "tcp://")
-    for scheduler, own, keyword in (
+    for scheduler, variables, keyword in (
         (tls, {}, "ssl_context"),
         (tls, certified[1], "TLS certificate does not match"),
         (plain, {}, "TCP (closed)"),
         (plain, certified[0], "encryption required"),
     ):
-        done = train(small_text, scheduler, tmp_path / "run", **own)
+        done = train(small_text, scheduler, tmp_path / "run", **variables)
         assert done.returncode == 2
         assert keyword in done.stderr
         assert not (tmp_path / "run").exists()
         command = ["dask", "worker", scheduler, "--host", "127.0.0.1", "--death-timeout", "3", "--no-dashboard"]
-        if own != certified[0]:
-            own = terminal(**own)
-            done = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+        if variables != certified[0]:
+            env = terminal(**variables)
+            done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
             assert done.returncode != 0
             assert "Registered to" not in done.stderr

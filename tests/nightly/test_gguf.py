@@ -42,8 +42,8 @@ def test_llama_cpp_scores_and_writes_the_same(encoding, choices, tmp_path):
     assert theirs.tokenize((TEXT + " naïve 日本語 \x00\t'll").encode(), add_bos=False) == ids
     tokens = np.array(ids[: TEXTS * LENGTH], np.int32).reshape(TEXTS, LENGTH)
     with daskgpt.open_scheduler("threads", 2) as scheduler:
-        found = results_of(scheduler, config, parameters, (tokens,), (1, LENGTH))["logits"]
-    ours = found[..., : config.vocabulary].argmax(2)
+        logits = results_of(scheduler, config, parameters, (tokens,), (1, LENGTH))["logits"]
+    ours = logits[..., : config.vocabulary].argmax(2)
     same = 0
     for text, likeliest in zip(tokens, ours, strict=True):
         theirs.reset()

@@ -163,8 +163,8 @@ def test_smollm2_scores_and_answers_as_in_transformers(from_gguf, smollm2):
     with torch.no_grad():
         scores = model(torch.tensor([ids[:1024]])).logits[0]
     losses = [
-        torch.nn.functional.cross_entropy(each, torch.tensor(ids[1:1025])).item()
-        for each in (scores, torch.from_numpy(ours))
+        torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:1025])).item()
+        for logits in (scores, torch.from_numpy(ours))
     ]
     assert abs(losses[0] - losses[1]) < TOLERANCES["another program's evaluation"]["abs"]
     for question in QUESTIONS:

@@ -65,8 +65,8 @@ def assert_same_logits(path, theirs):
     shape = (2, min(24, config.positions))
     tokens = np.random.default_rng(5).integers(0, config.vocabulary, shape).astype(np.int32)
     with daskgpt.open_scheduler("threads", 2) as scheduler:
-        found = results_of(scheduler, config, parameters, (tokens,), (1, shape[1] // 2))["logits"]
-    ours = found[..., : config.vocabulary]
+        logits = results_of(scheduler, config, parameters, (tokens,), (1, shape[1] // 2))["logits"]
+    ours = logits[..., : config.vocabulary]
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     assert np.abs(expected).max() > 1

@@ -39,10 +39,10 @@ def test_random_tensors_have_the_bits_of_training(kind, small_text, tmp_path):
         replay = Replay("rewind", tmp_path / "run", dials | {"grain": draw.choice(("kernel", "block", "chunk"))})
         with open_scheduler(draw.choice(("sync", "threads")), 2) as scheduler:
             tensors = replay.tensors_of(step, scheduler)
-            known = sorted(name for at, name in saved if at == step and name in {*tensors.names, *tensors.aliases})
-            assert len(known) > 60
+            names = sorted(name for at, name in saved if at == step and name in {*tensors.names, *tensors.aliases})
+            assert len(names) > 60
             tensors.begin(replay.state_before(step, scheduler))
-            for name, array in tensors.arrays(draw.sample(known, TENSORS // 10)).items():
+            for name, array in tensors.arrays(draw.sample(names, TENSORS // 10)).items():
                 wanted = saved[step, name]
                 assert (array.shape, array.dtype) == (wanted.shape, wanted.dtype), (step, name)
                 assert array.tobytes() == wanted.tobytes(), (step, name)

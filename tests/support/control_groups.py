@@ -5,9 +5,9 @@ import os
 from daskgpt.schedulers import machine
 
 
-def control_groups(tmp_path, monkeypatch, own="", files=()):
+def control_groups(tmp_path, monkeypatch, cgroup="", files=()):
     """Let this process be in the control groups of some files."""
-    for name, text in {"cgroup": own, **dict(files)}.items():
+    for name, text in {"cgroup": cgroup, **dict(files)}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "cgroup")
