@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
@@ -172,12 +173,12 @@ def _running_code(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def chosen(package: Path, seed: int, numbers: Sequence[int]) -> dict[int, Fault]:
-    """Return the faults of some numbers: kinds in turn, places at random, none twice."""
+    """Return the faults of some numbers: kinds in turn as far as each has places, places at random, none twice."""
     by_kind = places(package)
     for kind, faults in by_kind.items():
         random.Random(f"{seed} {kind}").shuffle(faults)
-    kinds = list(KINDS)
-    return {number: by_kind[kinds[number % len(kinds)]][number // len(kinds)] for number in numbers}
+    in_turn = [fault for turn in zip_longest(*by_kind.values()) for fault in turn if fault]
+    return {number: in_turn[number] for number in numbers}
 
 
 class Copy:
