@@ -325,7 +325,7 @@ def test_runs_and_prepared_tokens_below_a_folder_are_no_text(tmp_path):
     with pytest.raises(ValueError, match=r"tokens \(is prepared tokens\). daskgpt train takes it: --data .*/tokens\."):
         recognize(str(tmp_path))
     for command in (train.main, lambda flags: evaluate.main([str(tmp_path / ".run"), *flags])):
-        with pytest.raises(ValueError, match=r"a run or a model.*Give the text"):
+        with pytest.raises(ValueError, match=r"must hold .*got source=.*a run or a model.*Give the text"):
             command(["--data", str(tmp_path / ".run")])
 
 
