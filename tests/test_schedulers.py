@@ -362,6 +362,13 @@ def test_workers_make_the_calls_of_concurrent_runs_in_one_order(threads, client)
     assert len({tuple(place[-1] for place in graph) for graph in priorities}) == 1, "runs in tasks have no other order"
 
 
+def test_no_worker_at_all_is_a_loss_at_once():
+    with LocalCluster(n_workers=0, **OPTIONS) as empty, Client(empty) as client:
+        scheduler = ClusterScheduler(client, "")
+        with pytest.raises(WorkerLost, match="got a worker, "):
+            scheduler.fetch([scheduler.submit("call", os.getpid)])
+
+
 @pytest.mark.parametrize("setting", ["20ms", "40ms"])
 def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
     tick, asked = next(iter(connect.BETWEEN_TASKS)), {}
