@@ -1,8 +1,12 @@
 """Tests of what this process may use of the machine: cores and memory, by affinity and control groups; and its heap."""
 
+import platform
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
+from command_lines import PATIENCE
 from control_groups import control_groups
 
 from daskgpt.config.model import ModelConfig
@@ -73,3 +77,17 @@ def test_runs_on_few_processors_have_different_cores(siblings, order, tmp_path, 
         with machine.on_cores(count):
             assert list(chosen[-1]) == order[:count]
         assert chosen[-1] == {0, 1, 2, 3}, "then on all again"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")
+def test_memory_that_is_kept_is_not_asked_for_again():
+    """The second of two large arrays lies where the first one was, whose pages are there."""
+    code = """
+import resource, numpy
+from daskgpt.schedulers.local import keep_memory
+keep_memory()
+counts = [(numpy.ones(1 << 24), resource.getrusage(resource.RUSAGE_SELF).ru_minflt)[1] for _ in range(2)]
+print(counts[1] - counts[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert int(done.stdout) < 50, f"page faults: {done.stdout} {done.stderr}"
