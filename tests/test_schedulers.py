@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import socket
+import ssl
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -424,6 +425,27 @@ def test_the_site_decides_the_link_of_the_dashboard(template, shown, end):
     assert link.startswith(end)
     assert link.removeprefix(end).isdigit() if end else not link
     assert described
+
+
+def test_a_worker_with_tls_is_greeted_as_one():
+    """Dask warns of every connection that ends before its handshake."""
+    greetings = []
+
+    async def listened(reader, writer):
+        greetings.append(await reader.read(1))
+        writer.close()
+
+    async def attempted():
+        async with await asyncio.start_server(listened, "127.0.0.1", 0) as server:
+            addresses = [f"{kind}://127.0.0.1:{server.sockets[0].getsockname()[1]}" for kind in ("tls", "tcp")]
+            worker = SimpleNamespace(connection_args={"ssl_context": ssl.create_default_context()})
+            for address in addresses:
+                assert await links.unreached([address], dask_worker=worker) == {}
+            while len(greetings) < len(addresses):
+                await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(attempted(), 60))
+    assert greetings == [b"\x16", b""]  # the begin of a handshake, and none
 
 
 def test_the_scheduler_must_have_the_package(monkeypatch):
