@@ -207,6 +207,9 @@ TALK = [
     Message("user", "Bye"),
 ]
 SYSTEM = Message("system", "s")
+# As templates do that drop the thoughts of earlier answers.
+SHORTENING = """{% for message in messages %}
+{{ message.content if loop.last or message.role == 'user' else message.content[0] }}{% endfor %}"""
 
 
 def test_a_conversation_as_text():
@@ -246,6 +249,7 @@ def test_what_templates_may_use():
         ("{{ messages.append(1) }}", "must take these messages.*append"),
         ("{{ ''.__class__.__mro__ }}", "must take these messages.*__class__"),
         ("{{ messages | length }}{{ messages[-1].content }}", "must leave the text of earlier messages"),
+        (SHORTENING, "must leave the text of earlier messages.*message=4"),
     ],
 )
 def test_templates_that_do_not_fit_are_refused(source, keyword):
