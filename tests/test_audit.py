@@ -5,7 +5,7 @@ import random
 import shutil
 
 import pytest
-from audit_faults import KINDS, edit_file, flip_in_file, honest, inject
+from audit_faults import KINDS, edit_file, edit_loss, flip_in_file, honest, inject
 from small_runs import MODEL, fit, stopping_at
 
 import daskgpt
@@ -67,6 +67,14 @@ def test_edited_checkpoints_are_told(whole, tmp_path, called):
     code, told = called(audit, run)
     assert code == 1
     assert f"FAULT step-{step:08}: model.safetensors has another SHA-256" in told
+
+
+def test_an_edited_loss_is_told(whole, tmp_path, called):
+    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    step, _ = edit_loss(run, random.Random(2), forged=True)
+    code, told = called(audit, run)
+    assert (code, told.count("DIFFER: 1 loss, that of step ")) == (1, 1)
+    assert f"that of step {step + 1} " in told
 
 
 def test_chain_outlives_deleted_checkpoints_and_changed_settings(small_text, tmp_path, called):
