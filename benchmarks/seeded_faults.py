@@ -281,6 +281,8 @@ def main() -> None:
         for number, fault in faults.items():
             print(f"{number:3} {fault.kind:10} {fault.file}:{fault.line}  {fault.before!r} -> {fault.after!r}")
         return
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = head.stdout.strip()  # of the copies; the sources may change while faults are tried
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         made = [
             Copy(Path(folder) / str(job), arguments.hang, arguments.processes, arguments.ring)
@@ -303,7 +305,7 @@ def main() -> None:
             for running in as_completed([pool.submit(tried, number) for number in faults]):
                 number, failed, seconds = running.result()
                 verdicts.append((bool(failed), seconds))
-                _report(arguments, number, faults[number], failed, seconds)
+                _report(arguments, commit, number, faults[number], failed, seconds)
         finally:
             pool.shutdown(cancel_futures=True)  # after Ctrl-C only the faults that are being tried come to their end
     times_to_find = [seconds for hit, seconds in verdicts if hit]
@@ -320,16 +322,15 @@ def _check(copies: Sequence[Copy], pool: ThreadPoolExecutor) -> None:
         print(f"no fault: passed in {seconds:.0f} s", flush=True)
 
 
-def _report(arguments: Namespace, number: int, fault: Fault, failed: str, seconds: float) -> None:
+def _report(arguments: Namespace, commit: str, number: int, fault: Fault, failed: str, seconds: float) -> None:
     """Print the verdict on a fault, and add it to the record."""
     verdict = "found" if failed else "MISSED"
     change = f"{fault.file}:{fault.line}  {fault.before!r} -> {fault.after!r}"
     print(f"{number:3} {verdict} after {seconds:.0f} s  {change}  {failed}", flush=True)
     if arguments.record:
         place = {name: value for name, value in asdict(fault).items() if name not in ("start", "end")}
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         line = (
-            {"commit": commit.stdout.strip(), "seed": arguments.seed, "number": number, "ring": arguments.ring}
+            {"commit": commit, "seed": arguments.seed, "number": number, "ring": arguments.ring}
             | place
             | {"failed": failed, "seconds": round(seconds)}
         )
