@@ -48,6 +48,10 @@ def test_masks_match_an_independent_program(seed, step, place, channels):
     np.testing.assert_allclose(result, x * masks, **TOLERANCES["kernel float64"])
 
 
+def test_seeds_are_of_64_bits():
+    assert streams(2**64 + 7, 3, 2).tolist() == streams(7, 3, 2).tolist()
+
+
 def test_dropped_share():
     x, tokens = np.ones((8, 64, 256), "f4"), np.arange(64, dtype=np.int32)
     for rate in TORCH:

@@ -161,7 +161,8 @@ def test_auto_grain_is_the_finest_with_long_tasks(seconds, chunks, threads, grai
     assert (on_a_cluster.first, on_a_cluster.undecided) == ("block", False), "it follows the packs"
     assert (choice.first, choice.undecided) == ("segment", True)
     step, line = choice.choose(step, [Span(key, 1, 0.0, seconds) for key in calls], threads, 1e9)
-    assert line.startswith(f"{grain}, tasks of")
+    tasks = sum(bool(calls_of(node)) for node in step.graph.values())
+    assert line.startswith(f"{grain}, tasks of {1e3 * seconds * len(calls) / tasks:.1f} ms")
     assert (step.dials.grain, choice.undecided) == (grain, False)
 
 

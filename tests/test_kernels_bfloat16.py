@@ -113,6 +113,8 @@ def test_shared_memory_is_counted_once(name):
     # Rounded values in float32 serve both products; in tiles each product has 2 bytes a number of its own.
     packed = {array.ctypes.data: array.nbytes for array in (weight.forward, weight.backward)}
     assert weight.nbytes == weight.values.nbytes + sum(packed.values()) == 2 * weight.values.nbytes
+    odd = TrainedWeight.of(np.ones((33, 31), np.float32))  # panels have whole multiples of 32
+    assert (odd.nbytes - odd.values.nbytes) // 4 == (64 * 32 if odd.in_tiles else 33 * 31)
 
 
 def test_without_rows_or_tokens_nothing_is_added(name):

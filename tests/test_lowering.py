@@ -22,6 +22,7 @@ from daskgpt.graph.program import Call, calls_of
 from daskgpt.graph.update_in_place import Update
 from daskgpt.kernels import elementwise, linear
 from daskgpt.kernels.bfloat16.rounding import to_bfloat16, words
+from daskgpt.kernels.compilation import kernel
 from daskgpt.kernels.tracing import Buffer, NotNative, Operand, Trace
 from daskgpt.model.optimizer import Clipped
 from daskgpt.model.precision import OfArrays
@@ -125,6 +126,30 @@ def operand(trace, *shape):
 def test_what_needs_the_numbers_of_an_operand_is_not_native(use):
     with pytest.raises(NotNative):
         use(operand(Trace(), 2, 3))
+
+
+def last_of(result, numbers):
+    result[0] = numbers[-1]
+
+
+@pytest.mark.parametrize(("count", "native"), [(151, True), (152, False)])
+def test_calls_of_too_many_words_stay_in_python(count, native):
+    """A call has two words for what it returns, seven for an array of one axis, and one for each number."""
+    written = kernel(f"L1 n{count}")(last_of)
+
+    def call_of(x):
+        written(result := np.empty(1, np.int64, like=x), tuple(range(count)))
+        return result
+
+    call_of.traceable = True
+    lowered, form = Lowered(), Form((1,), np.dtype(np.int64))
+    lower(lowered, [call := Call(("call", 0), call_of, [0], 1, (0,))], [0], {0: form, 1: form}, [1])
+    (item,) = lowered.items
+    assert (item is call, isinstance(item, NativeRun)) == (not native, native)
+    if native:
+        slots = [np.zeros(1, np.int64), None, *[None] * lowered.slots]
+        assert not list(item.run(slots, False))
+        assert slots[1].tolist() == [count - 1]
 
 
 def test_arrays_of_another_kind_than_in_the_first_run_are_refused():

@@ -25,14 +25,13 @@ from daskgpt.kernels.native import (
     ALIGNMENT,
     CONTIGUOUS,
     DATA,
-    MOST_WORDS,
     NANOSECONDS,
     STEP,
     WRITABLE,
     kind_of,
     run_calls,
 )
-from daskgpt.kernels.tracing import FLOATS, RETURNS, Buffer, NativeCall, NotNative, Operand, Trace
+from daskgpt.kernels.tracing import FLOATS, MOST_WORDS, RETURNS, Buffer, NativeCall, NotNative, Operand, Trace
 
 WORDS, ARENA = 0, 1  # bases of every run, before those of arrays
 UNTIMED = np.empty(0, np.int64)

@@ -24,11 +24,10 @@ from numba.core import cgutils
 
 from daskgpt.kernels.compilation import helper, instruction, kernel
 from daskgpt.kernels.simd.lanes import F64, I8, I32, I64, POINTER, VOID, X86, address_of, at, call, load, read, whole
-from daskgpt.kernels.tracing import FLOATS
+from daskgpt.kernels.tracing import FLOATS, MOST_WORDS
 
 ALIGNMENT = 64  # bytes of a cache line, with which the memory after the words begins
-# Functions take at most so many words; they are passed in multiples of STEP, to have few forms of calls.
-MOST_WORDS, STEP = 160, 16
+STEP = 16  # words are passed in multiples of it, to have few forms of calls
 # time.perf_counter's clock: CLOCK_MONOTONIC, on macOS CLOCK_UPTIME_RAW.
 _CLOCK = 8 if sys.platform == "darwin" else 1
 NANOSECONDS = 1e-9

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 RETURNS = 2  # words before the arguments of a native function: where it leaves its result, and its error
+MOST_WORDS = 160  # of a call, these included
 FLOATS = 8  # arguments that a processor takes in registers for floating-point numbers
 
 
@@ -151,8 +152,8 @@ class Trace:
                     floats += (_bits(real, number) for number in numbers)
             else:
                 others += self._words_of(letter, int(count), kind, argument)
-        if len(floats) > FLOATS:
-            raise NotNative(f"{len(floats)} floating-point arguments")
+        if len(floats) > FLOATS or len(others) > MOST_WORDS:
+            raise NotNative(f"{len(floats)} floating-point arguments and {len(others)} words")
         self.calls.append(NativeCall(address(), floats, others))
 
     def _words_of(self, letter: str, axes: int, kind: str, array: Any) -> list[int | Operand]:
