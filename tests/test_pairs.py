@@ -3,6 +3,8 @@
 import io
 import json
 import math
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -255,6 +257,14 @@ def test_what_templates_may_use():
 def test_templates_that_do_not_fit_are_refused(source, keyword):
     with pytest.raises(ValueError, match=keyword):
         ChatTemplate(source, NAMES).parts(TALK)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interruption_is_not_taken_for_the_templates(error):
+    template = ChatTemplate(CHATML, NAMES)
+    template.template = SimpleNamespace(render=Mock(side_effect=error))
+    with pytest.raises(error):
+        template.text(TALK)
 
 
 def test_a_conversation_that_does_not_fit_is_named():
