@@ -121,8 +121,12 @@ def unwaited(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def swapped(node: ast.AST) -> Iterator[ast.AST]:
-    """Swap two neighboring arguments of a call."""
-    if isinstance(node, ast.Call) and not any(isinstance(argument, ast.Starred) for argument in node.args):
+    """Swap two neighboring arguments of a call; those of min and max may stand in any order."""
+    if (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func) not in ("min", "max")
+        and not any(isinstance(argument, ast.Starred) for argument in node.args)
+    ):
         for at in range(len(node.args) - 1):
             first, second = node.args[at : at + 2]
             if ast.unparse(first) != ast.unparse(second):
