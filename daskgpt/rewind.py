@@ -87,8 +87,8 @@ def compared(loss: float, written: float | None) -> str:
 def statistics(name: str, array: np.ndarray) -> str:
     """Return a line on a tensor."""
     values, finite = array.astype(np.float64), np.isfinite(array)
-    some = values[finite] if finite.any() else np.full(1, np.nan)
-    numbers = {"min": some.min(), "max": some.max(), "mean": some.mean(), "rms": np.sqrt(np.mean(some * some))}
+    real = values[finite] if finite.any() else np.full(1, np.nan)
+    numbers = {"min": real.min(), "max": real.max(), "mean": real.mean(), "rms": np.sqrt(np.mean(real * real))}
     shown = " ".join(f"{what} {number:.6g}" for what, number in numbers.items())
     zeros, others = np.mean(array == 0), np.count_nonzero(~finite)
     digest = hashlib.sha256(np.ascontiguousarray(array).data.cast("B")).hexdigest()[:DIGITS]

@@ -290,9 +290,9 @@ def _matches(pattern: Path) -> set[Path]:
     parts = pattern.parts
     if "**" not in parts:
         return set(map(Path, glob.glob(str(pattern))))
-    place, found = parts.index("**"), set[Path]()
+    place, paths = parts.index("**"), set[Path]()
     for start in glob.glob(str(Path(*parts[:place]))):
         for parent, folders, _ in os.walk(start):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            found |= _matches(Path(glob.escape(parent), *(parts[place + 1 :] or ["*"])))
-    return found
+            paths |= _matches(Path(glob.escape(parent), *(parts[place + 1 :] or ["*"])))
+    return paths

@@ -160,15 +160,15 @@ def look(path: Path, name: str, accepted: Collection[str], field: str) -> File:
     if ending not in _RECORD_ENDINGS:
         return replace(file, kind=TEXT)
     fields = _first_fields(file)
-    found = _of_records(replace(file, records=LINES), fields, accepted)
-    if found.kind:
-        return found
+    of_records = _of_records(replace(file, records=LINES), fields, accepted)
+    if of_records.kind:
+        return of_records
     if ending == ".json":  # any other JSON is text, but for a list of records
         advice = "Write each record on a line of its own: jq -c '.[]' LIST.json > LINES.jsonl."
         listed = re.match(rb"\s*\[\s*\{", start)
         return replace(file, reason="is a JSON list of records", advice=advice) if listed else replace(file, kind=TEXT)
     # Without fields, the reader of lines names the first wrong one.
-    return found if fields else replace(file, kind=TEXT, records=LINES)
+    return of_records if fields else replace(file, kind=TEXT, records=LINES)
 
 
 def _of_records(file: File, fields: Collection[str], accepted: Collection[str]) -> File:

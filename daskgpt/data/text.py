@@ -163,8 +163,8 @@ def records(
     Errors   ValueError with the rule, naming the first record for which `parse` raises TypeError, and what that says,
              or the first line that is not JSON, or not UTF-8; as of `opened` and `opened_parquet`
     """
-    found = _rows(file, start, stop) if file.records == PARQUET else _lines(file, start, stop)
-    for place, record in found:
+    placed_records = _rows(file, start, stop) if file.records == PARQUET else _lines(file, start, stop)
+    for place, record in placed_records:
         try:
             value = parse(json.loads(record.decode()) if isinstance(record, bytes) else record)
         except (TypeError, ValueError, RecursionError) as error:

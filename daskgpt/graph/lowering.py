@@ -268,14 +268,14 @@ class _Plan:
         shared |= {operand.buffer for slot in self.kept for operand in _operands_in(self.values[slot])}
         self.slots = {buffer: slot for slot, buffer in enumerate(shared, 1 + max(self.values))}
         # A view of it may be used after the program has dropped it, but not within one run.
-        own = {buffer for buffer in shared if len(buffer.source or ()) == 1 and len({*users.get(buffer, ())}) == 1}
-        self.slots |= {buffer: buffer.source[0] for buffer in own}
+        alone = {buffer for buffer in shared if len(buffer.source or ()) == 1 and len({*users.get(buffer, ())}) == 1}
+        self.slots |= {buffer: buffer.source[0] for buffer in alone}
         for number, group in enumerate(groups):
             if group[0].native is None:
                 self.items += [entry.call for entry in group]
                 continue
             used = {buffer: None for entry in group for buffer in _buffers(entry)}
-            last = [buffer for buffer in used if buffer in self.slots.keys() - own and users[buffer][-1] == number]
+            last = [buffer for buffer in used if buffer in self.slots.keys() - alone and users[buffer][-1] == number]
             first = [buffer for buffer in used if buffer in self.slots and users[buffer][0] == number]
             self.items.append(self._run(group, used, first, last))
 

@@ -58,16 +58,16 @@ class Layer:
         """Errors   TypeError for the name of a message, or rows whose signatures and names do not fit each other"""
         fits, rule = self.name.partition(".")[0] not in ("send", "receive"), "its name must not be that of messages"
         require(fits, "layer", rule, {"name": self.name}, "Give it another one.", TypeError)
-        own, results = self.forward.arguments.split(), self.outputs.split()
-        gradients = [(row, {"dy", *own, *results}, 1) for row in self.backward.values() if row]
-        for row, known, count in [(self.forward, {*own}, len(results)), *gradients]:
+        inputs, results = self.forward.arguments.split(), self.outputs.split()
+        gradients = [(row, {"dy", *inputs, *results}, 1) for row in self.backward.values() if row]
+        for row, allowed, count in [(self.forward, {*inputs}, len(results)), *gradients]:
             names, counts = row.arguments.split(), [len(side.split(",")) for side in row.signature.split("->")]
-            fits = counts == [len(names), count] and {*names} <= known and ("dy" in known) == ("dy" in names)
+            fits = counts == [len(names), count] and {*names} <= allowed and ("dy" in allowed) == ("dy" in names)
             rule = "a row must have axes for each argument and result, and a gradient read dy and, besides, only these"
             got = {"signature": row.signature, "arguments": row.arguments}
             require(fits, f"layer {self.name}", rule, got, "Compare it with daskgpt.model.layers.", TypeError)
         rule, got = "gradients must be those of arguments", {"backward": ", ".join(self.backward)}
-        require({*self.backward} <= {*own}, f"layer {self.name}", rule, got, "Name each by its argument.", TypeError)
+        require({*self.backward} <= {*inputs}, f"layer {self.name}", rule, got, "Name each by its argument.", TypeError)
 
 
 PASS = None

@@ -174,9 +174,9 @@ def load() -> Calibration | None:
 def cache_path() -> Path:
     """Return the file of this machine's calibration, whose name says what it depends on."""
     versions = machine.versions("numpy", "numba", "dask", "distributed")
-    known = {"processor": machine.processor(), "cores": usable_cores(), "form": FORM, **versions}
+    facts = {"processor": machine.processor(), "cores": usable_cores(), "form": FORM, **versions}
     folder = Path(os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache"))
-    return folder / "daskgpt" / f"calibration-{digest_of(known)[:12]}.json"
+    return folder / "daskgpt" / f"calibration-{digest_of(facts)[:12]}.json"
 
 
 def calibrate() -> Calibration:
