@@ -72,6 +72,20 @@ def test_init_refuses_conflicting_flags(first, tmp_path, flags, said):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("prepared", "given", "order"),
+    [(False, "auto", "random"), (False, "epochs", "epochs"), (True, "auto", "epochs"), (True, "random", "random")],
+)
+def test_order_of_sequences_is_that_of_the_data_unless_it_is_given(prepared, given, order, small_text, tmp_path):
+    data = small_text
+    if prepared:
+        data = tmp_path / "tokens"
+        assert prepare.main([str(small_text), "--encoding", "bytes", "--out", str(data)]) == 0
+    flags = "--blocks 1 --heads 2 --channels 16 --sequence-length 16 --order", given
+    assert begin(SHORT, *flags, "--data", data, "--out", tmp_path / "run") == 0
+    assert config_of(tmp_path / "run")["data"]["order"] == order
+
+
 def test_vocabulary_size_determines_the_encoding(small_text, tmp_path, monkeypatch):
     out = tmp_path / "out"
     model = model_of(tmp_path / "bytes.safetensors", vocabulary=300)
