@@ -86,11 +86,11 @@ def compared(loss: float, written: float | None) -> str:
 
 def statistics(name: str, array: np.ndarray) -> str:
     """Return a line on a tensor."""
-    values, finite = array.astype(np.float64), np.isfinite(array)
-    real = values[finite] if finite.any() else np.full(1, np.nan)
-    numbers = {"min": real.min(), "max": real.max(), "mean": real.mean(), "rms": np.sqrt(np.mean(real * real))}
+    values, is_finite = array.astype(np.float64), np.isfinite(array)
+    finite = values[is_finite] if is_finite.any() else np.full(1, np.nan)
+    numbers = {"min": finite.min(), "max": finite.max(), "mean": finite.mean(), "rms": np.sqrt(np.mean(finite**2))}
     shown = " ".join(f"{what} {number:.6g}" for what, number in numbers.items())
-    zeros, others = np.mean(array == 0), np.count_nonzero(~finite)
+    zeros, others = np.mean(array == 0), np.count_nonzero(~is_finite)
     digest = hashlib.sha256(np.ascontiguousarray(array).data.cast("B")).hexdigest()[:DIGITS]
     return f"{name}: {array.dtype} {array.shape} {shown} zeros {zeros:.2%} not finite {others:,} sha256 {digest}"
 

@@ -20,7 +20,7 @@ from machines import wait_until
 from small_runs import MODEL, fit, metrics_of, same
 
 import daskgpt
-from daskgpt.schedulers import cluster, connect, links, opening, workers
+from daskgpt.schedulers import cluster, connect, links, opening, protocol, workers
 from daskgpt.schedulers.cluster import ClusterScheduler
 from daskgpt.schedulers.local import Pool, own_threads
 from daskgpt.schedulers.protocol import METRIC, ClusterLost, WorkerLost
@@ -361,6 +361,13 @@ def test_workers_make_the_calls_of_concurrent_runs_in_one_order(threads, client)
     priorities = [[threads.scheduler.tasks[future.key].priority for future in graph] for graph in graphs]
     assert all(priorities == sorted(priorities, key=lambda graph: graph[place]) for place in range(len(addresses)))
     assert len({tuple(place[-1] for place in graph) for graph in priorities}) == 1, "runs in tasks have no other order"
+
+
+def test_an_interrupted_reading_of_the_clock_does_not_count(monkeypatch):
+    monkeypatch.setattr(protocol, "time", lambda: 100.0)
+    readings = iter([40.0, 40.5, 48.0, 40.0, 41.0])  # some come late
+    monkeypatch.setattr(protocol, "perf_counter", lambda: next(readings))
+    assert protocol.clock_offset() == 60.0
 
 
 def test_no_worker_at_all_is_a_loss_at_once():
