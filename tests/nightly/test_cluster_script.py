@@ -154,6 +154,34 @@ def test_slurm_job_ends_if_its_scheduler_does(tmp_path):
 
 
 @needs_openssl
+@pytest.mark.parametrize(
+    ("left", "flags", "folders"),
+    [
+        (None, "--out runs/slurm-1 --steps 5", 0),
+        ("metrics.jsonl", "--out runs/slurm-1 --steps 5", 1),
+        ("step-00000003/state.json", "--resume runs/slurm-1", 1),
+    ],
+)
+def test_slurm_job_that_is_queued_again_begins_or_continues(left, flags, folders, tmp_path):
+    (tmp_path / "cluster").symlink_to(FOLDER)
+    said = {"dask": 'echo there >"$7"', "srun": "", "python": 'echo "$@"'}
+    for name, code in said.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o700)
+    if left:
+        (tmp_path / "runs/slurm-1" / left).parent.mkdir(parents=True)
+        (tmp_path / "runs/slurm-1" / left).touch()
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    env = terminal(PATH=path, SLURM_JOB_ID="1", SLURM_NNODES="1", SLURM_NTASKS="2")
+    command = ["cluster/slurm.sh", "--steps", "5"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith(f"scheduler.json {flags}")
+    assert len(list((tmp_path / "runs").iterdir())) == folders
+    assert (tmp_path / "runs/slurm-1").exists() == ("--resume" in flags)
+
+
+@needs_openssl
 def test_tls_trains_the_same_model(tls, certified, small_text, tmp_path):
     assert tls.startswith("tls://127.0.0.1:")
     for number, (scheduler, variables) in enumerate([("threads", {}), (tls, certified[0]), ("local", certified[0])]):
