@@ -35,7 +35,11 @@ done
 python -c "from distributed import Client; Client(scheduler_file='$scratch/scheduler.json').wait_for_workers($SLURM_NTASKS, 120)"
 
 from=(--out "$run" "$@")
-[[ ! -e $run/latest ]] || from=(--resume "$run")
+if compgen -G "$run/step-*/state.json" >/dev/null; then # file systems without links have no `latest`
+    from=(--resume "$run")
+elif [[ -e $run ]]; then # the job was queued again before its first checkpoint, as after the loss of a node
+    mv "$run" "$run-$(date +%s)"
+fi
 python -m daskgpt.train --scheduler "file:$scratch/scheduler.json" "${from[@]}" &
 training=$!
 trap 'kill -TERM $training' TERM

@@ -49,7 +49,7 @@ read_flags() {
             -h | --help) usage && exit 0 ;;
             --workers) workers=$2 && shift ;;
             --port) port=$2 && shift ;;
-            --host) host=$2 && shift ;;
+            --host) [[ $2 == *:*:* && $2 != \[* ]] && host="[$2]" || host=$2; shift ;;
             --dashboard) dashboard=$2 && shift ;;
             --scheduler-file) scheduler_file=$2 && shift ;;
             --patience) patience=$2 && shift ;;
@@ -60,8 +60,8 @@ read_flags() {
     done
     [[ $workers =~ ^[1-9][0-9]*$ ]] || refuse "--workers must be a positive number; got $workers. Try --workers 2."
     is_port "$port" || refuse "--port must be a number up to 65535; got $port. Try --port 8786."
-    [[ $dashboard == ?*:* ]] && is_port "${dashboard##*:}" ||
-        refuse "--dashboard must be an address and a port; got $dashboard. Try --dashboard 127.0.0.1:8787."
+    [[ $dashboard =~ ^[^:]+:[0-9]+$ ]] && is_port "${dashboard##*:}" || # Dask takes no address of IPv6 there
+        refuse "--dashboard must be a name or IPv4 address, and a port; got $dashboard. Try --dashboard 127.0.0.1:8787."
     [[ $patience =~ ^[1-9][0-9]*$ ]] || refuse "--patience must be whole seconds; got $patience. Try --patience 60."
     [[ -z $scheduler_file || ! -e $scheduler_file ]] ||
         refuse "--scheduler-file must be new; got $scheduler_file. Remove it if the cluster that wrote it is gone."
@@ -76,7 +76,7 @@ read_flags() {
 }
 
 on_loopback() {
-    [[ $host == 127.* || $host == localhost ]]
+    [[ $host == 127.* || $host == localhost || $host == "[::1]" ]]
 }
 
 check_python_and_port() {
@@ -94,7 +94,8 @@ except (ValueError, TypeError, OSError) as error:
     said, advice = " ".join(str(error).split()), "Check DASK_CONFIG and the files that it names, or ~/.config/dask."
     sys.exit(print(f"the settings of Dask must be readable; got error={said}. {advice}"))
 try:
-    socket.create_server((host, int(port))).close()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    socket.create_server((host.strip("[]"), int(port)), family=family).close()
 except OSError as error:
     advice = "Give --host an address of this machine, and a --port that is free (0 for any)."
     print(f"the scheduler must be able to listen; got --host {host} --port {port} ({error}). {advice}")

@@ -405,6 +405,25 @@ def test_local_cluster_address_and_intervals(setting, monkeypatch, recwarn):
     assert asked == wanted | {"tick": "500ms" if setting == "20ms" else setting}
 
 
+@pytest.mark.parametrize(
+    ("error", "cause", "command", "said"),
+    [
+        (RuntimeError, TypeError("TLS expects\nmore"), False, r"TypeError: TLS expects\?more\. Check Dask's settings"),
+        (KeyError, None, False, r"got KeyError: 'failed'\. Check Dask's settings"),
+        (RuntimeError, RuntimeError("Nanny failed to start worker process"), False, "__main__"),
+        (RuntimeError, RuntimeError("Nanny failed to start worker process"), True, "Check Dask's settings"),
+    ],
+)
+def test_why_a_local_cluster_does_not_start(error, cause, command, said, monkeypatch):
+    def start(**options):
+        raise error("failed") from cause
+
+    monkeypatch.setattr(connect, "LocalCluster", start)
+    monkeypatch.setattr(connect, "IS_COMMAND", command)
+    with pytest.raises(RuntimeError, match=said), daskgpt.open_scheduler("local", 1):
+        pass
+
+
 REACHED = ["tcp://192.0.2.2:1", "tcp://[2001:db8::2]:1", "tcp://node0:1", "ws://192.0.2.2:1"]
 OWN = ["tcp://127.8.0.1:1", "tcp://[::1]:1", "tcp://localhost:1", "inproc://192.0.2.2/1/1", "tls://192.0.2.2:1"]
 
@@ -432,6 +451,21 @@ def test_the_site_decides_the_link_of_the_dashboard(template, shown, end):
     assert link.startswith(end)
     assert link.removeprefix(end).isdigit() if end else not link
     assert described
+
+
+@pytest.mark.parametrize(
+    ("address", "listens", "host"),
+    [
+        ("tcp://192.0.2.2:8786", "127.0.0.1", "127.0.0.1"),
+        ("tls://192.0.2.2:8786", "0.0.0.0", "192.0.2.2"),
+        ("tcp://[2001:db8::2]:8786", "::", "[2001:db8::2]"),
+        ("inproc://192.0.2.2/1/1", "0.0.0.0", "localhost"),
+    ],
+)
+def test_the_link_leads_to_where_the_dashboard_listens(address, listens, host, monkeypatch):
+    monkeypatch.setattr(connect, "client_address", lambda client: address)
+    link = connect.dashboard_link(SimpleNamespace(cluster=None), listens, 8787)
+    assert link == f"http://{host}:8787/status"
 
 
 def test_a_worker_with_tls_is_greeted_as_one():

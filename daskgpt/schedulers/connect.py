@@ -22,7 +22,7 @@ from typing import Any
 import dask
 from distributed import Client, LocalCluster
 
-from daskgpt.config.errors import number_of, refusal, require
+from daskgpt.config.errors import IS_COMMAND, number_of, refusal, require, short
 from daskgpt.config.stopping import delayed_interrupts
 from daskgpt.schedulers import dask_internals as internals
 from daskgpt.schedulers.cluster import REACHED, ClusterScheduler, losses_as_errors
@@ -118,12 +118,15 @@ def _cluster_of_processes(workers: int) -> LocalCluster:
                 host="127.0.0.1",
                 dashboard_address=f"127.0.0.1:{DASHBOARD_PORT}",
             )
-    except RuntimeError as error:
-        rule, script = "the worker processes of a local cluster must start", "the script that is running"
-        advice = f'Each of them imports {script}: put its code under `if __name__ == "__main__":`.'
-        if isinstance(error.__cause__, OSError):
-            advice = "Check Dask's settings (temporary-directory, say)."
-        raise refusal(RuntimeError, "open_scheduler", rule, str(error).rstrip("."), advice) from None
+    except Exception as error:  # of any kind: Dask's settings may be wrong in many ways
+        reason: BaseException = error
+        while reason.__cause__:
+            reason = reason.__cause__
+        rule = "the worker processes of a local cluster must start"
+        got, advice = short(f"{type(reason).__name__}: {reason}", 200).rstrip("."), "Check Dask's settings."
+        if str(reason).startswith("Nanny failed") and not IS_COMMAND:
+            advice = 'Each imports the script that is running: put its code under `if __name__ == "__main__":`.'
+        raise refusal(RuntimeError, "open_scheduler", rule, got, advice) from None
 
 
 @contextmanager
@@ -206,8 +209,11 @@ def _described(client: Any) -> str:
 
 @contextmanager
 def _silent_client() -> Iterator[None]:
-    """Keep Dask's client from logging a traceback when it loses its scheduler: the run reports that in one line."""
-    loggers = [logging.getLogger(name) for name in ("distributed.client", "distributed.batched")]
+    """Keep Dask from logging that a client loses its scheduler, or that a cluster does not start: the run reports it in
+    one line.
+    """
+    names = ("distributed.client", "distributed.batched", "distributed.deploy.spec")
+    loggers = [logging.getLogger(name) for name in names]
     record_filter = partial(is_shown)  # an object of this run: another may end before
     for logger in loggers:
         logger.addFilter(record_filter)
@@ -252,11 +258,23 @@ def _ready(scheduler: ClusterScheduler, *, ends_with_it: bool = False) -> Cluste
         register(client, VersionCheck(run, False, members(client)), look)  # before workers compile kernels
         scheduler.monitor.compiling = True
         register(client, PrepareWorker(run), look)
-        if client.run_on_scheduler(show_run, run):
+        if listens := client.run_on_scheduler(show_run, run):
             with suppress(KeyError, IndexError, ValueError):  # a variable of the link's template may not be set here
-                link = re.sub("/status$", f"/{TOPIC}", str(client.dashboard_link))
+                link = re.sub("/status$", f"/{TOPIC}", dashboard_link(client, *listens))
                 scheduler.description += f", dashboard {link}"
     return scheduler
+
+
+def dashboard_link(client: Any, listens: str, port: int) -> str:
+    """Return the link to a dashboard that listens at an address; Dask's own has the scheduler's up to its first colon.
+
+    Errors   KeyError, IndexError or ValueError of the template in Dask's settings
+    """
+    if client.cluster:
+        return str(client.cluster.dashboard_link)  # of a cluster manager, which may have another template
+    everywhere = listens == "0.0.0.0" or ":" in listens
+    host = client_address(client).partition("://")[2].rpartition(":")[0] if everywhere else listens
+    return str(internals.format_dashboard_link(host or "localhost", port))
 
 
 def _require_reachable(scheduler: ClusterScheduler) -> None:

@@ -22,6 +22,7 @@ from distributed.diagnostics.task_stream import TaskStreamPlugin
 from distributed.protocol import to_serialize as to_serialize
 from distributed.scheduler import heartbeat_interval as heartbeat_interval
 from distributed.security import Security
+from distributed.utils import format_dashboard_link as format_dashboard_link
 
 LOOKING = 0.5  # seconds between two looks at the workers while waiting
 ANSWER_SECONDS = 1  # in which a process that has taken a connection says what it is

@@ -75,11 +75,12 @@ def register(client: Any, plugin: Any, look: Callable[[], Any]) -> None:
             raise refusal(RuntimeError, "daskgpt", rule, got, "Start workers in an equal environment.") from None
 
 
-def show_run(run: str, dask_scheduler: Any) -> bool:
-    """Begin to show a run on a page of the scheduler's dashboard; return whether it has one."""
+def show_run(run: str, dask_scheduler: Any) -> tuple[str, int] | None:
+    """Begin to show a run on a page of the scheduler's dashboard; return address and port of that, if there is one."""
     with suppress(Exception):  # the run does not need it, and Bokeh may be missing there
-        return bool(import_module(PAGE).begin(dask_scheduler, run))
-    return False
+        if import_module(PAGE).begin(dask_scheduler, run):
+            return dask_scheduler.http_server.address, dask_scheduler.http_server.port
+    return None
 
 
 async def remove_run(run: str, dask_scheduler: Any) -> None:

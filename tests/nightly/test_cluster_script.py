@@ -105,7 +105,9 @@ def test_script_fails_if_its_workers_end(way, keyword, tmp_path):
         (START, "--patience 1m", "whole seconds"),
         (START, "--port http", "must be a number"),
         (START, "--port=99999", "up to 65535"),
-        (START, "--dashboard 127.0.0.1:99999", "an address and a port"),
+        (START, "--dashboard 127.0.0.1:99999", "address, and a port"),
+        (START, "--dashboard [::1]:8787", "IPv4"),
+        (START, "--host ::1:x", "must be able to listen"),
         (START, f"--scheduler-file {ROOT}", "must be new"),
         (START, "node1", "must be able to reach"),
         (START, "--scheduler-file none/x.json", "in a folder that can be written"),
@@ -149,6 +151,34 @@ def test_slurm_job_ends_if_its_scheduler_does(tmp_path):
     done = subprocess.run(["cluster/slurm.sh"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, list((tmp_path / "runs").iterdir())) == (1, [])
     assert "the scheduler must start" in done.stderr
+
+
+@needs_openssl
+@pytest.mark.parametrize(
+    ("left", "flags", "folders"),
+    [
+        (None, "--out runs/slurm-1 --steps 5", 0),
+        ("metrics.jsonl", "--out runs/slurm-1 --steps 5", 1),
+        ("step-00000003/state.json", "--resume runs/slurm-1", 1),
+    ],
+)
+def test_slurm_job_that_is_queued_again_begins_or_continues(left, flags, folders, tmp_path):
+    (tmp_path / "cluster").symlink_to(FOLDER)
+    said = {"dask": 'echo there >"$7"', "srun": "", "python": 'echo "$@"'}
+    for name, code in said.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o700)
+    if left:
+        (tmp_path / "runs/slurm-1" / left).parent.mkdir(parents=True)
+        (tmp_path / "runs/slurm-1" / left).touch()
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    env = terminal(PATH=path, SLURM_JOB_ID="1", SLURM_NNODES="1", SLURM_NTASKS="2")
+    command = ["cluster/slurm.sh", "--steps", "5"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith(f"scheduler.json {flags}")
+    assert len(list((tmp_path / "runs").iterdir())) == folders
+    assert (tmp_path / "runs/slurm-1").exists() == ("--resume" in flags)
 
 
 @needs_openssl
