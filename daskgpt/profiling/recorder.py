@@ -62,7 +62,8 @@ class Recorder:
         self._recording.close()
         engine, start = self.engine, self.windows[0].start
         if engine.ranks:
-            answers = self.scheduler.call_on(rank_events, engine.run_name, start).values()
+            by_worker = self.scheduler.call_on(rank_events, engine.run_name, start)
+            answers = sorted(by_worker.values(), key=lambda answer: answer[0].name)
             parts, tasks = [part for part, _ in answers], TaskGraph.of_ranks([graph for _, graph in answers])
         else:
             parts, tasks = [self._events_of(process) for process in self._processes], TaskGraph.of(engine.step)
