@@ -37,6 +37,7 @@ from daskgpt.config.flags import Parser, add_flags, add_model_flags, given_flags
 from daskgpt.config.model import ModelConfig, preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.config.settings import setting
+from daskgpt.config.stopping import ASKING, heeding_interrupts
 from daskgpt.model.parameters import parameter_count
 from daskgpt.profiling.measure import BenchConfig, Spread, job_of, rounded
 from daskgpt.schedulers import machine
@@ -240,7 +241,7 @@ def run_one(flags: Sequence[str], threads: int) -> Row:
     """
     command = [sys.executable, "-m", "daskgpt.bench", *flags, "--json"]
     environment = os.environ | dict.fromkeys(ONE_THREAD, "1")
-    with on_cores(threads):
+    with on_cores(threads), heeding_interrupts(*ASKING):  # so that it ends with the study
         result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["nothing was written"])[-1]

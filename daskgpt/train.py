@@ -120,7 +120,8 @@ def main(arguments: list[str]) -> int:
     else:
         job, start = run_of(values)
     if values.plan:
-        print(predict(job, values.workers or 0, timed=True))
+        found = predict(job, values.workers or 0, timed=True)
+        print(replace(found, libraries=found.libraries - start.loaded_bytes))
         return 0
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
     result = train(job, start, Observers(callbacks=callbacks, sampler=sampler))

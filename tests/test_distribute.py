@@ -114,12 +114,13 @@ def test_memory_of_a_worker():
     def plan_of(workers, sequences=8, groups=4, grain="auto"):
         asked = bench.BenchConfig(batch_size=sequences, sequence_length=12, groups=groups)
         dataflow = DataflowConfig(scheduler="local", threads=workers, grain=grain)
-        return predict(bench.job_of(CONFIG, asked, dataflow), workers)
+        return predict(bench.job_of(CONFIG, asked, dataflow))
 
     alone, shared = map(plan_of, (1, 4))
     assert 0.2 < shared.peak / alone.peak < 0.6
     assert shared.at_peak["optimizer"] < 0.4 * alone.at_peak["optimizer"]
     assert len(shared.sent) == 4
+    assert "3 workers without a group" in str(plan_of(7))
     # Of one, two and two sequences, the plan is not that of the first worker.
     assert plan_of(3, 5, 5, "kernel").at_peak["activations"] > 1.5 * plan_of(3, 3, 3, "kernel").at_peak["activations"]
 

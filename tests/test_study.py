@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import signal
 import sys
 from dataclasses import asdict, replace
 
@@ -11,6 +12,7 @@ from full_disk import full_disk
 
 from daskgpt import bench, study
 from daskgpt.config.model import ModelConfig
+from daskgpt.config.stopping import ASKING
 from daskgpt.profiling.measure import Spread, rounded
 from daskgpt.schedulers import machine
 from daskgpt.study import BARRIERS, DIALS, base_point, caption, described, figure_of, grid, main, table_of
@@ -42,6 +44,15 @@ def finished(tmp_path_factory):
         patch.setattr(machine, "usable_cores", lambda: 2)
         assert main(["--quick", "--out", str(out)]) == 0
     return out
+
+
+@pytest.mark.parametrize("number", ASKING)
+def test_a_signal_ends_the_process_of_a_run(number, monkeypatch):
+    before = signal.signal(number, lambda *_: None)
+    monkeypatch.setattr(study.subprocess, "run", lambda *_, **__: signal.raise_signal(number))
+    with pytest.raises(KeyboardInterrupt):
+        study.run_one([], 1)
+    signal.signal(number, before)
 
 
 def test_a_study_writes_results_a_table_and_figures(finished):

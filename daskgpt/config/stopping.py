@@ -23,8 +23,8 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 @contextmanager
-def heeding_interrupts() -> Iterator[Callable[[], None]]:
-    """Let Ctrl-C end the `with` block; yield a check to be called now and then.
+def heeding_interrupts(*others: signal.Signals) -> Iterator[Callable[[], None]]:
+    """Let Ctrl-C, and other signals, end the `with` block; yield a check to be called now and then.
 
     A KeyboardInterrupt within a callback from C is printed and lost (LLVM calls back when it has compiled a function,
     and only then can Python handle a signal): the check raises it again.
@@ -40,7 +40,7 @@ def heeding_interrupts() -> Iterator[Callable[[], None]]:
         if heard:
             raise KeyboardInterrupt
 
-    with _handled(interrupt, signal.SIGINT):
+    with _handled(interrupt, signal.SIGINT, *others):
         yield check
     check()
 

@@ -336,7 +336,7 @@ def measure(
     turns      how often each has its turn
     steps      of a turn, and of the recorded ones; more where a window has more
 
-    Errors     ValueError where configurations do not fit each other, or there is no dataflow, turn or step
+    Errors     ValueError where configurations do not fit each other, or there is no turn or step
 
     >>> import daskgpt
     >>> small = daskgpt.preset("tiny", blocks=1, channels=32)

@@ -19,8 +19,8 @@ from daskgpt.profiling.timeline import Timeline, color_of, paths_of
 
 LANE_HEIGHT, MARGIN, LEFT = 60, 90, 130  # pixels
 HELP = (
-    "Color is the layer, bright forward, dark backward; messages between workers are bright red. An update (adamw) may "
-    "include the product that makes its gradient. The number over the lanes is the step. "
+    "Color is the layer, bright forward, dark backward; messages between workers are red, sent ones pale. "
+    "An update (adamw) may include the product that makes its gradient. The number over the lanes is the step. "
     "Wheel: zoom. Drag: move."
 )
 BAR = '<div style="font: 12px sans-serif; max-width: 460px"><b>@name</b>, @ms{0,0.000} ms</div>'

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from daskgpt.config.errors import require, text_table
+from daskgpt.config.errors import number_of, require, text_table
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig
 from daskgpt.formats.encoding import title_of
@@ -61,6 +61,8 @@ class Plan:
 
     def __repr__(self) -> str:
         job, texts, data = self.job, facts(self.job), self.job.dataset
+        shares, ranks = max(len(self.sent), 1), job.scheduler == "local" and job.dataflow.engine == "ranks"
+        idle = (job.dataflow.threads - shares) * ranks  # workers
         above = {
             "model": texts["model"],
             "batch": texts["batch"],
@@ -69,6 +71,7 @@ class Plan:
             "precision": texts["precision"],
             "grain": f"{self.grain} ({self.why})" if self.why else self.grain,
             "tasks": f"{self.tasks:,} a step" + f" of the fullest of {len(self.sent)} workers" * bool(self.sent),
+            "idle": f"{number_of(idle, 'worker')} without a group, not counted below (--groups)" if idle else "",
         }
         memory = [["", "held or made", "at the peak"]]
         memory += [[kind, _mb(self.made[kind]), _mb(self.at_peak[kind])] for kind in CLASSES]
@@ -124,11 +127,15 @@ def predict(job: Job, workers: int = 0, *, timed: bool = False) -> Plan:
     scratch, the interpreter and its libraries. Chunks and grain that are auto are those of a run's first step, or those
     that a run would settle by the predicted times.
 
-    workers   of a cluster, which share the batch: tasks and memory are then those of one with the largest share
+    workers   of a cluster, which share the batch: tasks and memory are then those of one with the largest share; 0 for
+              those of the scheduler local, else for one process
     timed     whether to predict the time of a step
     """
     predicted, unknown = None, ""
     libraries = machine.resident_memory()  # before kernels are timed here
+    if not workers and job.scheduler == "local" and job.dataflow.engine == "ranks":
+        workers = job.dataflow.threads or usable_cores()
+        job = replace(job, dataflow=replace(job.dataflow, threads=1))
     engines = planned(job, workers)
     local = [engine for engine in engines if isinstance(engine, LocalEngine)]
     if timed and local and (workers or job.scheduler in ("sync", "threads")):

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import time
 from typing import Any, NamedTuple
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import number_of, require
 from daskgpt.config.settings import Checked, setting
 from daskgpt.profiling.timeline import Event, Lane, TaskGraph, Timeline, Window, events_of
 from daskgpt.schedulers.protocol import ProcessSpans, clock_offset
@@ -62,13 +62,13 @@ class Recorder:
         self._recording.close()
         engine, start = self.engine, self.windows[0].start
         if engine.ranks:
-            answers = self.scheduler.client.run(rank_events, engine.run_name, start, workers=engine.addresses)
-            recordings = [answer for answer in answers.values() if answer is not None]
-            parts, tasks = [part for part, _ in recordings], TaskGraph.of_ranks([graph for _, graph in recordings])
+            by_worker = self.scheduler.call_on(rank_events, engine.run_name, start)
+            answers = sorted(by_worker.values(), key=lambda answer: answer[0].name)
+            parts, tasks = [part for part, _ in answers], TaskGraph.of_ranks([graph for _, graph in answers])
         else:
             parts, tasks = [self._events_of(process) for process in self._processes], TaskGraph.of(engine.step)
         size, chunk = (" x ".join(map(str, shape)) for shape in (engine.job.batch_shape, engine.chunk))
-        cut = f"shared by {len(parts)} workers" if engine.ranks else f"in chunks of {chunk}"
+        cut = f"shared by {number_of(len(engine.addresses), 'worker')}" if engine.ranks else f"in chunks of {chunk}"
         dials = f"barrier {engine.job.dataflow.barrier}, grain {engine.grain}"
         title = f"{dials}, {size} tokens {cut}, {self.scheduler.description}"
         return joined(title, self.windows, parts, tasks)
@@ -79,17 +79,20 @@ class Recorder:
         return ProcessEvents(process.name, process.threads, events)
 
 
-def rank_events(run: str, start: float, dask_worker: Any) -> tuple[ProcessEvents, TaskGraph] | None:
-    """Return the recording of a run on a worker; `start` of the timeline is a time of day."""
+def rank_events(run: str, start: float, dask_worker: Any) -> tuple[ProcessEvents, TaskGraph]:
+    """Return the recording of a run on a worker, without events where it is idle for lack of a group of sequences;
+    `start` of the timeline is a time of day.
+    """
     from daskgpt.schedulers.dask_internals import thread_count
     from daskgpt.schedulers.links import ranks_of
 
+    name, threads = f"worker {dask_worker.name}", thread_count(dask_worker)
     program = ranks_of(dask_worker).programs.get(run)
     if program is None:
-        return None
+        return ProcessEvents(name, threads, []), TaskGraph({}, {}, frozenset())
     step, spans, program.kept = program.engine.step, program.kept, []
     events = events_of(step, [(program.first + span.run, span) for span in spans], start - clock_offset())
-    return ProcessEvents(f"worker {dask_worker.name}", thread_count(dask_worker), events), TaskGraph.of(step)
+    return ProcessEvents(name, threads, events), TaskGraph.of(step)
 
 
 def joined(title: str, windows: Sequence[Window], parts: Sequence[ProcessEvents], tasks: TaskGraph) -> Timeline:

@@ -109,6 +109,12 @@ class Start:
         """Number of steps that earlier processes have made."""
         return len(self.losses)
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of the parameters and moments that were read; random ones are made when they are needed."""
+        read = [] if isinstance(self.parameters, RandomParameters) else [*self.parameters.values()]
+        return sum(array.nbytes for array in (*read, *(self.moments or {}).values()))
+
 
 class WarmStart:
     """A model to start from.
