@@ -362,9 +362,9 @@ def test_texts_without_tokens(tmp_path):
     assert dataset.training[:7].tolist() == [262, 257, 32, *b"end", 262]
 
 
-def test_half_a_character_is_an_error_that_names_the_text(learned):
+def test_half_a_character_is_an_error_that_names_the_text(learned, tmp_path):
     assert not get_encoding(learned).pipeline
-    for encoding in (get_encoding(learned), get_encoding("bytes")):
+    for encoding in map(get_encoding, (learned, "bytes", encoding_named(str(written(tmp_path / "folder"))))):
         with pytest.raises(ValueError, match="text=prompt, error=.*surrogates"):
             encoding.encode("a\nb\ud83d", "prompt")
     with pytest.raises(ValueError, match="text=prompt, error=.*Max stack size"):
