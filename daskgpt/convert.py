@@ -103,7 +103,8 @@ def _encoding_of(model: StoredModel) -> str:
 
 
 def _to_huggingface(target: Path, model: StoredModel) -> None:
-    encoding, reason = None, f"no encoding here has {model.config.vocabulary:,} token ids"
+    having = f"{title_of(model.encoding)} has more than" if model.encoding else "no encoding here has"
+    encoding, reason = None, f"{having} {model.config.vocabulary:,} token ids"
     if name := _encoding_of(model):
         try:
             encoding = get_encoding(name)
@@ -115,8 +116,9 @@ def _to_huggingface(target: Path, model: StoredModel) -> None:
 
 
 def _to_gguf(target: Path, model: StoredModel, dtype: str = "float32") -> None:
-    encoding, rule = _encoding_of(model), "a model for llama.cpp must have an encoding, which is written with it"
-    got, advice = {"vocabulary": model.config.vocabulary}, "Convert the run folder, or a folder with its tokenizer."
+    encoding, rule = _encoding_of(model), "a model for llama.cpp must have an encoding, of no more ids than its own"
+    got = {"vocabulary": model.config.vocabulary, "encoding": title_of(model.encoding) or "not said"}
+    advice = "Convert the run folder, or a folder with its tokenizer."
     require(bool(encoding), "convert", rule, got, advice)
     write_gguf(target, model, get_encoding(encoding), dtype)
     if (most := model.config.positions) % LLAMA_CONTEXT:

@@ -161,7 +161,7 @@ def describe(facts: dict[str, str], figures: Figures) -> str:
     """Return the results as lines to print."""
     data = f"{number_of(figures['tokens'], 'token')}, {number_of(figures['bytes'], 'byte')}"
     data += f", sequences of {figures['sequence_length']}"
-    data = f"responses of {number_of(figures['pairs'], 'pair')}: {data}" if "pairs" in figures else data
+    data = f"responses of {number_of(figures['pairs'], 'example')}: {data}" if "pairs" in figures else data
     bits, perplexity = figures["bits_a_byte"], figures["perplexity"]
     lines = {"loss": f"{figures['loss']:.4f} nats a token"}
     lines["perplexity"] = "inf" if perplexity is None else f"{perplexity:,.2f}"

@@ -144,7 +144,7 @@ def test_what_a_record_says_beside_its_prompt_is_kept(more, texts, tmp_path):
     assert pairs_of(recognize(written(tmp_path / "a.jsonl", lines([FIRST, record]))))[0] == [("Add.", "3"), texts]
 
 
-@pytest.mark.parametrize("name", ["tools", "history", "tool_calls", "function_call"])
+@pytest.mark.parametrize("name", ["tools", "history", "tool_calls", "function_call", "reasoning_content"])
 def test_what_has_no_place_in_a_conversation_is_refused(name, tmp_path):
     message = TALK | {"role": "assistant", name: [{"name": "f"}]}
     for record, kind in ((FIRST | {name: "[1]"}, "record"), ({"messages": [TALK, message]}, "message")):

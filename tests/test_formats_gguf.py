@@ -67,8 +67,8 @@ def test_a_tokenizer_is_read_back(encoding, tmp_path):
 @pytest.mark.parametrize(
     ("name", "sizes", "said"),
     [
-        ("m.gguf", {"vocabulary": 29}, "must have an encoding"),
-        ("m.gguf", {"encoding": "gpt2"}, "must have an encoding"),  # its ids are not in the table
+        ("m.gguf", {"vocabulary": 29}, "must have an encoding.* encoding=not said"),
+        ("m.gguf", {"encoding": "gpt2"}, "must have an encoding.* encoding=gpt2"),  # its ids are not in the table
         ("m.gguf", {"norm": "rmsnorm"}, "has no norm"),
         ("m_q8_0.gguf", {"channels": 16}, "multiple of 32"),
         ("m_q8_0.gguf", {"scale": 1e9}, "h.1.attn.c_proj.weight must fit q8_0"),

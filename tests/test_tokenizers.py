@@ -180,6 +180,17 @@ def written_with(folder, settings):
     return folder
 
 
+def test_older_folders_name_special_tokens_in_a_file_of_their_own(tmp_path):
+    folder = written(tmp_path / "folder")
+    names = {"eos_token": "<|endoftext|>", "bos_token": FLAGS | {"content": "<|user|>"}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(names))
+    codec = get_encoding(encoding_named(str(folder)))
+    assert (next(iter(codec.specials)), codec.bos_token) == ("<|end|>", "")  # newer ones in their settings
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    codec = get_encoding(encoding_named(str(folder)))
+    assert (next(iter(codec.specials)), codec.bos_token) == ("<|endoftext|>", "<|user|>")
+
+
 def test_an_ordinary_token_that_ends_a_text_is_recognized(tmp_path):
     folder = written_with(tmp_path / "folder", {"eos_token": "<|endoftext|>"})
     codec = get_encoding(encoding_named(str(folder)))
@@ -197,7 +208,7 @@ def test_an_ordinary_token_that_ends_a_text_is_recognized(tmp_path):
 )
 def test_tokens_that_only_the_settings_name_are_refused(settings, tmp_path):
     folder = written_with(tmp_path / "folder", settings)
-    with pytest.raises(ValueError, match=r"must have every token that tokenizer_config.json names; .*missing=<x>\."):
+    with pytest.raises(ValueError, match=r"must have every token that the folder's other files name; .*missing=<x>\."):
         encoding_named(str(folder))
 
 
@@ -351,9 +362,9 @@ def test_texts_without_tokens(tmp_path):
     assert dataset.training[:7].tolist() == [262, 257, 32, *b"end", 262]
 
 
-def test_half_a_character_is_an_error_that_names_the_text(learned):
+def test_half_a_character_is_an_error_that_names_the_text(learned, tmp_path):
     assert not get_encoding(learned).pipeline
-    for encoding in (get_encoding(learned), get_encoding("bytes")):
+    for encoding in map(get_encoding, (learned, "bytes", encoding_named(str(written(tmp_path / "folder"))))):
         with pytest.raises(ValueError, match="text=prompt, error=.*surrogates"):
             encoding.encode("a\nb\ud83d", "prompt")
     with pytest.raises(ValueError, match="text=prompt, error=.*Max stack size"):

@@ -44,7 +44,7 @@ PAIR_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
 CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 SYSTEM = "system"  # a field of records: what the model is told before; and the role that says it
 # Fields of records and of messages that decide what the assistant says, and have no place in a conversation here.
-LOST = ("tools", "history", "tool_calls", "function_call")
+LOST = ("tools", "history", "tool_calls", "function_call", "reasoning_content")
 CONVERSED = [*CHATS, SYSTEM, *LOST]
 CONVERSED += dict.fromkeys(name for asking, answering in PAIR_FIELDS for name in (*asking, answering))
 BLOCK_BYTES = 2**22  # bytes of text that are read together

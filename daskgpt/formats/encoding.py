@@ -162,6 +162,7 @@ class Encoding:
 
     def _library_ids(self, text: str) -> list[int]:
         assert self.pipeline is not None
+        text.encode()  # names half a character, where the library's error names its own types
         (encoding,) = self.pipeline.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids

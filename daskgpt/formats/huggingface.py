@@ -48,6 +48,7 @@ CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", f"adapter_model{ENDING}"
 READ, WRITE = "read_huggingface", "write_huggingface"
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+SPECIALS = "special_tokens_map.json"  # says more than the settings in folders of transformers before 4.34
 # Files of tokenizers in other forms.
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 OTHER_TOKENIZERS = ("merges.txt", *SENTENCEPIECE, "vocab.txt", "tekken.json")
@@ -286,7 +287,7 @@ def encoding_in(folder: Path) -> str:
     """Read the tokenizer of a folder, and return the name of its encoding; "" without one.
 
     Errors   ValueError naming the part that is not byte-level BPE, or a file that is damaged; for tokens that
-             tokenizer_config.json alone has, which transformers would add; if no token ends a text
+             tokenizer.json lacks, which transformers would add; if no token ends a text
     Source   transformers, PreTrainedTokenizerBase._from_pretrained
     """
     if not (folder / TOKENIZER).is_file():
@@ -297,6 +298,8 @@ def encoding_in(folder: Path) -> str:
     with encodings.whole_files(folder):
         library = Tokenizer.from_str(json.dumps(_read(folder / TOKENIZER)))
         settings = _read(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+        if "added_tokens_decoder" not in settings and (folder / SPECIALS).is_file():
+            settings |= _read(folder / SPECIALS)
         template = _template_in(folder, settings.get("chat_template"))
         eos, bos = (_content(settings.get(name) or "") for name in ("eos_token", "bos_token"))
         added = [*settings.get("added_tokens_decoder", {}).values()]
@@ -305,7 +308,7 @@ def encoding_in(folder: Path) -> str:
             added += more.values() if isinstance(more, dict) else more
         ids = library.get_vocab()
         missing = ", ".join(name for name in (eos, bos, *map(_content, added)) if name and name not in ids)
-    rule = f"{TOKENIZER} must have every token that {SETTINGS} names"
+    rule = f"{TOKENIZER} must have every token that the folder's other files name"
     got = {"path": folder, "missing": short(missing)}
     require(not missing, encodings.WHERE, rule, got, "Save the tokenizer again with transformers.")
     end = eos or encodings.END_OF_TEXT
