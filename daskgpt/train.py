@@ -120,8 +120,8 @@ def main(arguments: list[str]) -> int:
     else:
         job, start = run_of(values)
     if values.plan:
-        found = predict(job, values.workers or 0, timed=True)
-        print(replace(found, libraries=found.libraries - start.loaded_bytes))
+        plan = predict(job, values.workers or 0, timed=True)
+        print(replace(plan, libraries=plan.libraries - start.loaded_bytes))
         return 0
     sampler = partial(shown_sample, job) if job.run.sample_tokens else None
     result = train(job, start, Observers(callbacks=callbacks, sampler=sampler))
