@@ -245,6 +245,14 @@ def test_an_error_in_a_row_names_its_place(dataflow, small_text):
     assert "(ArithmeticError in broken, " in " ".join(error.value.__notes__)
 
 
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("dataflow", [{"scheduler": "threads"}, {"scheduler": "sync", "precision": "bfloat16"}])
+def test_an_optimizer_that_returns_a_new_weight_is_refused(dataflow, clip, small_text):
+    optimizer = {"optimizer": "custom_layers:NOT_IN_PLACE", "clip": clip}
+    with pytest.raises(TypeError, match="must change the weight in place; got a new one"):
+        fit(small_text, optimizer=optimizer, dataflow=dataflow)
+
+
 def test_rows_without_a_file_of_source_are_refused(small_text, monkeypatch):
     module = ModuleType("no_source")
     module.ROW = SQUARED_RELU
