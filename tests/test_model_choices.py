@@ -2,6 +2,7 @@
 untied head; and of layers, optimizers and an engine from outside of the package (`custom_layers`, `custom_engine`).
 """
 
+import re
 import sys
 from dataclasses import replace
 from math import prod
@@ -268,6 +269,17 @@ def test_a_run_does_not_decide_what_is_imported(small_text, tmp_path, monkeypatc
         with pytest.raises(ValueError, match="module=custom_layers"):
             again()
     assert "custom_layers" not in sys.modules
+
+
+def test_a_module_that_has_changed_is_named(small_text, tmp_path, monkeypatch, capsys):
+    fit(small_text, tmp_path, optimizer={"optimizer": SIGN}, steps=2)
+    monkeypatch.setattr("inspect.getsource", lambda module: "another version")
+    job, start = resumed_run(str(tmp_path), {"run": {"steps": 4}})
+    start.folder.close()
+    assert "modules    custom_layers changed: bits may differ from here on" in start.messages
+    assert audit.main([str(tmp_path)]) == 0
+    named = rf"^versions custom_layers \w+ -> {job.modules['custom_layers']}: bits may differ"
+    assert re.search(named, capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_file_does_not_decide_what_is_imported(tmp_path, monkeypatch):
