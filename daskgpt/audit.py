@@ -24,7 +24,7 @@ from daskgpt.config.settings import setting
 from daskgpt.schedulers.machine import versions
 from daskgpt.schedulers.opening import open_scheduler, require_scheduler
 from daskgpt.schedulers.protocol import Scheduler
-from daskgpt.training.job import compile_kernels
+from daskgpt.training.job import Job, compile_kernels
 from daskgpt.training.logs import CHAIN, LINK, METRICS, Entry
 from daskgpt.training.replay import PlacesConfig, Replay
 from daskgpt.training.start import PACKAGES
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     print("".join(f"FAULT {line}\n" for line in audit.faults), end="", flush=True)
     chosen, differ, computed = audit.chosen(options.share, options.seed), 0, 0
     jobs = [audit.job(entry) for stretch in chosen for entry in stretch[1:]]  # nothing is refused later on
-    if others := audit.other_versions():
+    if others := audit.other_versions(jobs):
         print(f"versions {others}: bits may differ for this reason alone")
     if jobs:
         compile_kernels(jobs[0].precision, jobs[0].uses)
@@ -155,11 +155,15 @@ class Audit(Replay):
         if digest_of(losses) != entry[LINK].get("losses"):
             self.faults.append(f"{METRICS}: losses of steps {before['step'] + 1:,} to {step:,} are not the chain's")
 
-    def other_versions(self) -> str:
-        """Return how the versions that wrote the last entry differ from those here: bits may differ with them."""
-        then, now = self.entries[self.head]["versions"] if self.head else {}, versions(*PACKAGES)
-        other = [name for name in now if then.get(name, now[name]) != now[name]]
-        return ", ".join(f"{name} {then[name]} -> {now[name]}" for name in other)
+    def other_versions(self, jobs: Sequence[Job]) -> str:
+        """Return how the versions that wrote entries differ from those here: bits may differ with them.
+
+        jobs   of the entries, which may name modules from outside of the package
+        """
+        now = versions(*PACKAGES) | {name: digest for job in jobs for name, digest in job.modules.items()}
+        wrote = [pair for entry in self.entries.values() for pair in entry.get("versions", {}).items()]
+        others = dict.fromkeys((name, then) for name, then in wrote if then != now.get(name, then))
+        return ", ".join(f"{name} {then} -> {now[name]}" for name, then in others)
 
     def chosen(self, share: float, seed: int) -> list[Stretch]:
         """Return a share of the stretches, drawn at random, at least one unless the share is 0."""

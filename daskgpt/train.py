@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from daskgpt.config.errors import number_of, require, require_known
+from daskgpt.config.errors import number_of, require, require_known, whole_number
 from daskgpt.config.flags import Parser, add_flags, called, from_flags, given_flags, run_command
 from daskgpt.config.model import PRESETS, ModelConfig, preset
 from daskgpt.config.run import RECIPES, DataConfig, DataflowConfig, OptimizerConfig, RunConfig
@@ -18,7 +18,7 @@ from daskgpt.config.stopping import STOPPED
 from daskgpt.data.source import STANDARD_LIBRARY
 from daskgpt.formats.encoding import get_encoding
 from daskgpt.generation.sampler import readable, sample, shown
-from daskgpt.profiling.plan import check_workers, predict
+from daskgpt.profiling.plan import predict
 from daskgpt.profiling.recorder import TimelineCallback, TimelineConfig
 from daskgpt.schedulers.opening import resume_flags
 from daskgpt.schedulers.protocol import Scheduler
@@ -101,7 +101,8 @@ def main(arguments: list[str]) -> int:
     shown: TimelineConfig = from_flags(TimelineConfig, values)
     got = {"workers": values.workers}
     require(values.plan or values.workers is None, "plan", "--workers must come with --plan", got, "Add --plan.")
-    check_workers(values.workers)
+    if values.workers is not None:
+        whole_number(values.workers, "plan", "workers", 1)
     given = given_flags(TimelineConfig, values)
     rule, advice = "--plan must come without a timeline", "It runs no step: leave it out."
     require(not (values.plan and shown.timeline), "plan", rule, given, advice)

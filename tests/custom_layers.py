@@ -68,6 +68,10 @@ def sign(weight, gradient, hyper):
     weight -= (hyper[0] * np.sign(gradient)).astype(weight.dtype)
 
 
+def not_in_place(weight, gradient, hyper):
+    return weight - hyper[0] * gradient
+
+
 SIGN = Optimizer(
     name="sign",
     kernel=sign,
@@ -85,5 +89,6 @@ def mini(weight, gradient, m, v, hyper, *, beta1, beta2, eps, weight_decay):
     weight -= (rate * (m / correction1 / scale + weight_decay * weight)).astype(weight.dtype)
 
 
+NOT_IN_PLACE = replace(SIGN, kernel=not_in_place)
 MINI = replace(ADAMW, name="mini", kernel=mini, fused={}, per_row=("v",))
 NO_ROW = "a text"

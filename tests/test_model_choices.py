@@ -2,6 +2,7 @@
 untied head; and of layers, optimizers and an engine from outside of the package (`custom_layers`, `custom_engine`).
 """
 
+import re
 import sys
 from dataclasses import replace
 from math import prod
@@ -245,6 +246,14 @@ def test_an_error_in_a_row_names_its_place(dataflow, small_text):
     assert "(ArithmeticError in broken, " in " ".join(error.value.__notes__)
 
 
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("dataflow", [{"scheduler": "threads"}, {"scheduler": "sync", "precision": "bfloat16"}])
+def test_an_optimizer_that_returns_a_new_weight_is_refused(dataflow, clip, small_text):
+    optimizer = {"optimizer": "custom_layers:NOT_IN_PLACE", "clip": clip}
+    with pytest.raises(TypeError, match="must change the weight in place; got a new one"):
+        fit(small_text, optimizer=optimizer, dataflow=dataflow)
+
+
 def test_rows_without_a_file_of_source_are_refused(small_text, monkeypatch):
     module = ModuleType("no_source")
     module.ROW = SQUARED_RELU
@@ -260,6 +269,17 @@ def test_a_run_does_not_decide_what_is_imported(small_text, tmp_path, monkeypatc
         with pytest.raises(ValueError, match="module=custom_layers"):
             again()
     assert "custom_layers" not in sys.modules
+
+
+def test_a_module_that_has_changed_is_named(small_text, tmp_path, monkeypatch, capsys):
+    fit(small_text, tmp_path, optimizer={"optimizer": SIGN}, steps=2)
+    monkeypatch.setattr("inspect.getsource", lambda module: "another version")
+    job, start = resumed_run(str(tmp_path), {"run": {"steps": 4}})
+    start.folder.close()
+    assert "modules    custom_layers changed: bits may differ from here on" in start.messages
+    assert audit.main([str(tmp_path)]) == 0
+    named = rf"^versions custom_layers \w+ -> {job.modules['custom_layers']}: bits may differ"
+    assert re.search(named, capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_file_does_not_decide_what_is_imported(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from small_runs import (
     FLAGS,
@@ -72,6 +73,7 @@ def test_resume_with_other_dials_changes_no_bit(small_text, tmp_path, whole, fir
     assert losses_of(whole) == result.losses
     assert (result.first, result.stopped, result.checkpoint) == (6, False, out / f"step-{STEPS:08}")
     assert math.isfinite(result.validation_loss)
+    assert result != replace(result)
     first, *_, last = result.losses
     shown = f"{last:.3f} in the last, {result.validation_loss:.3f} on held-out text\n{STEPS - 6} of {STEPS} steps in "
     assert repr(result).startswith(f"loss {first:.3f} nats a token in the first step, {shown}")
@@ -81,7 +83,7 @@ def test_resume_with_other_dials_changes_no_bit(small_text, tmp_path, whole, fir
 def test_on_step_stops_and_run_resumes_repeatedly(small_text, whole, tmp_path):
     out, seen = tmp_path / "run", []
     fit(small_text, out, on_step=stopping_at(2))
-    stop = lambda step, metrics: seen.append(step) or step in (2, 6)  # noqa: E731
+    stop = lambda step, metrics: seen.append(step) or np.bool_(step in (2, 6))  # noqa: E731
     for end in (3, 7):
         result = daskgpt.fit(resume=out, on_step=stop, quiet=True)
         assert (result.stopped, len(result.losses)) == (True, end)

@@ -52,7 +52,9 @@ def test_folders_in_the_place_of_files_are_named(name, small_text, tmp_path):
 def test_the_folder_of_a_user_is_found_by_every_path(small_text, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert StudyConfig(out="~/study").out == str(tmp_path / "study")
-    fit(small_text, "~/run", steps=2)
+    result = fit(small_text, "~/run", steps=2)
+    daskgpt.save("~/saved.safetensors", result.config, result.parameters)
+    assert daskgpt.digest(daskgpt.load(tmp_path / "saved.safetensors")[1]) == daskgpt.digest(result.parameters)
     assert rewind.main(["~/run", "--step", "1", "--tensor", "wte.weight", "--out", "~/t.npy"]) == 0
     assert plot.main(["~/run", "--out", "~/curves.svg"]) == 0
     assert convert.main(["~/run", "~/model.safetensors"]) == 0

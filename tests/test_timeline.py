@@ -122,7 +122,7 @@ def test_a_cluster_records_kernels_of_its_workers_on_one_clock(cluster):
 def test_ranks_record_kernels_and_messages_on_one_clock(groups, cluster, small_text):
     cluster.have(2)
     watcher = TimelineCallback(TimelineConfig(timeline_steps=2))
-    fit(small_text, groups=groups, dataflow={"scheduler": cluster.address}, steps=6, callbacks=[watcher])
+    fit(small_text, groups=groups, dataflow={"scheduler": cluster.address}, steps=6, callbacks=iter([watcher]))
     timeline = watcher.timeline
     assert [len(timeline.lanes), sum(share > 0 for share in timeline.summary.busy.values())] == [2, groups]
     assert f"shared by {groups} worker" in timeline.title

@@ -31,6 +31,10 @@ def sample(parameters=PARAMETERS, prompt=(1,), config=CONFIG, **options):
     return daskgpt.sample(config, parameters, prompt, 3, **options)
 
 
+def save(parameters=PARAMETERS, **options):
+    daskgpt.save("model.safetensors", CONFIG, parameters, **options)
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "keyword"),
     [
@@ -45,16 +49,21 @@ def sample(parameters=PARAMETERS, prompt=(1,), config=CONFIG, **options):
         (lambda: daskgpt.fit(CONFIG, {"data": ""}), ValueError, "data must not be empty"),
         (lambda: daskgpt.fit(CONFIG, DATA, resume=""), ValueError, "resume must not be empty"),
         (lambda: daskgpt.load(""), ValueError, "path must not be empty"),
-        (lambda: daskgpt.plan(CONFIG, DATA, workers=2.5), ValueError, "workers must be .*whole; got workers=2.5"),
-        (lambda: daskgpt.measure(CONFIG, DATA, turns=None), ValueError, "turns must be .*whole; got turns=None"),
+        (lambda: daskgpt.plan(CONFIG, DATA, workers=2.5), TypeError, "workers must be a whole number; got workers=2.5"),
+        (lambda: daskgpt.measure(CONFIG, DATA, turns=None), TypeError, "turns must be a whole number; got turns=None"),
+        (lambda: daskgpt.initial_parameters(CONFIG, seed=-1), ValueError, "seed must be at least 0; got seed=-1"),
+        (lambda: daskgpt.open_scheduler("local", threads=-2).__enter__(), ValueError, "threads must be at least 0"),
+        (lambda: daskgpt.preset(None), ValueError, "name must be known; got name=None"),
         (lambda: sample(None), TypeError, "by name"),
         (lambda: sample(DOUBLE), TypeError, "float32"),
-        (lambda: sample(dict.fromkeys(PARAMETERS, 1.0)), TypeError, "NumPy"),
+        (lambda: sample(PARAMETERS | {"ln_f.bias": 1.0}), TypeError, "NumPy arrays by name; got ln_f.bias=float. Take"),
         (lambda: sample(prompt=np.zeros((2, 2), int)), TypeError, "whole numbers"),
         (lambda: sample(prompt="text"), TypeError, "whole numbers"),
         (lambda: sample(temperature=np.inf), ValueError, "finite"),
         (lambda: sample(seed=1.5), TypeError, "whole number"),
-        (lambda: daskgpt.save("model.safetensors", CONFIG, BROKEN), ValueError, "finite"),
+        (lambda: save(BROKEN), ValueError, "finite"),
+        (lambda: save(encoding="byte"), ValueError, "vocabulary must be available; .*Did you mean bytes"),
+        (lambda: save(sequence_length=-1), ValueError, "sequence_length must be at least 0"),
     ],
 )
 def test_python_errors_are_one_line(call, kind, keyword, tmp_path, monkeypatch):

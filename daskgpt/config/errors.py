@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import TypeVar
+from numbers import Integral
+from typing import Any, TypeVar
 
 # Whether this is a command: `python -m daskgpt...`, whose module has not begun yet, or the program `daskgpt`.
 IS_COMMAND = os.path.splitext(os.path.basename((sys.argv or [""])[0]))[0] in ("-m", "daskgpt")
@@ -81,12 +82,20 @@ def require_in_imports(holds: bool, rule: str, got: Mapping[str, object], advice
 def require_known(name: str, names: Collection[str], where: str, what: str) -> None:
     """Raise ValueError unless `name` is one of `names`; `what` says in the message what they name."""
     if name not in names:
-        raise refusal(ValueError, where, f"{what} must be known", {what: name}, nearest(name, list(names)))
+        raise refusal(ValueError, where, f"{what} must be known", {what: name}, nearest(str(name), list(names)))
 
 
 def require_named(name: object, where: str, what: str) -> None:
     """Raise ValueError for an empty name, as an unset shell variable gives; `what` it names is for the message."""
     require(bool(str(name).strip()), where, f"{what} must not be empty", {what: repr(name)}, UNSET)
+
+
+def whole_number(value: Any, where: str, name: str, least: int = 0) -> int:
+    """Return a whole number, also NumPy's, as an int. Errors   TypeError for anything else, ValueError below `least`"""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    require(whole, where, f"{name} must be a whole number", {name: repr(value)}, "Give an int.", TypeError)
+    require(value >= least, where, f"{name} must be at least {least}", {name: value}, f"Give {least} or more.")
+    return int(value)
 
 
 def require_package(name: str, extra: str, where: str) -> None:

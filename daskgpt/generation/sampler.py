@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import require, whole_number
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.settings import Checked, setting
 from daskgpt.formats.encoding import Encoding, encoding_of_model, get_encoding, is_to_be_learned
@@ -144,9 +144,7 @@ def sample(
     """
     ids = prompt_ids(check_config("sample", config), prompt)
     for name, value in {"count": count, "context": context, "seed": seed}.items():
-        whole = isinstance(value, Integral)
-        require(whole, "sample", f"{name} must be a whole number", {name: value}, "Give an int.", TypeError)
-        require(value >= 0, "sample", f"{name} must not be negative", {name: value}, "Give 0 or more.")
+        whole_number(value, "sample", name)
     choice, decoding = Choice(temperature, top_k, top_p), DecodingConfig(precision=precision, threads=threads)
     check_parameters(config, parameters)
     weights = Weights(config, parameters, decoding.precision)

@@ -29,6 +29,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from daskgpt.config.errors import require
 from daskgpt.graph.calls import Band, ChunkSum, KernelCall, Memory, RowSum, TaskCall, call_of, is_ours
 from daskgpt.graph.nodes import Graph, Key, dependents_of, key_trees, only_key, read_parts, task
 from daskgpt.kernels.bfloat16.gemm import TrainedWeight
@@ -74,10 +75,17 @@ class Update:
         *moments, hyper = others
         packed = isinstance(weight, TrainedWeight)
         new: list[Any] = [array.copy() for array in (weight.values if packed else weight, *moments)]
-        self.kernel(new[0], gradient, *new[1:], hyper, **options)
+        self.on_rows(new[0], gradient, *new[1:], hyper, **options)
         if packed:
             new[0] = TrainedWeight.of(new[0])
         return tuple(new) if moments else new[0]
+
+    def on_rows(self, *arrays: Any, **options: float) -> None:
+        """Run the kernel, which changes weight and moments. Errors   TypeError if it returns a new weight instead"""
+        made = self.kernel(*arrays, **options)
+        weight = made[0] if isinstance(made, tuple) else made
+        rule, got = "the kernel of an optimizer must change the weight in place", "a new one, which it returns"
+        require(weight is None or weight is arrays[0], "update", rule, got, "Write weight -= ..., say.", TypeError)
 
     def at_once(self, bands: Sequence[Band]) -> list[Sequence[Band]]:
         """Return the bands of rows that are summed before each call of the kernel."""
@@ -186,7 +194,7 @@ class RowUpdate(TaskCall):
                 total = gradient[band[0] - first : band[1] - first]
                 for number, (call, chain) in enumerate(zip(self.sums, chains)):
                     call.add(chain, [total], band[0], started=bool(given) or number > 0)
-            self.rule.kernel(weight, gradient, *moments, hyper, **self.options)
+            self.rule.on_rows(weight, gradient, *moments, hyper, **self.options)
             if isinstance(tensors[0], TrainedWeight):
                 tensors[0].pack(weight, first)
 

@@ -160,12 +160,12 @@ class Clipped:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> None:
+    def __call__(self, weight: Any, gradient: np.ndarray, *others: np.ndarray, **options: float) -> Any:
         *moments, info = others
         hyper, (_, scale) = info[:-GRAD_INFO], info[-GRAD_INFO:]
         if scale != 1:
             gradient = gradient * gradient.dtype.type(scale)
-        self.kernel(weight, gradient, *moments, hyper, **options)
+        return self.kernel(weight, gradient, *moments, hyper, **options)
 
 
 def clipped(gradients: Mapping[str, da.Array], hyper: da.Array, config: OptimizerConfig, tape: Tape) -> da.Array:

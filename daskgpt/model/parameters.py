@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require
+from daskgpt.config.errors import refusal, require, whole_number
 from daskgpt.config.model import ModelConfig
 from daskgpt.kernels.float32.blas import gemm_address, multiply
 from daskgpt.model.layers import chosen
@@ -271,7 +271,8 @@ def initial_parameters(
     >>> parameters["wte.weight"].shape, parameters["h.0.attn.c_attn.weight"].shape
     ((257, 128), (384, 128))
     """
-    return dict(RandomParameters(check_config("initial_parameters", config), seed, dtype))
+    where = "initial_parameters"
+    return dict(RandomParameters(check_config(where, config), whole_number(seed, where, "seed"), dtype))
 
 
 def merged(config: ModelConfig, parameters: Mapping[str, np.ndarray]) -> tuple[ModelConfig, Mapping[str, np.ndarray]]:
@@ -310,7 +311,7 @@ def digest(parameters: Mapping[str, np.ndarray]) -> str:
     for name in sorted(parameters):
         values = np.asarray(parameters[name])
         sha256.update(f"{name} {values.dtype.str} {values.shape}\n".encode())
-        sha256.update(np.ascontiguousarray(values).data.cast("B"))
+        sha256.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
     return sha256.hexdigest()
 
 
@@ -326,9 +327,9 @@ def check_parameters(
              dtype, or if the arguments are not a configuration and a mapping of arrays
     """
     where, shapes = "check_parameters", parameter_shapes(check_config("check_parameters", config))
-    rule, advice = "parameters must be NumPy arrays by name", "Take them from daskgpt.load or a run's result."
+    by_name, source = "parameters must be NumPy arrays by name", "Take them from daskgpt.load or a run's result."
     kind = {"parameters": type(parameters).__name__}
-    require(isinstance(parameters, Mapping), where, rule, kind, advice, TypeError)
+    require(isinstance(parameters, Mapping), where, by_name, kind, source, TypeError)
     for name in [*shapes, *parameters]:
         if name not in parameters or name not in shapes:
             got = f"{name}, which is {'missing' if name not in parameters else 'unknown'}"
@@ -336,7 +337,7 @@ def check_parameters(
             advice = "Leave adapters out: daskgpt.fit begins them at random." if adapter else "Compare PARAMETERS."
             raise refusal(ValueError, where, "names must be the table's", got, advice)
         value = parameters[name]  # once: each lookup may read a file or fetch
-        require(isinstance(value, kinds), where, rule, {name: type(value).__name__}, advice, TypeError)
+        require(isinstance(value, kinds), where, by_name, {name: type(value).__name__}, source, TypeError)
         shaped, shape = f"{name} must have shape {shapes[name]}", tuple(value.shape)
         require(shape == shapes[name], where, shaped, {"shape": shape}, "Compare the config.")
         rule, advice = f"{name} must be {' or '.join(dtypes)}", f"Convert it with .astype(np.{dtypes[0]})."

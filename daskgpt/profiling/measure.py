@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require, text_table
+from daskgpt.config.errors import refusal, text_table, whole_number
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig, RunConfig, groups_setting
 from daskgpt.config.settings import Checked, setting
@@ -346,8 +346,7 @@ def measure(
     (['sequential', 'threads'], True)
     """
     for name, number in {"turns": turns, "steps": steps}.items():
-        fine = isinstance(number, int | np.integer) and number >= 1
-        require(fine, "measure", f"{name} must be at least 1, and whole", {name: number}, "Give 1 or more.")
+        whole_number(number, "measure", name, 1)
     shared = {"data": data, "optimizer": {"schedule": "constant"}, "run": {"seed": seed}}
     jobs = {name: job_from(config, dataflow=dials, **shared) for name, dials in (dataflows or {"default": {}}).items()}
     for job in jobs.values():

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
-
-from daskgpt.config.errors import number_of, require, text_table
+from daskgpt.config.errors import number_of, text_table, whole_number
 from daskgpt.config.model import ModelConfig
 from daskgpt.config.run import DataConfig, DataflowConfig, OptimizerConfig
 from daskgpt.formats.encoding import title_of
@@ -116,8 +114,7 @@ def plan(
         workers, threads = len(counts), min(counts, default=0)
     dials = replace(dials, scheduler="threads") if threads and dials.scheduler == "auto" else dials
     job = replace(job, dataflow=replace(dials, threads=threads or dials.threads))
-    check_workers(workers or None)
-    return predict(job, workers, timed=True)
+    return predict(job, whole_number(workers, "plan", "workers"), timed=True)
 
 
 def predict(job: Job, workers: int = 0, *, timed: bool = False) -> Plan:
@@ -177,12 +174,6 @@ def planned(job: Job, workers: int = 0) -> list[LocalEngine | TaskEngine]:
 def planned_step(engine: LocalEngine | TaskEngine) -> CompiledStep:
     """Return the step of an engine, with the grain that a plan counts with while only a measured step can tell."""
     return engine.step.with_dials(grain=ASSUMED) if engine.choice.undecided else engine.step
-
-
-def check_workers(workers: int | None) -> None:
-    """Errors   ValueError if a number of workers is given that is no whole number from 1 on"""
-    fine = workers is None or (isinstance(workers, int | np.integer) and workers >= 1)
-    require(fine, "plan", "workers must be at least 1, and whole", {"workers": workers}, "Give 1 or more.")
 
 
 def fits(job: Job, peak: int, libraries: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import dask
 
-from daskgpt.config.errors import nearest, refusal, require
+from daskgpt.config.errors import nearest, refusal, require, whole_number
 from daskgpt.config.files import expanded
 from daskgpt.schedulers.local import in_task, keep_memory, local_scheduler, own_threads
 from daskgpt.schedulers.protocol import Scheduler
@@ -48,7 +48,7 @@ def open_scheduler(address: str = "auto", threads: int = 0, client: Any = None) 
     automatic = client is None and address == "auto"
     client = active_client() if automatic else client
     name = resolved_address(address) if client is None else ""
-    threads = threads or own_threads()
+    threads = whole_number(threads, "open_scheduler", "threads") or own_threads()
     if name in ("sync", "threads"):
         keep_memory()
         yield local_scheduler(name, threads)
@@ -95,7 +95,7 @@ def chosen_address(address: str) -> str:
 
     Errors   ValueError for an unknown name or a wrong address; as of `active_client`
     """
-    got, address = {"scheduler": address}, address.strip()
+    got, address = {"scheduler": address}, str(address).strip()
     if address == "auto":
         if in_task():
             return "threads"

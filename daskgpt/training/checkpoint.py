@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from daskgpt.config.errors import refusal, require, require_named, short
+from daskgpt.config.errors import refusal, require, require_named, short, whole_number
 from daskgpt.config.files import (
     FORBIDDEN,
     LACKING,
@@ -46,7 +46,7 @@ from daskgpt.config.files import (
     write_file,
 )
 from daskgpt.config.model import ModelConfig
-from daskgpt.formats.encoding import KNOWN, NAMED
+from daskgpt.formats.encoding import KNOWN, NAMED, get_encoding
 from daskgpt.formats.gguf import MAGIC, open_gguf
 from daskgpt.formats.huggingface import CONFIG, open_huggingface
 from daskgpt.formats.safetensors import (
@@ -378,13 +378,13 @@ def save(
     It appears under its name only when it is complete, and reading it returns the same bits. Adapters are merged.
 
     path              path that ends with .safetensors
-    encoding          bytes or gpt2; "" = unknown, and guessed from the vocabulary
+    encoding          bytes, gpt2, or one that was read in this process; "" = unknown, and guessed from the vocabulary
     sequence_length   length of the sequences that it was trained on; 0 = unknown, and assumed to be the number of
                       positions
 
     Dtype    float32
-    Errors   ValueError for another ending, missing or unknown names, and wrong shapes; TypeError unless float32;
-             FileNotFoundError if the folder is missing
+    Errors   ValueError for another ending, an unknown encoding, missing or unknown names, and wrong shapes; TypeError
+             unless float32; FileNotFoundError if the folder is missing
 
     >>> import daskgpt
     >>> config = daskgpt.preset("tiny", blocks=1)
@@ -395,12 +395,15 @@ def save(
     (True, True)
     """
     advice = "Other formats are written by daskgpt.convert."
-    path = Path(path)
+    path = expanded(path)
     require(path.suffix == ENDING, "save", f"the ending must be {ENDING}", {"path": path}, advice)
+    if encoding not in ("", *NAMED):
+        get_encoding(str(encoding))
+    length = whole_number(sequence_length, "save", "sequence_length")
     check_parameters(config, parameters)
     config, parameters = merged(config, parameters)
     check_finite("save", parameters)
-    write_run_model(path, StoredModel(config, parameters, encoding, sequence_length))
+    write_run_model(path, StoredModel(config, parameters, encoding, length))
 
 
 def load(path: str | Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:

@@ -12,7 +12,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
-from daskgpt.config.errors import require
+from daskgpt.config.errors import require, whole_number
 from daskgpt.config.model import ModelConfig
 from daskgpt.data.dataset import validation_batches
 from daskgpt.formats.encoding import get_encoding
@@ -74,24 +74,29 @@ def loss_and_gradients(
     True
     """
     check_parameters(config, parameters, (np.ndarray, da.Array), ("float32", "float64"))
-    rule, got = "tokens and targets must be dask arrays", {"tokens": repr(tokens)[:40], "targets": repr(targets)[:40]}
-    lazy = isinstance(tokens, da.Array) and isinstance(targets, da.Array)
-    require(lazy, "loss_and_gradients", rule, got, "Give dask.array.from_array(ids, chunks=(1, 64)), say.", TypeError)
+    where, given = "loss_and_gradients", {"tokens": tokens, "targets": targets}
+    rule, advice = "tokens and targets must be dask arrays of int32", "Give dask.array.from_array(ids.astype('int32'))."
+    got = {name: f"{type(array).__name__} of {getattr(array, 'dtype', None)}" for name, array in given.items()}
+    right = all(isinstance(array, da.Array) and array.dtype == np.int32 for array in given.values())
+    require(right, where, rule, got, advice, TypeError)
     check_tokens(config, tokens, targets)
-    tape = Tape(groups=Groups(groups_of_batch(tokens.shape[0], tokens.shape[1], groups)))
+    groups = groups_of_batch(tokens.shape[0], tokens.shape[1], whole_number(groups, where, "groups"))
+    tape = Tape(groups=Groups(groups))
     weights = dict[str, da.Array]()
     for parameter, value in parameters.items():
         name = f"weight.{parameter}-{tape.token}"  # a name of Dask's would be the same for arrays of the same values
         if isinstance(value, da.Array):
-            weights[parameter] = value.rechunk(-1).map_blocks(_same, name=name, dtype=value.dtype)
+            dtype = value.dtype.newbyteorder("=")
+            weights[parameter] = value.rechunk(-1).map_blocks(_of_machine, name=name, dtype=dtype)
         else:
-            weights[parameter] = from_numpy(name, value, tuple((size,) for size in value.shape))
+            weights[parameter] = from_numpy(name, _of_machine(value), tuple((size,) for size in value.shape))
     loss = mean_loss(tape, config, weights, lazy_inputs(tape, tokens, targets))
     return loss, gradients_of(tape, config, weights, loss)
 
 
-def _same(block: np.ndarray) -> np.ndarray:
-    return block
+def _of_machine(array: np.ndarray) -> np.ndarray:
+    """Return an array of a file, say, in the byte order and at addresses that kernels read."""
+    return np.require(array, array.dtype.newbyteorder("="), "A")
 
 
 def compile_loss(

@@ -257,7 +257,7 @@ def checkpoint_facts(job: Job) -> dict[str, Any]:
         "data": fingerprint(job.tokens),
         "configuration": job.resolved(),
         "arithmetic": arithmetic(job),
-        "versions": versions(*PACKAGES),
+        "versions": versions(*PACKAGES) | dict(job.modules),
     }
 
 
@@ -366,6 +366,8 @@ def _continued(folder: RunFolder, path: str, changes: Mapping[str, Mapping[str, 
     if units[0] != units[1]:
         change = " -> ".join(f"{unit['precision']} by {unit['unit']}" for unit in units)
         messages.append(f"arithmetic {change}: bits differ from here on")
+    if others := [name for name, now in job.modules.items() if state["versions"].get(name, now) != now]:
+        messages.append(f"modules    {', '.join(others)} changed: bits may differ from here on")
     records = {record["step"]: record for record, _ in metrics_lines(folder.path / METRICS, done)}
     written = [records.get(number, {}).get("loss") for number in range(done)]
     if missing := written.count(None):

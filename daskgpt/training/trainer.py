@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from daskgpt.training.recovery import Recovery
 
 
-@dataclass(repr=False)
+@dataclass(eq=False, repr=False)
 class Result:
     """The result of a run.
 
@@ -194,7 +194,7 @@ def fit(
         if parameters is not None:
             check_parameters(replace(size, lora=0), parameters)
         job, start = new_run(size, settings, origin, parameters, connects=client is None)
-    return train(job, start, Observers(on_step, callbacks, quiet=quiet), client)
+    return train(job, start, Observers(on_step, tuple(callbacks), quiet=quiet), client)
 
 
 def train(job: Job, start: Start, observers: Observers, client: Any = None) -> Result:
@@ -421,8 +421,9 @@ class _Trainer:
         self.news.clear()
         if self.saver:
             self.saver.folder.log(metrics, self.progress.say)
-        if self.observers.on_step and self.observers.on_step(metrics["step"], metrics) is True:
-            self.enough = True
+        if self.observers.on_step:
+            answer = self.observers.on_step(metrics["step"], metrics)
+            self.enough |= isinstance(answer, bool | np.bool_) and bool(answer)
         self.finite.require(self.engine, metrics)
 
     def _sample(self) -> None:
