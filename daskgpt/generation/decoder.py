@@ -37,7 +37,7 @@ DECODED = {
 }
 HEADS = ("wte.weight", "lm_head.weight")  # tensors whose rows the vocabulary numbers
 TABLES = {"tied": ("wpe.weight",), "untied": ("wpe.weight", "wte.weight")}  # of which a token reads a row
-MOST_ROWS = 32  # rows of a step: tokens that are read together, so that each weight is read once for all of them
+MOST_ROWS = 64  # rows of a step: tokens that are read together, so that each weight is read once for all of them
 BYTES_A_THREAD = 1 << 23  # bytes of weights below which another thread would cost more time than it saves
 
 
