@@ -79,12 +79,15 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden, self.gated = config.hidden_channels, config.activation == "swiglu"
+        hidden, self.activation = config.hidden_channels, config.activation
+        self.gated = self.activation == "swiglu"
         self.c_fc = Linear(config, config.channels, hidden * (2 if self.gated else 1), bias=config.bias == "all")
         self.c_proj = Linear(config, hidden, config.channels, bias=config.bias == "all")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.c_fc(x)
+        if self.activation == "relu2":
+            return self.c_proj(F.relu(x).square())
         if not self.gated:
             return self.c_proj(F.gelu(x, approximate="tanh"))
         gate, up = x.chunk(2, dim=-1)

@@ -11,6 +11,7 @@ from conftest import SMALL
 from records import read_records
 from tolerances import TOLERANCES
 
+from daskgpt.config.model import preset
 from daskgpt.config.run import DataflowConfig
 from daskgpt.profiling.measure import BenchConfig, TimedEngine, job_of
 from daskgpt.schedulers.opening import open_scheduler
@@ -39,6 +40,18 @@ def test_processes_and_threads_train_the_same_model(processes, bf16, rank):
         steps = TimedEngine(job, scheduler, 3)
         steps.run(10)
     np.testing.assert_allclose(torch.losses, steps.losses, **TOLERANCES["bfloat16 losses" if bf16 else "golden losses"])
+
+
+@pytest.mark.parametrize("choices", [{}, {"bias": "qkv", "head_size": 24}])
+@pytest.mark.parametrize("name", ["smollm2-135m", "nanochat-d4"])
+def test_llamas_train_as_in_pytorch(name, choices):
+    sizes = {"blocks": 2, "heads": 6, "kv_heads": 2, "head_size": 16, "channels": 96, "hidden": 256, "vocabulary": 500}
+    job = replace(JOB, config=preset(name, **sizes | {"padded_vocabulary": 0} | choices))
+    with TorchSide(job, 3, 1, TorchOptions()) as torch, open_scheduler("threads", 2) as scheduler:
+        torch.run(20)
+        steps = TimedEngine(job, scheduler, 3)
+        steps.run(20)
+    np.testing.assert_allclose(torch.losses, steps.losses, **TOLERANCES["golden losses"])
 
 
 def test_error_names_the_process_that_ended():
